@@ -43,10 +43,9 @@ def training_table(found: dict) -> str:
     sentence = (
         "The example beside the same training written out by hand (`tests/awd_lstm_by_hand.py`: "
         "the cell by its gates, one step of time after the other), with the same first weights, "
-        "lengths of windows and masks. Given are the largest relative differences of a loss in "
-        "the first steps and in all. Steps of a rate of 20 magnify rounding tenfold in ten to "
-        "twenty steps, in float32 and in float64: a third training by hand, from weights that are "
-        "one rounding error (1.2e-7, or 2.2e-16) off, parts from the one by hand in the same way."
+        "lengths of windows and masks: the largest relative differences of a loss. Steps of a "
+        "rate of 20 magnify rounding tenfold in ten to twenty steps: a third training, whose first "
+        "weights are one rounding error off, parts from the one by hand in the same way."
     )
     conditions = (
         f"<sub>The first windows of WikiText-2, {last['vocab_size']:,} different words; validation "
@@ -104,8 +103,6 @@ _DIFFERENCES = (
     "10,000 pictures of the test part. What differs: size and epochs; 54,000 pictures instead of "
     "60,000; our log-scales are bounded by 2 (RealNVP, Glow) and 3 (Flow++); ActNorm stands where "
     "Real NVP has batch normalisation; the networks of Flow++ have neither gates nor attention, "
-    "and its paper has no MNIST. The margin of the logit matters on MNIST, where four fifths of "
-    "the pixels are black: after a logit of margin 0.05, as natural pictures have it, the level of "
-    "black is 0.07 wide, and the flow has to widen it; with 1e-6 it is 8 wide. The same networks "
-    "with 0.05 are in the section on flows on MNIST."
+    "and its paper has no MNIST. The margin of the logit matters where four fifths of the pixels "
+    "are black: the level of black is 0.07 wide after a logit of margin 0.05, and 8 with 1e-6."
 )

@@ -26,6 +26,7 @@ FAMILIES = {
 }
 EACH_BLOCK = "torch checkpoint", "transformers", "accelerate", "Unsloth's style", "torch_remat"
 WRONG = 1e-2  # relative error of gradients
+HOLLOW = "hollow: other gradients than the model's"
 LEAST_POINTS = 4  # of a line: one through fewer would claim plans that nobody measured
 # Where a label may be beside its mark, in points: the first that nothing else is in.
 PLACES = [
@@ -88,8 +89,11 @@ def write(found: dict, table: str, path: Path = PATH) -> None:
     for axes, model in zip(panels, models, strict=False):
         conditions = found.get("conditions_of", {}).get(model, found)
         clock = "Processor time" if conditions["num_threads"] == 1 else "Time"
-        named |= _panel(axes, [row for row in rows if row["model"] == model], model, clock)
-    names = [name for name in (*OURS, *FAMILIES) if name in named]
+        found_here = _panel(axes, [row for row in rows if row["model"] == model], model, clock)
+        for name, drawn in found_here.items():
+            if name not in named or _says_more(drawn, named[name]):
+                named[name] = drawn
+    names = [name for name in (*OURS, *FAMILIES, HOLLOW) if name in named]
     texts = ["recoup.plan" + n.removeprefix("recoup") if n in OURS else n for n in names]
     style = {"frameon": False, "labelcolor": INK, "fontsize": 10}
     if has_place:
@@ -126,11 +130,10 @@ def _panel(axes: Any, rows: list[dict], model: str, clock: str) -> dict[str, Any
             is_line = len(points) >= LEAST_POINTS
             (drawn,) = axes.plot(
                 *zip(*points, strict=True), color=color, linestyle=dashes if is_line else "none",
-                linewidth=2.4, marker="o" if is_line else ">", markersize=4.0 if is_line else 7.0,
+                linewidth=2.4, marker=">", markersize=6.0 if is_line else 7.0,
                 markeredgecolor="white", markeredgewidth=0.6, zorder=5,
             )  # fmt: skip
-            if is_line or name not in named:
-                named[name] = drawn
+            named[name] = drawn
             taken += _along(axes, points) if is_line else [_box(axes, point, 4) for point in points]
     labels = []
     for row in rows:
@@ -147,7 +150,9 @@ def _panel(axes: Any, rows: list[dict], model: str, clock: str) -> dict[str, Any
             markeredgecolor=color if is_wrong else "white",
             markeredgewidth=1.2 if is_wrong else 0.7, zorder=4,
         )  # fmt: skip
-        if family not in named or not is_wrong:
+        if is_wrong:
+            named[HOLLOW] = drawn
+        if family not in named or _says_more(drawn, named[family]):
             named[family] = drawn
         taken.append(_box(axes, place, 4))
         if text:
@@ -155,6 +160,13 @@ def _panel(axes: Any, rows: list[dict], model: str, clock: str) -> dict[str, Any
     for place, text, color in labels:
         taken.append(_label(axes, place, text, color, taken))
     return named
+
+
+def _says_more(drawn: Any, other: Any) -> bool:
+    """Whether a legend should show `drawn`: lines come before marks, full marks before hollow."""
+    is_line, is_full = drawn.get_linestyle() != "None", drawn.get_markerfacecolor() != "white"
+    shown = other.get_linestyle() != "None", other.get_markerfacecolor() != "white"
+    return (is_line, is_full) > shown
 
 
 def _best(rows: Any) -> list[tuple[float, float]]:

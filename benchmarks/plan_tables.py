@@ -50,7 +50,7 @@ def plans_table(found: dict) -> str:
         "![Time of a step against its peak](images/plans.png)",
         sentence,
         f"{sizes}. Bold means that the plan is at least as fast, within 2 percent.",
-        "\n".join(_plans_rows(found, gains)),
+        "\n".join(_plans_rows(found, gains)).strip(),
         WAYS,
         "\n".join(_left_out(found.get("left_out", []))),
         conditions,
@@ -60,24 +60,30 @@ def plans_table(found: dict) -> str:
 
 def _plans_rows(found: dict, gains: list[dict]) -> list[str]:
     """Return a row for each other way, and the fastest plan that takes no more bytes."""
-    lines = [
-        "| a training step | peak MiB | time over plain | `recoup.plan` in as many bytes |",
-        "|---|---|---|---|",
-    ]
+    lines: list[str] = []
     rows = {(row["model"], row["name"]): row for row in found["plans"]}
-    for gain in gains:
+    for gain, before in zip(gains, [None, *gains], strict=False):
+        lines += _head(gain, before, "peak MiB", "over plain", "`recoup.plan` in as many bytes")
         over = gain["ours_over_rival"]
         rival = rows[gain["model"], gain["name"]]
         ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
-        compiled = " (blocks compiled)" if "compiled" in (gain["ours"] or "") else ""
+        compiled = " compiled" if "compiled" in (gain["ours"] or "") else ""
         cells = [
-            f"{gain['model']}: {gain['name']}",
+            gain["name"],
             mib(gain["peak_bytes"]),
             f"{rival['ratio']:.2f}",
             f"**{ours}**{compiled}" if gain["is_won"] else f"{ours}{compiled}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _head(gain: dict, before: dict | None, *columns: str) -> list[str]:
+    """Return the head of the table of a model, where a row is its first."""
+    if before is not None and before["model"] == gain["model"]:
+        return []
+    head = f"| {' | '.join((gain['model'], *columns))} |"
+    return ["", head, f"|{'---|' * (1 + len(columns))}"]
 
 
 def _left_out(rows: list[dict]) -> list[str]:
@@ -94,18 +100,17 @@ def _left_out(rows: list[dict]) -> list[str]:
 
 def compiled_table(found: dict) -> str:
     """Return a row for each other way, and the fastest plan that takes no more bytes."""
-    lines = [
-        "| a training step | peak MiB | over plain | error | `compile=True` in as many bytes |",
-        "|---|---|---|---|---|",
-    ]
+    lines: list[str] = []
     rows = {(row["model"], row["name"]): row for row in found["compiled"]}
     gains, least = _split(found["gains"])
-    for gain in gains:
+    columns = ("peak MiB", "over plain", "error", "`compile=True` in as many bytes")
+    for gain, before in zip(gains, [None, *gains], strict=False):
+        lines += _head(gain, before, *columns)
         over = gain["ours_over_rival"]
         rival = rows[gain["model"], gain["name"]]
         ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
         cells = [
-            f"{gain['model']}: {gain['name']}",
+            gain["name"],
             mib(gain["peak_bytes"]),
             f"{rival['ratio']:.2f}",
             f"{rival['gradient_error']:.0e}",
@@ -127,7 +132,7 @@ def compiled_table(found: dict) -> str:
         f"{_conditions(found, 'compiled', ('transformers',))}</sub>"
     )
     figure = "![Time of a step against its peak, compiled](images/compiled.png)"
-    return "\n".join([figure, "", sentence, "", *lines, "", conditions])
+    return "\n".join([figure, "", sentence, *lines, "", conditions])
 
 
 def _own_errors(found: dict) -> list[float]:

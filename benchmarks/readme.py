@@ -72,10 +72,8 @@ def write() -> None:
 
 def _summary(found: dict) -> str:
     """Return the figures of the README in words, each with what others take."""
-    sums = {r["name"]: r["peak_bytes"] for r in found["gradients"]["sums"]}
     long_windows = found["language_model"]["long_windows"]
     glow = {(r["name"], r["num_steps"]): r for r in found["flows"]["glow"]}
-    gains = [g for g in found["plans"]["gains"] if not g["name"].startswith("least peak")]
     compiled = [g for g in found["compiled"]["gains"] if not g["name"].startswith("least peak")]
     models = [*dict.fromkeys(g["model"].partition(",")[0] for g in compiled)]
     overs = [g["ours_over_rival"] for g in compiled if g["ours_over_rival"] is not None]
@@ -91,12 +89,10 @@ def _summary(found: dict) -> str:
     won = "all" if num_won == len(compiled) else str(num_won)
     figures = {
         "In the same memory, faster": (
-            f"there were {len(compiled)} other ways to train {', '.join(models[:-1])} and "
-            f"{models[-1]}, `torch.compile` at 7 budgets among them. In the bytes that each takes, "
-            f"`recoup.plan(compile=True)` was at least as fast as {won} of them, in "
-            f"{min(overs):.2f} to {max(overs):.2f} of their time. Beside {len(gains)} more, with "
-            f"losses in pieces among them, plans were as fast as "
-            f"{sum(g['is_won'] for g in gains)}."
+            f"in the bytes that each of {len(compiled)} other ways to train "
+            f"{', '.join(models[:-1])} and {models[-1]} takes (`torch.compile` at 7 budgets among "
+            f"them), `recoup.plan(compile=True)` was at least as fast as {won}, in "
+            f"{min(overs):.2f} to {max(overs):.2f} of their time."
         ),
         "A tenth of a loss": (
             f"GPT-2's output layer and loss over 4096 tokens take {mib(head['peak_bytes'])} MiB "
@@ -117,17 +113,12 @@ def _summary(found: dict) -> str:
             f"{mib(long_windows[3]['peak_bytes'])} MiB in place of "
             f"{mib(long_windows[1]['peak_bytes'])}."
         ),
-        "Sums of gradients": (
-            f"16 backwards over 128 MiB of weights, merged before one step, peak at "
-            f"{mib(sums['recoup'])} MiB; merging dictionaries takes "
-            f"{mib(sums['merged out of place (candle)'])}."
-        ),
     }
     couplings = found["couplings"]
     conditions = (
         f"<sub>{couplings['device_name']}, two cores, torch {couplings['versions']['torch']}, "
-        "peaks by the allocator's events. `make bench` measures again; "
-        "[all tables and their conditions](docs/benchmarks.md).</sub>"
+        "peaks by the allocator's events; no figure here is from a GPU. `make bench` measures "
+        "again; [all tables and their conditions](docs/benchmarks.md).</sub>"
     )
     lines = [f"- **{title}**: {text}" for title, text in figures.items()]
     return "\n".join([*lines, "", conditions])

@@ -95,7 +95,9 @@ def test_the_citation_has_the_version():
     assert yaml.safe_load(text_of("CITATION.cff"))["version"] == recoup.__version__
 
 
-@pytest.mark.parametrize("page", ["CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize(
+    "page", ["ARCHITECTURE.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"]
+)
 def test_pages_beside_the_readme_link_to_what_is_there(page):
     text = text_of(page)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

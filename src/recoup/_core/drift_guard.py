@@ -41,6 +41,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_real
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError
 from recoup.schedules import Way
@@ -94,6 +95,7 @@ class DriftGuard:
                 f'`drift` is {otherwise!r}, but must be "recompute", "raise", "warn", "ignore" or '
                 "a DriftGuard."
             )
+        check_real(tolerance=tolerance)
         if not 0 < tolerance < 1:
             raise ValueError(f"`tolerance` is {tolerance}, but must lie between 0 and 1.")
         self.otherwise: Otherwise = otherwise

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 from torch import nn
 
+from recoup._arguments import check_real, check_whole
 from recoup.flows.networks import ConvNetwork, DenseNetwork
 from recoup.invertible import ActNorm, InvertibleConv1x1, InvertibleModule, Logit, Normalize
+from recoup.invertible.shapes import sizes_of
 
 __all__ = ["Steps", "check_counts", "check_images", "check_shape", "first_layers"]
 
 
-def check_counts(**counts: int) -> None:
-    """Raise ValueError unless every count is a whole number of at least 1."""
+_MOST = 10_000  # layers, which are made one by one
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise ValueError unless every count is a whole number of at least 1, or None."""
     for name, value in counts.items():
-        given = cast("object", value)
-        is_whole = isinstance(given, SupportsIndex) and not isinstance(given, bool)
-        if not is_whole or value < 1:
-            raise ValueError(f"`{name}` is {given!r}, but must be a whole number, at least 1.")
+        if value is None and name == "num_classes":
+            continue
+        check_whole(**cast("dict[str, Any]", {name: value}))
+        if cast("int", value) > _MOST and name.startswith("num_"):
+            raise ValueError(f"`{name}` is {value}, but must be at most {_MOST}.")
 
 
 def check_images(shape: Sequence[int], num_levels: int) -> None:
     """Raise ValueError unless `shape` is (C, H, W) and can be halved `num_levels` times."""
+    sizes_of(shape)
+    if num_levels > 20:
+        raise ValueError(f"`num_levels` is {num_levels}, but images have at most 20 levels.")
     factor = 2**num_levels
     if len(shape) != 3 or min(shape) < 1 or shape[1] % factor or shape[2] % factor:
         raise ValueError(
@@ -35,7 +44,7 @@ def check_images(shape: Sequence[int], num_levels: int) -> None:
 
 def check_shape(shape: Sequence[int], num_levels: int) -> None:
     """Raise ValueError unless `shape` is (D,), a vector, or passes `check_images`."""
-    if len(shape) != 1:
+    if len(sizes_of(shape)) != 1:
         check_images(shape, num_levels)
     elif shape[0] < 2:
         raise ValueError(
@@ -49,6 +58,8 @@ def first_layers(levels: int | None, alpha: float | None) -> list[InvertibleModu
 
     It is a `Logit` with the margin `alpha`, or, if that is None, a shift to ``[-0.5, 0.5]``.
     """
+    if alpha is not None:
+        check_real(alpha=alpha)
     if levels is None:
         return []
     return [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_whole
 from recoup.flows.flow import Flow
 from recoup.memory import format_bytes, measure
 from recoup.schedules.memory import Memory
@@ -114,8 +115,7 @@ def fit(
     for name, count in {"epochs": epochs, "batch_size": batch_size, "patience": patience}.items():
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"`{name}` is {count!r}, but must be a whole number of at least 1.")
-    if not isinstance(seed, Integral):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`seed` is {seed!r}, but must be a whole number.")
+    check_whole(-(2**63), most=2**63 - 1, seed=seed)
     if not isinstance(learning_rate, Real) or not 0 <= learning_rate < math.inf:
         raise ValueError(
             f"`learning_rate` is {learning_rate!r}, but must be finite and at least 0."

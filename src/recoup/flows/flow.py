@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
+from recoup._arguments import check_type, check_whole
 from recoup._core.generators import with_seed
+from recoup._core.tensor_arguments import check_tensors
 from recoup.flows.labels import one_hot
 from recoup.flows.latents import (
     Base,
@@ -23,6 +25,7 @@ from recoup.flows.latents import (
 )
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.invertible.chain_memory import HasChain
+from recoup.invertible.shapes import sizes_of
 
 __all__ = ["Flow"]
 
@@ -86,9 +89,16 @@ class Flow(HasChain):
         num_classes: int | None = None,
     ) -> None:
         super().__init__()
+        check_type(Chain, "a Chain", chain=chain)
+        if dequantize is not None:
+            check_type(Dequantize, "a Dequantize", dequantize=dequantize)
+        if base is not None:
+            check_type(Distribution, "a torch.distributions.Distribution", base=base)
+        if num_classes is not None:
+            check_whole(num_classes=num_classes)
         _check(chain, levels, dequantize, num_classes)
         self.chain = chain
-        self.shape = torch.Size(shape)
+        self.shape = sizes_of(shape)
         if dequantize is None and levels is not None:
             dequantize = Dequantize(levels)
         self.dequantize = dequantize
@@ -120,6 +130,7 @@ class Flow(HasChain):
             The latents, a tensor ``(N, ...)`` or, where the chain splits, a tuple of tensors in
             the order they were split off; and the log-determinant ``(N,)`` in nats.
         """
+        check_tensors(x=x)
         if x.shape[1:] != self.shape:
             raise ValueError(
                 f"`x` has shape {tuple(x.shape)}, but this flow is for (N, "
@@ -247,8 +258,8 @@ class Flow(HasChain):
         Returns:
             Data ``(steps, N, *shape)``; the first is `x0` and the last `x1`, up to rounding.
         """
-        if steps < 1:
-            raise ValueError(f"`steps` is {steps}, but must be at least 1.")
+        check_whole(steps=steps)
+        check_tensors(x0=x0, x1=x1)
         if x0.shape != x1.shape:
             raise ValueError(
                 f"`x0` has shape {tuple(x0.shape)} and `x1` {tuple(x1.shape)}, but both must have "
@@ -271,8 +282,9 @@ class Flow(HasChain):
         self, n: int, temperature: float | Sequence[float], generator: torch.Generator | None
     ) -> list[Callable[[], Tensor]]:
         """Return a function for each latent that draws it."""
-        if not isinstance(n, int) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"`n` is {n!r}, but must be a whole number of at least 0.")
+        check_whole(0, n=n)
+        if generator is not None:
+            check_type(torch.Generator, "a torch.Generator", generator=generator)
         shapes = self._shapes_of_latents()
         return [
             partial(self.base.sample, (n, *shape), t, generator)
@@ -314,8 +326,6 @@ def _check(
             f"`levels` is {levels}, but `dequantize` is for {dequantize.levels} levels. Leave "
             f"`levels` out, or make them equal."
         )
-    if num_classes is not None and num_classes < 1:
-        raise ValueError(f"`num_classes` is {num_classes}, but must be at least 1.")
     if num_classes is not None and not chain.takes_context:
         raise ValueError(
             f"`num_classes` is {num_classes}, but nothing in `chain` takes a context, so labels "

@@ -92,6 +92,7 @@ class FlowPlusPlus(Flow):
         base: Distribution | None = None,
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, num_components=num_components)
+        check_counts(num_classes=num_classes)
         check_shape(shape, num_levels)
         couple = partial(MixtureCoupling, num_components=num_components)
         copies = 3 * num_components + 2

@@ -83,7 +83,7 @@ class Glow(Flow):
         memory: Memory = "linear",
         base: Distribution | None = None,
     ) -> None:
-        check_counts(num_levels=num_levels, num_steps=num_steps)
+        check_counts(num_levels=num_levels, num_steps=num_steps, num_classes=num_classes)
         _check_kinds(coupling, conv1x1)
         check_images(shape, num_levels)
         stages = first_layers(levels, alpha)

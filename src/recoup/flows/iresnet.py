@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributions import Distribution
 
+from recoup._arguments import check_real
 from recoup.flows.building import check_counts, first_layers
 from recoup.flows.flow import Flow
+from recoup.flows.networks import check_depth
 from recoup.invertible import (
     ActNorm,
     Chain,
@@ -21,6 +23,7 @@ from recoup.invertible import (
     Squeeze,
 )
 from recoup.invertible.residual import LogDet
+from recoup.invertible.shapes import sizes_of
 from recoup.schedules.memory import Memory
 
 __all__ = ["IResNet"]
@@ -36,9 +39,10 @@ class IResNet(Flow):
     3x3, a 1x1 and a 3x3 convolution, for vectors of `depth` hidden layers, with `LipSwish` between;
     an ActNorm ends the flow. With ``log_det="unbiased"`` this is a Residual Flow.
 
-    Inverting the blocks in backward would save nothing, so ``memory="constant"`` recomputes them;
-    "sqrt" is the mode to choose. `sample` and `inverse` iterate each block's network until they
-    converge, some dozens of times.
+    Inverting the blocks in backward would save nothing, so ``memory="constant"`` recomputes each
+    from its input, as "inputs" does without a warning; the tape of a block is so much larger than
+    its input that "sqrt" and "log" take more. `sample` and `inverse` iterate each block's network
+    until they converge, some dozens of times.
 
     Args:
         shape: Shape of one sample: ``(C, H, W)``, H and W multiples of ``2**num_levels``, or
@@ -96,6 +100,8 @@ class IResNet(Flow):
         base: Distribution | None = None,
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, width=width, depth=depth)
+        check_depth(depth)
+        check_real(coefficient=coefficient)
         _check_shape(shape, num_levels)
         if log_det is None:
             log_det = "exact" if math.prod(shape) <= _MOST_EXACT else "unbiased"
@@ -143,7 +149,8 @@ def _network(
 
 
 def _check_shape(shape: Sequence[int], num_levels: int) -> None:
-    factor = 2**num_levels
+    sizes_of(shape)
+    factor = 2 ** min(num_levels, 20)
     is_vector = len(shape) == 1 and shape[0] >= 1 and num_levels == 1
     is_image = len(shape) == 3 and min(shape) >= 1 and not (shape[1] % factor or shape[2] % factor)
     if not (is_vector or is_image):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
+from recoup._arguments import check_real, check_type
 from recoup._core.generators import with_seed
 
 __all__ = ["Base", "Latents", "as_latents", "as_tuple", "chosen", "temperature_of_each"]
@@ -133,8 +134,10 @@ def temperature_of_each(
     if isinstance(temperature, Tensor):
         temperature = [float(value) for value in temperature.flatten()]
         temperature = temperature[0] if len(temperature) == 1 else temperature
+    for each in temperature if isinstance(temperature, list | tuple) else (temperature,):
+        check_real(temperature=each)
     if not isinstance(temperature, Sequence):
-        return (temperature,) * num_latents
+        return (float(temperature),) * num_latents
     if len(temperature) != num_latents:
         raise ValueError(
             f"`temperature` has {len(temperature)} numbers, but this flow has {num_latents} "
@@ -149,6 +152,8 @@ def chosen(indices: int | Sequence[int], num_latents: int) -> frozenset[int]:
     Raises:
         ValueError: When an index is out of range for `num_latents` latents.
     """
+    for each in indices if isinstance(indices, list | tuple) else (indices,):
+        check_type(int, "the number of a latent, or several", indices=each)
     given = (indices,) if isinstance(indices, int) else tuple(indices)
     for index in given:
         if not -num_latents <= index < num_latents:

@@ -11,6 +11,8 @@ from torch.distributions import Distribution, constraints
 from torch.distributions.utils import broadcast_all
 from torch.nn import functional
 
+from recoup._arguments import check_flag, check_real
+
 __all__ = ["Logistic"]
 
 _constraints: Any = constraints  # torch does not type its constraints
@@ -55,6 +57,15 @@ class Logistic(Distribution):
     ) -> None:
         self.loc: Tensor
         self.scale: Tensor
+        for name, value in (("loc", loc), ("scale", scale)):
+            if not isinstance(value, Tensor):
+                check_real(**{name: value})
+            elif bool(value.isnan().any()):
+                raise ValueError(f"`{name}` has NaN in it.")
+        if not isinstance(scale, Tensor) and not scale > 0:
+            raise ValueError(f"`scale` is {scale}, but must be above 0.")
+        if validate_args is not None:
+            check_flag(validate_args=validate_args)
         self.loc, self.scale = broadcast_all(loc, scale)
         super().__init__(self.loc.size(), validate_args=validate_args)
 

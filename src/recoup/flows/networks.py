@@ -7,6 +7,8 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_real, check_whole
+
 __all__ = ["ConvNetwork", "DenseNetwork"]
 
 
@@ -58,6 +60,7 @@ class ConvNetwork(nn.Sequential):
         num_context: int = 0,
     ) -> None:
         _check(width, depth, num_context)
+        check_whole(in_channels=in_channels, out_channels=out_channels)
         last = nn.Conv2d(width, out_channels, 3, padding=1)
         layers: list[nn.Module] = [
             nn.Conv2d(in_channels + num_context, width, 3, padding=1),
@@ -126,6 +129,7 @@ class DenseNetwork(nn.Sequential):
         num_context: int = 0,
     ) -> None:
         _check(width, depth, num_context)
+        check_whole(in_features=in_features, out_features=out_features)
         layers: list[nn.Module] = []
         size = in_features + num_context
         for _ in range(depth):
@@ -158,7 +162,17 @@ class _ResidualBlock(nn.Sequential):
         return input + cast("Tensor", super().forward(input))
 
 
+def check_depth(depth: int) -> None:
+    """Raise ValueError unless `depth` is a number of layers that can be made."""
+    check_whole(depth=depth)
+    if depth > 10_000:
+        raise ValueError(f"`depth` is {depth}, but must be at most 10,000.")
+
+
 def _end(last: nn.Conv2d | nn.Linear, dropout: float) -> list[nn.Module]:
+    check_real(dropout=dropout)
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"`dropout` is {dropout}, but must be a probability, from 0 to 1.")
     nn.init.zeros_(last.weight)
     if last.bias is not None:
         nn.init.zeros_(last.bias)
@@ -182,10 +196,6 @@ def _with_context(x: Tensor, context: Tensor | None, num_context: int) -> Tensor
 
 
 def _check(width: int, depth: int, num_context: int) -> None:
-    for name, value, least in (
-        ("width", width, 1),
-        ("depth", depth, 1),
-        ("num_context", num_context, 0),
-    ):
-        if value < least:
-            raise ValueError(f"`{name}` is {value}, but must be at least {least}.")
+    check_whole(width=width)
+    check_whole(0, num_context=num_context)
+    check_depth(depth)

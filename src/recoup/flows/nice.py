@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch.distributions import Distribution
 
+from recoup._arguments import check_flag
 from recoup.flows.building import check_counts
 from recoup.flows.flow import Flow
 from recoup.flows.logistic import Logistic
@@ -85,7 +86,8 @@ class NICE(Flow):
         memory: Memory = "linear",
         base: Distribution | None = None,
     ) -> None:
-        check_counts(num_couplings=num_couplings)
+        check_counts(num_couplings=num_couplings, width=width, num_classes=num_classes)
+        check_flag(exact=exact)
         flatten = Flatten(shape)
         size = flatten.shape.numel()
         if size < 2:

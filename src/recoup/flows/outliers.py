@@ -16,6 +16,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_type
+from recoup._core.tensor_arguments import check_tensors
 from recoup.flows.flow import Flow
 
 __all__ = ["coded_bits_per_dim", "complexity_ratio", "typicality"]
@@ -57,6 +59,8 @@ def typicality(
     Nalisnick et al., "Detecting out-of-distribution inputs to deep generative models using
     typicality", https://arxiv.org/abs/1906.02994.
     """
+    check_type(Flow, "a Flow", flow=flow)
+    check_tensors(reference_bits=reference_bits)
     if reference_bits.dim() != 1 or not len(reference_bits):
         raise ValueError(
             f"`reference_bits` has shape {tuple(reference_bits.shape)}, but must be (M,), M at "
@@ -91,6 +95,7 @@ def complexity_ratio(flow: Flow, x: Tensor, labels: Tensor | None = None) -> Ten
     Serrà et al., "Input complexity and out-of-distribution detection with likelihood-based
     generative models", https://arxiv.org/abs/1909.11480.
     """
+    check_type(Flow, "a Flow", flow=flow)
     if flow.levels is None or flow.levels > 256 or len(flow.shape) != 3:
         raise ValueError(
             f"`flow` is for data of shape {tuple(flow.shape)} with `levels` {flow.levels}, but "
@@ -123,6 +128,7 @@ def coded_bits_per_dim(x: Tensor) -> Tensor:
 
     PNG, https://www.w3.org/TR/png-3/, section 9.
     """
+    check_tensors(x=x)
     if x.dim() != 4 or 0 in x.shape[1:]:
         raise ValueError(f"`x` has shape {tuple(x.shape)}, but must be (N, C, H, W).")
     pixels = x.to("cpu", torch.long)

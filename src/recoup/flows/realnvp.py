@@ -76,7 +76,7 @@ class RealNVP(Flow):
         memory: Memory = "linear",
         base: Distribution | None = None,
     ) -> None:
-        check_counts(num_levels=num_levels, num_steps=num_steps)
+        check_counts(num_levels=num_levels, num_steps=num_steps, num_classes=num_classes)
         check_shape(shape, num_levels)
         steps = Steps(AffineCoupling, 2, width, depth, dropout, num_classes or 0)
         stages = first_layers(levels, alpha)

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_flag, is_real
 from recoup.errors import GradientError
 from recoup.gradients import arithmetic
 from recoup.gradients.accumulation import check_fits, scaled
@@ -57,6 +58,7 @@ class Algebra(Container):
             (tensor([-2.5000,  1.0000]), 4.0)
         """
         self._check_is_whole()
+        check_flag(consume=consume)
         factor, counted = _factors(weight, alpha)
         counts: dict[Container, int] = {}
         for other in others:
@@ -99,7 +101,7 @@ class Algebra(Container):
 
     def scale_(self, factor: float | Tensor) -> Self:
         """Multiply all gradients by a number; the weight stays, so that `mean_` is scaled too."""
-        factor = _number(factor)
+        factor = _number(factor, "factor")
         return self._map(lambda gradient: scaled(gradient, factor))
 
     def mean_(self) -> Self:
@@ -183,7 +185,7 @@ class Algebra(Container):
         Raises:
             ValueError: `norm_type` is not above zero.
         """
-        order = float(norm_type)
+        order = float(norm_type) if isinstance(norm_type, Real) else math.nan  # pyright: ignore[reportUnnecessaryIsInstance]
         if not order > 0:
             raise ValueError(
                 f"`norm_type` is {norm_type!r}, but the order of a norm is a number above zero: 2 "
@@ -222,7 +224,8 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        _check_bound("max_norm", max_norm)
+        max_norm = _check_bound("max_norm", max_norm)
+        check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
             raise GradientError(
@@ -283,21 +286,25 @@ def check_scales(*stores: Container) -> None:
 
 def _factors(weight: object, alpha: object) -> tuple[float, float]:
     """Return the factor of `extend_` for gradients, and its factor for weights."""
-    counted = float(_number(weight))
+    counted = float(_number(weight, "weight"))
     if alpha is not None:
         if counted != 1:
             raise ValueError(
                 f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
                 "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
             )
-        return float(_number(alpha)), 0.0
+        return float(_number(alpha, "alpha")), 0.0
     check_weight(counted)
     return counted, counted
 
 
 def check_weight(weight: object) -> None:
     """Raise unless `weight` is a finite number above zero."""
-    number = float(weight) if isinstance(weight, Real | Tensor) else math.nan
+    number = math.nan
+    if is_real(weight):
+        number = float(weight)
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        number = float(weight)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(
             f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
@@ -315,16 +322,16 @@ def _check_bound(argument: str, given: object) -> float:
     return number
 
 
-def _number(factor: object) -> float | Tensor:
+def _number(factor: object, argument: str) -> float | Tensor:
     if isinstance(factor, Tensor):
         if factor.numel() == 1 and not factor.is_complex():
             return factor.reshape(())
         kind = f"tensor of shape {tuple(factor.shape)} and type {factor.dtype}"
-    elif isinstance(factor, Real):
+    elif is_real(factor):
         return float(factor)
     else:
         kind = type(factor).__name__
     raise ValueError(
-        f"The factor is a {kind}, but must be a single real number that scales all gradients. To "
+        f"`{argument}` is a {kind}, but must be a single real number that scales all gradients. To "
         "scale them one by one, change `store[param]` in place."
     )

@@ -9,7 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_flag, check_real
 from recoup._core.storage_tracking import bytes_of
+from recoup._core.tensor_arguments import check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries, as_dense, check_fits, coalesced, shared
 from recoup.gradients.targets import described, parameters_of, tensors_in
@@ -29,8 +31,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"`dtype` is {dtype}, but must be a floating-point type.")
+        check_place(dtype=dtype, is_real=True)
         self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
         self.weight = 0.0
         self._entries = Entries(dtype, None if device is None else device_of(device))
@@ -137,9 +138,16 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._check_is_whole()
         tensors_in("param", [param])
         tensors_in("grad", [grad])
+        if grad.shape != param.shape:
+            raise ValueError(
+                f"`grad` has shape {tuple(grad.shape)}, but must have that of `param`, "
+                f"{tuple(param.shape)}."
+            )
+        check_real(alpha=alpha)
+        check_flag(own=own)
         with self._guarded():
             grad = grad.detach() if grad.requires_grad else grad
-            self._entries.add(param, grad, alpha, is_ours=own)
+            self._entries.add(param, grad, float(alpha), is_ours=own)
         return self
 
     _NOTHING = object()
@@ -189,13 +197,13 @@ class Container(MutableMapping[Tensor, Tensor]):
             GradientError: a gradient belongs to no group, or to two.
         """
         self._check_is_whole()
-        members = [set(map(id, parameters_of(group))) for group in groups]
+        members = [set(map(id, parameters_of(group, "groups"))) for group in groups]
         for each in self:
             num_members = sum(id(each) in group for group in members)
             if num_members != 1:
                 raise GradientError(
                     f"{described(each).capitalize()} belongs to {num_members} of the {len(groups)} "
-                    "groups, and must belong to one. Name it in one of them, or `discard` it."
+                    "`groups`, and must belong to one. Name it in one of them, or `discard` it."
                 )
         stores = tuple(
             self._derived((each, value) for each, value in self.items() if id(each) in group)
@@ -246,6 +254,7 @@ class Container(MutableMapping[Tensor, Tensor]):
 
 def device_of(device: torch.device | str) -> torch.device:
     """Return a device with its index, as in `Tensor.device`."""
+    check_place(device)
     return torch.empty(0, device=device).device
 
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_callable, check_flag
 from recoup._core.callable_chain import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
@@ -120,6 +121,8 @@ def segments_backward(
 
     Source: https://github.com/huggingface/candle/pull/1483.
     """
+    check_callable(loss_fn=loss_fn)
+    check_flag(has_aux=has_aux)
     named = _named(segments)
     if not isinstance(cast("object", store), GradStore):
         raise ValueError(
@@ -133,6 +136,7 @@ def segments_backward(
         )
     # Arguments are checked before anything runs: segments may draw, and count batches.
     check_weight(weight)
+    weight = float(weight)  # torch fills tensors with no larger integers
     check_mode(mode)
     params = None if params is None else tensors_in("params", params)
     with grad_mode(True):

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from recoup._arguments import check_flag
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import scaled
 from recoup.gradients.algebra import Algebra, check_is_store, check_scales
 from recoup.gradients.container import UNSCALED, scaled_by
 from recoup.gradients.replaced_grad import installed
-from recoup.gradients.targets import described, names_of, parameters_of
+from recoup.gradients.targets import check_scaler, described, names_of, parameters_of
 
 __all__ = ["Stepping", "step"]
 
@@ -39,7 +40,10 @@ class Stepping(Algebra):
             GradientError: the store holds other gradients, or was unscaled before.
         """
         self._check_is_whole()
+        check_scaler(scaler)
         self._check_is_scaled_by(scaler)
+        for each in optimizers:
+            _parameters_to_step(each)  # or an error
         optimizers = tuple(dict.fromkeys(optimizers))
         members = [_parameters_to_step(each) for each in optimizers]
         self._check_each_has_one(members)
@@ -247,6 +251,9 @@ def step(
 
     Source: burn's ``step_multi``, https://github.com/tracel-ai/burn.
     """
+    check_flag(consume=consume)
+    if scaler is not None:
+        check_scaler(scaler)
     if not stores:
         raise ValueError("`stores` is empty, but there must be at least one.")
     for store in stores:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_flag, shown
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import shared
 from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Backward, Mode, collect, collecting, mechanism_for
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import described, tensors_in
+from recoup.gradients.targets import check_scaler, described, tensors_in
 from recoup.gradients.transfer import Transfer
 
 __all__ = ["GradStore"]
@@ -85,6 +86,7 @@ class GradStore(Stepping, Transfer):
         Raises:
             GradientError: none of them has a gradient.
         """
+        check_flag(take=take)
         store = cls(params)
         for each in store.params:
             gradient = each.grad
@@ -149,6 +151,11 @@ class GradStore(Stepping, Transfer):
             ValueError: an argument is not valid.
         """
         self._check_is_whole()
+        check_flag(create_graph=create_graph, allow_empty=allow_empty)
+        if retain_graph is not None:
+            check_flag(retain_graph=retain_graph)
+        if scaler is not None:
+            check_scaler(scaler)
         wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
         roots, root_grads = _roots(outputs, grad_outputs, weight, scaler)
         targets = self._targets(params, wanted, allow_empty=allow_empty)
@@ -161,7 +168,7 @@ class GradStore(Stepping, Transfer):
             if not allow_empty:
                 self._check_received(num_received, len(targets))
             self._scale = scale
-            self.weight += weight
+            self.weight += float(weight)
         return tuple(found)
 
     @contextmanager
@@ -190,6 +197,7 @@ class GradStore(Stepping, Transfer):
             (2, None)
         """
         self._check_is_whole()
+        check_flag(allow_empty=allow_empty)
         self._check_scale(None, "A backward")
         targets = self._targets(params, (), allow_empty=allow_empty)
         with self._guarded():
@@ -258,6 +266,7 @@ def _roots(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
     check_weight(weight)
+    weight = float(weight)  # torch fills tensors with no larger integers
     roots: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if not isinstance(output, Tensor):
@@ -273,12 +282,21 @@ def _roots(
         )
     root_grads: list[Tensor | None] = [None] * len(roots)
     if grad_outputs is not None:
+        if not isinstance(grad_outputs, Tensor | list | tuple):
+            raise ValueError(f"`grad_outputs` is {shown(grad_outputs)}, but must be tensors.")
         root_grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
         if len(root_grads) != len(roots):
             raise ValueError(
                 f"`grad_outputs` has {len(root_grads)} gradients for {len(roots)} outputs. Give "
                 "one for each; None for a scalar."
             )
+        for root, given in zip(roots, cast("list[object]", root_grads), strict=True):
+            if given is not None and getattr(given, "shape", None) != root.shape:
+                got = tuple(given.shape) if isinstance(given, Tensor) else shown(given)
+                raise ValueError(
+                    f"`grad_outputs` has {got} for an output of shape {tuple(root.shape)}. Give a "
+                    "gradient of that shape, or None for a scalar."
+                )
     if scaler is not None:
         roots = [scaler.scale(output) for output in roots]
     if weight != 1:

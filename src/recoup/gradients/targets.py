@@ -7,7 +7,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-__all__ = ["described", "names_of", "parameters_of", "tensors_in"]
+from recoup._arguments import shown
+
+__all__ = ["check_scaler", "described", "names_of", "parameters_of", "tensors_in"]
 
 
 def described(tensor: Tensor) -> str:
@@ -22,6 +24,10 @@ def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
         raise ValueError(
             f"`{argument}` is a {type(given).__name__}, but must be tensors: give {way_out}."
         )
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise ValueError(
+            f"`{argument}` is {shown(given)}, but must be tensors. Give model.parameters()."
+        )
     found: dict[int, Tensor] = {}
     for each in cast("Iterable[Any]", given):
         tensor = each[1] if not isinstance(each, Tensor) and _is_named(each) else each
@@ -34,10 +40,16 @@ def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
     return tuple(found.values())
 
 
-def parameters_of(params: Any) -> tuple[Tensor, ...]:
+def check_scaler(scaler: object) -> None:
+    """Raise ValueError unless `scaler` is like a GradScaler."""
+    if isinstance(scaler, type) or not hasattr(scaler, "get_scale"):
+        raise ValueError(f"`scaler` is {shown(scaler)}, but must be a torch.amp.GradScaler.")
+
+
+def parameters_of(params: Any, argument: str = "params") -> tuple[Tensor, ...]:
     """Return the parameters of an optimizer, or the tensors given, each once."""
     if not hasattr(params, "param_groups"):
-        return tensors_in("params", params)
+        return tensors_in(argument, params)
     groups: list[dict[str, Any]] = params.param_groups
     return tuple({id(each): each for group in groups for each in group["params"]}.values())
 

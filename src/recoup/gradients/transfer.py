@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_flag, check_type
+from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries
 from recoup.gradients.all_reduce import UNORDERED, Op, all_reduce
@@ -43,6 +46,8 @@ class Transfer(Container):
             ValueError: memory of another device than the CPU cannot be pinned.
         """
         self._check_is_whole()
+        check_place(dtype=dtype)
+        check_flag(non_blocking=non_blocking, pin_memory=pin_memory)
         where = self._entries.device if device is None else device_of(device)
         store = self._derived((), dtype=dtype or self._entries.dtype, device=where)
         for each, gradient in self.items():
@@ -60,6 +65,7 @@ class Transfer(Container):
             GradientError: a gradient belongs to no parameter of `module`.
         """
         self._check_is_whole()
+        check_modules(module=module)
         names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
         strangers = [described(each) for each in self if each not in names]
         if strangers:
@@ -99,6 +105,8 @@ class Transfer(Container):
                 f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` "
                 "returned; gradients by name alone are added with `add_`."
             )
+        check_type(Real, "a number in `weight`", state_dict=state_dict["weight"])
+        check_flag(strict=strict)
         found = _by_target(state_dict["gradients"], module, strict=strict)
         loaded = Entries(self._entries.dtype, self._entries.device)
         for each, gradient in found.items():

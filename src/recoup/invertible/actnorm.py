@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed, nn
 
+from recoup._arguments import check_whole
+from recoup._core.tensor_arguments import check_place
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.shapes import check_channels, num_positions, per_channel
 
@@ -53,6 +55,8 @@ class ActNorm(InvertibleModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole(num_channels=num_channels)
+        check_place(device, dtype)
         self.num_channels = num_channels
         self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
         self.log_scale = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))

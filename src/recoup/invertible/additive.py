@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_flag, check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GridError
 from recoup.invertible.coupling import Condition, Coupling, Partition
@@ -74,7 +75,9 @@ class AdditiveCoupling(Coupling):
         fraction_bits: int = 12,
     ) -> None:
         super().__init__(network, g, condition, split)
-        if not 0 <= fraction_bits <= 20:
+        check_flag(exact=exact)
+        check_whole(0, fraction_bits=fraction_bits)
+        if fraction_bits > 20:
             raise ValueError(
                 f"`fraction_bits` is {fraction_bits}, but must be from 0 to 20. Use 12, with which "
                 "float32 reaches to 4096."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_real
 from recoup.invertible.coupling import Condition, Coupling, Partition
 from recoup.invertible.shapes import per_sample
 
@@ -57,6 +58,7 @@ class AffineCoupling(Coupling):
         bound: float = 2.0,
     ) -> None:
         super().__init__(network, g, condition, split)
+        check_real(bound=bound)
         if not bound > 0:
             raise ValueError(f"`bound` is {bound}, but must be above 0; 2.0 is usual.")
         self.bound = bound

@@ -114,7 +114,7 @@ class Chain(HasMemoryMode, InvertibleModule):
                 f'Under memory="constant" {len(names)} of {len(list(self._named(flat=True)))} '
                 f"modules ({shown_names}{', ...' if len(names) > 3 else ''}) are recomputed from "
                 "their kept inputs: their inverses are iterations, which cost more and are not "
-                'exact. Memory grows by one input each; "sqrt" or "log" keep fewer.',
+                "exact. Memory grows by one input each.",
                 stacklevel=4,
             )
 

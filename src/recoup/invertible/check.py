@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.generators import with_seed
 from recoup._core.log_det_pairs import Direction, check_pair
+from recoup._core.tensor_arguments import check_tensors
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import InvertibleModule
@@ -123,6 +125,14 @@ def check_invertible(
         >>> bool(report), len(report.findings)
         (True, 8)
     """
+    check_type(InvertibleModule, "an InvertibleModule", module=module)
+    check_tensors(x=x, **({} if context is None else {"context": context}))
+    if context is not None and not getattr(module, "takes_context", False):
+        raise ValueError(
+            f"`context` is given, but {type(module).__name__} takes none. Leave it out."
+        )
+    check_whole(max_dims=max_dims)
+    check_real(tolerance=tolerance)
     dims = math.prod(x.shape[1:])
     if x.dim() < 2 or x.shape[0] == 0 or dims == 0:
         raise ValueError(f"`x` has shape {tuple(x.shape)}, but a batch (N, ...) is needed, N >= 1.")

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recoup._arguments import check_type, check_whole
 from recoup._core.autocast_off import without_autocast
+from recoup._core.tensor_arguments import check_place
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.shapes import check_channels, num_positions
 
@@ -55,6 +57,8 @@ class InvertibleConv1x1(InvertibleModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole(num_channels=num_channels)
+        check_place(device, dtype)
         self.num_channels = num_channels
         self.weight = nn.Parameter(_rotation(num_channels).to(device=device, dtype=dtype))
 
@@ -121,6 +125,8 @@ class InvertibleConv1x1LU(InvertibleModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole(num_channels=num_channels)
+        check_place(device, dtype)
         self.num_channels = num_channels
         weight = _rotation(num_channels).to(device=device, dtype=dtype)
         self.register_buffer("permutation", torch.empty_like(weight))
@@ -133,6 +139,7 @@ class InvertibleConv1x1LU(InvertibleModule):
     @classmethod
     def from_plain(cls, plain: InvertibleConv1x1) -> Self:
         """Factorise the matrix of `plain`; the result computes the same function."""
+        check_type(InvertibleConv1x1, "an InvertibleConv1x1", plain=plain)
         weight = plain.weight.detach()
         layer = cls(plain.num_channels, device=weight.device, dtype=weight.dtype)
         layer._factorise(weight)

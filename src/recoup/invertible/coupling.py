@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.tensor_arguments import check_modules
 from recoup.invertible.contract import InvertibleModule
 
 __all__ = ["Condition", "Coupling", "Partition"]
@@ -41,6 +42,9 @@ class Coupling(InvertibleModule):
         self, network: nn.Module, g: nn.Module | None, condition: Condition, split: Partition
     ) -> None:
         super().__init__()
+        check_modules(network=network)
+        if g is not None:
+            check_modules(g=g)
         if condition not in ("first", "second"):
             raise ValueError(f'`condition` is {condition!r}, but must be "first" or "second".')
         if split not in ("channels", "checkerboard"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recoup._arguments import check_type
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.generators import own_generator
 from recoup._core.rng import draw_seed
@@ -141,6 +142,7 @@ class VariationalDequantize(HasChain, Dequantize):
 
     def __init__(self, levels: int, chain: Chain) -> None:
         super().__init__(levels)
+        check_type(Chain, "a Chain", chain=chain)
         self.chain = chain
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +193,7 @@ class VariationalDequantize(HasChain, Dequantize):
 
 def check_levels(levels: object) -> int:
     """Return `levels` as an int, or raise ValueError if it is not a whole number above 1."""
-    if isinstance(levels, SupportsIndex) and not isinstance(levels, bool):
+    if isinstance(levels, SupportsIndex) and not isinstance(levels, bool | Tensor):
         number = operator.index(levels)
         if number > 1:
             return number

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recoup._arguments import check_flag, check_real, check_whole
 from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import grad_mode
+from recoup._core.tensor_arguments import check_place
 
 __all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
 
@@ -90,6 +92,9 @@ class LipschitzLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_whole(in_features=in_features, out_features=out_features)
+        check_flag(bias=bias)
+        check_place(device, dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.coefficient = _checked(coefficient)
 
@@ -167,6 +172,21 @@ class LipschitzConv2d(nn.Conv2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_whole(in_channels=in_channels, out_channels=out_channels, groups=groups)
+        sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        for name, size in sizes.items():
+            for each in size if isinstance(size, tuple) else (size,):
+                check_whole(**{name: each})
+        for each in padding if isinstance(padding, tuple) else (padding,):
+            if each not in ("same", "valid"):
+                check_whole(0, padding=each)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"`groups` is {groups}, but must divide `in_channels` {in_channels} and "
+                f"`out_channels` {out_channels}."
+            )
+        check_flag(bias=bias)
+        check_place(device, dtype)
         super().__init__(
             in_channels, out_channels, kernel_size, stride=stride, padding=padding,
             dilation=dilation, groups=groups, bias=bias, device=device, dtype=dtype,
@@ -230,6 +250,7 @@ class LipSwish(nn.Module):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        check_place(device, dtype)
         # its softplus is 1: the usual Swish
         start = math.log(math.expm1(1.0))
         self.raw_beta = nn.Parameter(torch.full((1,), start, device=device, dtype=dtype))
@@ -259,6 +280,7 @@ def _matrix_norm(matrix: Tensor) -> Tensor:
 
 
 def _checked(coefficient: float) -> float:
+    check_real(coefficient=coefficient)
     if not 0 < coefficient < 1:
         raise ValueError(
             f"`coefficient` is {coefficient}, but must be above 0 and below 1: a block can only be "

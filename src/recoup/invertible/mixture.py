@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recoup._arguments import check_real, check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import NotInvertibleError
 from recoup.invertible.coupling import Condition, Coupling, Partition
@@ -72,8 +73,8 @@ class MixtureCoupling(Coupling):
         least_slope: float = 0.01,
     ) -> None:
         super().__init__(network, None, condition, split)
-        if num_components < 1:
-            raise ValueError(f"`num_components` is {num_components}, but must be at least 1.")
+        check_whole(num_components=num_components)
+        check_real(bound=bound, least_slope=least_slope)
         if not bound > 0:
             raise ValueError(f"`bound` is {bound}, but must be above 0; 3.0 is usual.")
         if not 0 < least_slope < 1:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recoup._arguments import check_real
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.shapes import check_channels, num_positions, per_channel
 
 __all__ = ["Logit", "Normalize"]
+
+
+def _numbers(name: str, given: Any) -> list[float]:
+    """The numbers of `mean` or `std`; one that is no number is an error."""
+    if isinstance(given, Tensor):
+        given = cast("Any", given.tolist())
+    values = cast("Sequence[Any]", given if isinstance(given, list | tuple) else [given])
+    for each in values:
+        if not isinstance(each, float):  # those are looked at together
+            check_real(**{name: each})
+    if not values:
+        raise ValueError(f"`{name}` is empty, but must hold a number, or one for each channel.")
+    return [float(each) for each in values]
 
 
 class Normalize(InvertibleModule):
@@ -42,8 +57,8 @@ class Normalize(InvertibleModule):
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
         means, stds = (
-            torch.tensor([v] if isinstance(v, int | float) else list(v), dtype=torch.float64)
-            for v in (mean, std)
+            torch.tensor(_numbers(name, value), dtype=torch.float64)
+            for name, value in (("mean", mean), ("std", std))
         )
         if not bool(means.isfinite().all() and stds.isfinite().all() and (stds != 0).all()):
             raise ValueError(
@@ -104,6 +119,7 @@ class Logit(InvertibleModule):
 
     def __init__(self, alpha: float = 0.05) -> None:
         super().__init__()
+        check_real(alpha=alpha)
         if not 0 <= alpha < 0.5:
             raise ValueError(f"`alpha` is {alpha}, but must be at least 0 and below 0.5.")
         self.alpha = alpha

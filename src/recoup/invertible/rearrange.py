@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_type, check_whole
 from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, check_not_batch, zero_log_det
+from recoup.invertible.shapes import check_channels, check_not_batch, sizes_of, zero_log_det
 
 __all__ = ["Flatten", "Flip", "Permute", "Split", "Squeeze"]
 
@@ -34,11 +35,7 @@ class Flatten(InvertibleModule):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.shape = torch.Size(shape)
-        if not self.shape or min(self.shape) < 1:
-            raise ValueError(
-                f"`shape` is {tuple(shape)}, but must hold at least one size, each at least 1."
-            )
+        self.shape = sizes_of(shape)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Flatten `x` of shape ``(N, *shape)``; returns ``(y, log_det)``."""
@@ -89,8 +86,7 @@ class Squeeze(InvertibleModule):
 
     def __init__(self, factor: int = 2) -> None:
         super().__init__()
-        if factor < 1:
-            raise ValueError(f"`factor` is {factor}, but must be at least 1; 2 is usual.")
+        check_whole(factor=factor)
         self.factor = factor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +149,7 @@ class Split(InvertibleModule):
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
+        check_type(int, "a whole number", dim=dim)
         if dim == 0:
             raise ValueError("`dim` is 0, the batch; samples must stay whole. Use 1, the channels.")
         self.dim = dim
@@ -204,6 +201,8 @@ class Permute(InvertibleModule):
 
     def __init__(self, permutation: int | Sequence[int]) -> None:
         super().__init__()
+        for each in permutation if isinstance(permutation, list | tuple) else (permutation,):
+            check_whole(0, permutation=each)
         if isinstance(permutation, int):
             order = torch.randperm(permutation)
         else:
@@ -251,6 +250,7 @@ class Flip(InvertibleModule):
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
+        check_type(int, "a whole number", dim=dim)
         if dim == 0:
             raise ValueError("`dim` is 0, the batch; reversing it mixes samples. Use 1, channels.")
         self.dim = dim

@@ -9,9 +9,11 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_real, check_whole
 from recoup._core.autocast_off import without_autocast
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.saved_tensors import grad_mode
+from recoup._core.tensor_arguments import check_modules
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.lipschitz import one_weight_a_call
@@ -113,13 +115,11 @@ class InvertibleResidual(InvertibleModule):
             raise ValueError(
                 f'`log_det` is {log_det!r}, but must be "exact", "series" or "unbiased".'
             )
-        for name, value in (
-            ("num_terms", num_terms),
-            ("num_probes", num_probes),
-            ("max_iterations", max_iterations),
-        ):
-            if value < 1:
-                raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+        check_whole(num_terms=num_terms, num_probes=num_probes, max_iterations=max_iterations)
+        check_real(continuation=continuation)
+        if tolerance is not None:
+            check_real(tolerance=tolerance)
+        check_modules(network=network)
         if not 0 < continuation < 1:
             raise ValueError(
                 f"`continuation` is {continuation}, but must be above 0 and below 1; 0.5 is usual."

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+
+from recoup._arguments import is_whole, shown
 
 __all__ = [
     "check_channels",
@@ -12,8 +17,20 @@ __all__ = [
     "num_positions",
     "per_channel",
     "per_sample",
+    "sizes_of",
     "zero_log_det",
 ]
+
+
+def sizes_of(shape: Any) -> torch.Size:
+    """Return `shape` as a size, or raise ValueError unless it holds sizes of at least 1."""
+    sizes: Sequence[int] = cast("Any", shape) if isinstance(shape, list | tuple) else ()
+    if not sizes or not all(is_whole(size) for size in sizes):
+        raise ValueError(
+            f"`shape` is {shown(cast('object', shape))}, but must hold at least one size, each at "
+            "least 1."
+        )
+    return torch.Size(sizes)
 
 
 def num_positions(x: Tensor) -> int:

@@ -84,10 +84,11 @@ def load_builder(name: str) -> Callable[..., object]:
         >>> load_builder("math:sqrt")(16)
         4.0
     """
-    module_name, _, function_name = name.rpartition(":")
+    module_name, _, function_name = name.rpartition(":") if isinstance(name, str) else ("",) * 3  # pyright: ignore[reportUnnecessaryIsInstance]
     if not module_name or not function_name:
         raise BuildError(
-            f'{name!r} names no function: give "module:function" or "path/to/file.py:function".'
+            f"`name` is {name!r}, which names no function: give "
+            '"module:function" or "path/to/file.py:function".'
         )
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()

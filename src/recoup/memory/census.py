@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
+from recoup._arguments import check_callable
 from recoup._core.save_observer import Way
 from recoup.memory.saved_by_operator import saved_tensors_of
 from recoup.memory.tables import aligned
@@ -150,6 +151,7 @@ def residuals(fn: Callable[[], object]) -> Residuals:
 
     Source: the hooks of `torch.autograd.graph.saved_tensors_hooks`.
     """
+    check_callable(fn=fn)
     return Residuals(tuple(Residual(*saved) for saved in saved_tensors_of(fn)))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from recoup._arguments import check_callable, check_whole
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import timeline
 
@@ -94,8 +95,8 @@ def measure(
         >>> print(measure(lambda: x.exp().sin(), device="cpu", repeats=0))
         peak 2 KiB, held 2 KiB on cpu
     """
-    if repeats < 0:
-        raise ValueError(f"`repeats` is {repeats}, but must be at least 0 (0: no time is taken).")
+    check_callable(fn=fn)
+    check_whole(0, repeats=repeats)
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
     where = check_device(device)
@@ -116,7 +117,7 @@ def check_device(device: torch.device | str) -> torch.device:
     """Return `device`, or raise ValueError if its memory cannot be measured here."""
     try:
         where = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f'`device` is "{device}", which torch does not know. Give "cpu".'
         ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from recoup._arguments import check_whole
+
 __all__ = ["format_bytes", "parse_bytes"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -63,6 +65,7 @@ def format_bytes(num_bytes: int) -> str:
         >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
         ('1.5 KiB', '3 GiB', '12 B')
     """
+    check_whole(-(2**100), most=2**100, num_bytes=num_bytes)
     amount, power = float(abs(num_bytes)), 0
     # 1023.95 would be formatted as "1024", so it takes the next unit.
     while amount >= 1023.5 and power < len(_BINARY) - 1:

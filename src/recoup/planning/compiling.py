@@ -274,7 +274,7 @@ def backend_of(compile: bool | str) -> str | None:  # noqa: A002
     """
     if isinstance(compile, bool):
         return "inductor" if compile else None
-    if compile not in _BACKENDS:
+    if not isinstance(compile, str) or compile not in _BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"`compile` is {compile!r}, but must be True, False or the name of a backend that "
             f"partitions graphs: {', '.join(map(repr, _BACKENDS))}."

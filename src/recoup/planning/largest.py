@@ -122,6 +122,7 @@ def largest(
             "arguments of the model."
         )
     is_size = isinstance(least, Integral) and isinstance(most, Integral | None)
+    is_size = is_size and not isinstance(least, bool) and not isinstance(most, bool)
     if not is_size or least < 1 or (most is not None and most < least):
         raise ValueError(
             f"`least` is {least!r} and `most` is {most!r}, but sizes are whole numbers from 1, and "

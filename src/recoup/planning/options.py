@@ -84,14 +84,14 @@ class PlanOptions:
         for name in ("exact", "holds_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be True or False.")
-        if type(self.num_forwards) is not int or self.num_forwards < 1:
+        if type(self.num_forwards) is not int or not 1 <= self.num_forwards <= 1000:
             raise ValueError(
                 f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
-                "step calls the model before one backward, at least 1."
+                "step calls the model before one backward, 1 to 1000."
             )
         if isinstance(self.blocks, Iterator):  # it would serve one plan
             object.__setattr__(self, "blocks", list(self.blocks))
-        if self.loss is not None and not callable(self.loss):
+        if self.loss is not None and (not callable(self.loss) or isinstance(self.loss, type)):
             raise ValueError(
                 f"`loss` is {self.loss!r}, but must be a function from what the model returns to a "
                 "scalar tensor or a tuple of them."

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import nn
 
+from recoup._core.tensor_arguments import check_modules
 from recoup.planning.figure import draw
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
@@ -44,6 +45,7 @@ def applied_plans(model: nn.Module) -> list[Plan]:
         >>> recoup.applied_plans(model)
         []
     """
+    check_modules(model=model)
     owners = [each.owner for each in wrapped_forwards_in(model)]
     return [owner for owner in owners if isinstance(owner, Plan)]
 

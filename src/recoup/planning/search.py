@@ -6,6 +6,7 @@ are rehearsed, the fastest first, and each rehearsal is compared with the plain 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
@@ -170,6 +171,7 @@ def plan(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards,
     )  # fmt: skip
+    _check_keywords(model, example_kwargs)
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
     step = options.step(model, model, example_args, example_kwargs)
@@ -202,3 +204,19 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
         made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
     return made
+
+
+def _check_keywords(model: nn.Module, given: dict[str, Any]) -> None:
+    """Raise ValueError if a keyword is neither an option nor an argument of the model."""
+    try:
+        taken = inspect.signature(model.forward).parameters
+    except (AttributeError, TypeError, ValueError):
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return
+    for name in given:
+        if name not in taken:
+            raise ValueError(
+                f"`{name}` is no option of recoup.plan, and the forward of {type(model).__name__} "
+                f"takes no `{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
+            )

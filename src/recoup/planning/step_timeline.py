@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from recoup._arguments import check_callable, check_flag
 from recoup.memory import format_bytes
 from recoup.memory.step_line import PHASES, StepLine
 from recoup.memory.step_recorder import BlockCall, StepRecorder
@@ -154,6 +155,9 @@ def timeline(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    if loss is not None:
+        check_callable(loss=loss)
+    check_flag(holds_output=holds_output)
     if plan is None:
         plan = next((each for each in applied_plans(model) if each.model is model), None)
         plan = plan and _serving(plan, example_args, example_kwargs)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils.checkpoint
 
+from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
 from recoup._core.compiled_graphs import is_followed
 
@@ -93,6 +94,8 @@ def checkpoint(
         return checkpoint_in_graph(fn, *args, use_reentrant=False, **more, **kwargs)
     name = getattr(fn, "__qualname__", None) or type(fn).__name__
     name = f"the checkpointed call of {name}"
+    if context_fn is not None:
+        check_callable(context_fn=context_fn)
     if context_fn is None or context_fn is torch.utils.checkpoint.noop_context_fn:
         call = Call(name, fn, args, kwargs, compares=compare)
     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from recoup._arguments import check_flag, check_type
 from recoup._core.callable_chain import Otherwise, run_through, value_of, ways_of
 from recoup._core.compile import break_graph
 from recoup._core.compiled_graphs import is_followed
@@ -89,6 +91,9 @@ class Sequential(HasMemoryMode, nn.Sequential):
         drift: Drift = "recompute",
         compare: bool = True,
     ) -> None:
+        check_flag(compare=compare)
+        for each in modules:
+            check_type((nn.Module, OrderedDict), "an nn.Module", modules=each)
         super().__init__(*modules)
         self.compare = compare
         ways_of({}, otherwise)  # raises if it is unknown

@@ -21,6 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
 from recoup._core.captured import captured_by
 from recoup._core.compile import break_graph, is_traced, is_watched, uncompiled
@@ -190,8 +191,7 @@ class Tiled(Generic[P, T]):
     """
 
     def __init__(self, fn: Callable[P, T], cut: Cut) -> None:
-        if not callable(fn):
-            raise ValueError(f"`fn` is {fn!r}, but must be a function or module.")
+        check_callable(fn=fn)
         functools.update_wrapper(self, fn, updated=())
         self._fn: Callable[..., Any] = fn
         self._name, self._cut = name_of(fn), cut

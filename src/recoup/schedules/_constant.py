@@ -57,7 +57,7 @@ def constant(ways: int | Sequence[Way]) -> Schedule:
 
 
 def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
-    if isinstance(ways, int):
+    if not isinstance(ways, Sequence):
         require_positive("ways", ways)
         return ["invert" for _ in range(ways)]
     if not ways:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from recoup._arguments import check_real, check_type
 from recoup.errors import ScheduleError
 from recoup.schedules.actions import Action, Advance, Offload, Reverse, Schedule, Tape
 from recoup.schedules.bounds import require_positive
-from recoup.schedules.costs import Cost, require_size
+from recoup.schedules.costs import Cost, require_costs, require_size
 from recoup.schedules.transfers import waiting_seconds
 from recoup.schedules.walk import Walk
 
@@ -108,9 +109,11 @@ def simulate(
         >>> simulate(linear(2), costs=[Cost(1.0, 1, 3, reverse_bytes=4)] * 2).peak_bytes
         10
     """
+    check_type(Schedule, "a Schedule", schedule=schedule)
     require_positive("schedule.num_stages", schedule.num_stages)
     require_size("in_flight_bytes", in_flight_bytes)
     if costs is not None:
+        require_costs(costs)
         _require_length("costs", len(costs), schedule.num_stages)
         if bytes_per_second is not None:  # which says what copies cost
             costs = [replace(cost, offload_seconds=0.0) for cost in costs]
@@ -209,6 +212,9 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
         >>> [moment.held_bytes for moment in trace(linear(2), [Cost(1.0, 1, 3)] * 2)]
         [4, 6, 3, 0]
     """
+    check_type(Schedule, "a Schedule", schedule=schedule)
+    require_costs(costs)
+    check_real(first=first)
     _require_length("costs", len(costs), schedule.num_stages)
     walk = Walk.of(costs)
     moments: list[Moment] = []
@@ -248,8 +254,8 @@ def _require_length(name: str, length: int, needed: int, way_out: str = "") -> N
 
 
 def _sizes(name: str, sizes: int | Sequence[int], length: int) -> Sequence[int]:
-    sizes = [sizes] * length if isinstance(sizes, int) else sizes
+    sizes = sizes if isinstance(sizes, Sequence) else [sizes] * length
+    for size in sizes:
+        require_size(name, size)
     _require_length(name, len(sizes), length, ", or one for all")
-    if min(sizes) < 0:
-        raise ValueError(f"`{name}` has a negative number, {min(sizes)}")
     return sizes

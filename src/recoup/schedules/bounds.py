@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import comb
 from numbers import Integral
 
+from recoup._arguments import check_whole
+
 __all__ = [
     "best_split",
     "beta",
@@ -36,6 +38,8 @@ def require_positive(name: str, value: int) -> None:
         raise ValueError(f"`{name}` is {value!r}, but must be a whole number")
     if value < 1:
         raise ValueError(f"`{name}` is {value}, but it must be at least 1")
+    if value > 2**31:
+        raise ValueError(f"`{name}` is {value}, but it must be at most 2**31")
 
 
 def beta(slots: int, sweeps: int) -> int:
@@ -56,6 +60,8 @@ def beta(slots: int, sweeps: int) -> int:
     Source: Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse
     automatic differentiation" (1992).
     """
+    check_whole(0, slots=slots)
+    check_whole(-1, sweeps=sweeps)
     return comb(slots + sweeps, slots) if sweeps >= 0 else 0
 
 

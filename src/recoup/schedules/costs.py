@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Any, cast
+
+from recoup._arguments import is_real, shown
 
 __all__ = ["Cost", "Thin", "require_size"]
 
@@ -154,7 +158,7 @@ class Cost:
 
 
 def _require_time(name: str, value: float) -> None:
-    if not (isfinite(value) and value >= 0):
+    if not (is_real(value) and isfinite(value) and value >= 0):
         raise ValueError(f"`{name}` is {value}, but it must be finite and not negative")
 
 
@@ -172,5 +176,17 @@ def require_size(name: str, value: int) -> None:
         >>> from recoup.schedules.costs import require_size
         >>> require_size("in_flight_bytes", 0)
     """
+    if not is_real(value):
+        raise ValueError(f"`{name}` is {shown(value)}, but it must be a number of bytes")
     if value < 0:
         raise ValueError(f"`{name}` is {value}, but it must not be negative")
+
+
+def require_costs(costs: Any) -> None:
+    """Raise a ValueError unless `costs` is a list of costs, one for each of some stages."""
+    given = cast("Sequence[object]", costs if isinstance(costs, Sequence) else [costs])
+    if not all(isinstance(each, Cost) for each in given):
+        got = shown(cast("object", costs))
+        raise ValueError(f"`costs` is {got}, but must be a `Cost` for each stage")
+    if not given:
+        raise ValueError("`costs` is empty, but a chain has at least one stage")

@@ -50,7 +50,7 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
             )
         return memory
     if isinstance(memory, int) and not isinstance(memory, bool):
-        if memory < 1:
+        if not 1 <= memory < 2**31:
             raise ValueError(f"`memory` is {memory} slots, but must be at least 1.")
         return binomial(num_stages, memory)
     match memory:

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_type
+
 _LSTM = r"(?:weight|bias)_[ih]h_l\d+(?:_reverse)?"
 # Regular expressions for whole names, and what they become.
 _TORCH = (  # parametrizations and the weight norms of torch.nn.utils
@@ -69,6 +71,7 @@ def to_plain_names(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     https://github.com/salesforce/awd-lstm-lm, and `rnn_layer.py` of https://github.com/apache/mxnet
     (1.9.1), whose gates are in torch's order.
     """
+    check_type(Mapping, "a mapping from names to tensors", state_dict=state_dict)
     given = cast("Mapping[Any, Any]", state_dict)
     has_wrappers = any(re.fullmatch(_WRAPPERS[0][0], str(name)) for name in given)
     found: dict[str, Tensor] = {}

@@ -228,7 +228,7 @@ def test_the_default_device_is_the_one_in_use():
     [
         ({"device": "meta"}, '`device` is "meta", but only "cpu" and CUDA'),
         ({"device": "gpu"}, '`device` is "gpu", which torch does not know'),
-        ({"repeats": -1}, "`repeats` is -1, but must be at least 0"),
+        ({"repeats": -1}, "`repeats` is -1, but must be a whole number, at least 0"),
     ],
 )
 def test_wrong_arguments(arguments, message):

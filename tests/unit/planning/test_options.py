@@ -6,6 +6,7 @@ import inspect
 from dataclasses import fields
 
 import pytest
+import torch
 
 import recoup
 from recoup.planning.options import PlanOptions
@@ -53,3 +54,10 @@ def test_what_is_no_option_is_refused_before_anything_runs(name, value):
 def test_blocks_that_can_be_read_once_serve_every_plan():
     options = PlanOptions(blocks=iter(["blocks.0", "blocks.1"]))
     assert options.blocks == ["blocks.0", "blocks.1"]
+
+
+def test_a_keyword_that_nobody_takes_is_named():
+    with pytest.raises(
+        ValueError, match=r"`memory` is no option of recoup.plan, and the forward of"
+    ):
+        recoup.plan(Net(), torch.randn(4, 32), memory="1 MiB")

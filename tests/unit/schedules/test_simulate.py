@@ -169,7 +169,7 @@ def test_simulate_refuses_sizes_that_do_not_fit():
         simulate(linear(2), [1, 1], 1)
     with pytest.raises(ValueError, match=r"`tape_bytes` has 3 numbers, .* needs 2"):
         simulate(linear(2), 1, [1, 1, 1])
-    with pytest.raises(ValueError, match=r"`tape_bytes` has a negative number, -1"):
+    with pytest.raises(ValueError, match=r"`tape_bytes` is -1, but it must not be"):
         simulate(linear(2), 1, [1, -1])
     with pytest.raises(ValueError, match=r"num_stages` is 0"):
         simulate(Schedule(0, ()))

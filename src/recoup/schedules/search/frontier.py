@@ -9,10 +9,11 @@ from math import ceil, gcd, inf
 from operator import itemgetter
 from typing import NamedTuple
 
+from recoup._arguments import check_real
 from recoup.errors import ScheduleError
 from recoup.schedules._simulate import simulate
 from recoup.schedules.actions import Schedule
-from recoup.schedules.costs import Cost
+from recoup.schedules.costs import Cost, require_costs
 from recoup.schedules.search.choices import Chain
 from recoup.schedules.search.persistent import persistent
 from recoup.schedules.search.recurrences import Table, least_bytes
@@ -104,7 +105,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
     neural networks with limited memory" (2019).
     """
-    _require_stages(costs)
+    require_costs(costs)
     found = fastest(tuple(costs))
     step = 1 + len(found) // _NUM_POINTS
     schedules = [found[0].build(), *(each.build() for each in found[1::step])]
@@ -180,7 +181,8 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
     Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
     neural networks with limited memory" (2019).
     """
-    _require_stages(costs)
+    require_costs(costs)
+    check_real(budget=budget)
     plain = linear(len(costs))
     if simulate(plain, costs=costs).peak_bytes <= budget:
         return plain
@@ -192,11 +194,6 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
             f"{len(costs)} stages needs at least {candidates[0].peak_bytes} bytes"
         )
     return fitting[-1].build()
-
-
-def _require_stages(costs: Sequence[Cost]) -> None:
-    if not costs:
-        raise ValueError("`costs` is empty, but a chain has at least one stage")
 
 
 class Candidate(NamedTuple):

@@ -1,0 +1,359 @@
+"""A wrong argument of a public function is an error that names it, whatever is wrong about it.
+
+Each argument of each call below is replaced by values of other types, out of range, empty and huge.
+The call then succeeds, or raises an error of ours that has the argument in backticks; an error of
+torch or Python from somewhere within is a failure.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup import flows, invertible, schedules, weights
+from recoup.memory import format_bytes, load_builder, parse_bytes
+
+VALUES: dict[str, Any] = {
+    "None": None,
+    "a flag": True,
+    "a word": "some",
+    "no word": "",
+    "0": 0,
+    "-1": -1,
+    "3": 3,
+    "1.5": 1.5,
+    "nan": math.nan,
+    "inf": math.inf,
+    "huge": 10**30,
+    "an empty list": [],
+    "a list of words": ["some"],
+    "a dict": {},
+    "a tensor": torch.tensor([math.nan]),
+    "an object": object(),
+    "a class": nn.Linear,
+}
+
+
+def linear(bias: bool = True) -> nn.Module:
+    return nn.Linear(4, 4, bias=bias)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def noisy() -> nn.Module:
+    return recoup.weight_noise(recoup.weight_dropout(model(), p=0.5), std=0.1)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(3, 4)
+
+
+def optimizer(of: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(of.parameters(), 0.1)
+
+
+def collected() -> recoup.GradStore:
+    store = recoup.GradStore(MODEL.parameters())
+    store.backward(MODEL(x()).sum())
+    return store
+
+
+def flow() -> flows.Flow:
+    return flows.NICE((4,), levels=None, num_couplings=2, width=4, depth=1)
+
+
+def then(call: Callable[..., Any], use: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A call whose result is used, with the signature of the call alone."""
+
+    def called(*args: Any, **given: Any) -> Any:
+        return use(call(*args, **given))
+
+    called.__signature__ = inspect.signature(call)  # pyright: ignore[reportFunctionMemberAccess]
+    return called
+
+
+def enter(context: Any) -> None:
+    with context:
+        pass
+
+
+def of_scaler() -> dict[str, Any]:
+    """What unscales the gradients of a store."""
+    _scaled.append(recoup.GradStore(MODEL.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    _scaled[-1].backward(MODEL(x()).sum(), scaler=scaler)
+    return {"scaler": scaler, "optimizers": optimizer(MODEL)}
+
+
+_scaled: list[recoup.GradStore] = []
+
+
+def unscaled(scaler: Any, *optimizers: Any) -> None:
+    _scaled.pop().unscale_(scaler, *optimizers)
+
+
+def after_backward() -> Iterable[torch.Tensor]:
+    made = model()
+    made(x()).sum().backward()
+    return made.parameters()
+
+
+def halves(*, exact: bool = False) -> invertible.Chain:
+    return invertible.Chain(invertible.AdditiveCoupling(nn.Linear(2, 2), exact=exact))
+
+
+def of_store(name: str) -> Callable[..., Any]:
+    """A method of a store, which is another one in each call."""
+
+    def called(*args: Any, **given: Any) -> Any:
+        return getattr(collected(), name)(*args, **given)
+
+    signature = inspect.signature(getattr(recoup.GradStore, name))
+    of_method = [each for each in signature.parameters.values() if each.name != "self"]
+    called.__signature__ = signature.replace(parameters=of_method)  # pyright: ignore[reportFunctionMemberAccess]
+    return called
+
+
+MODEL, FLOW = model(), flow()
+COST = schedules.Cost(1.0, 4, 8)
+OF_VECTORS = {"shape": (4,), "levels": None, "width": 4}
+OF_IMAGES = {"shape": (1, 4, 4), "levels": 17, "num_levels": 1, "num_steps": 1, "width": 4}
+Calls = dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]]
+
+# Each public function, and what makes arguments with which it succeeds.
+CALLS: Calls = {
+    "checkpoint": (recoup.checkpoint, lambda: {"fn": torch.sin, "args": x()}),
+    "recompute": (recoup.recompute, lambda: {"fn_or_module": torch.sin}),
+    "recomputing": (then(recoup.recomputing, enter), dict),
+    "Recompute": (recoup.Recompute, lambda: {"fn": torch.sin}),
+    "recompute_": (recoup.recompute_, lambda: {"model": model(), "types": nn.Tanh}),
+    "Sequential": (recoup.Sequential, lambda: {"modules": linear()}),
+    "offloading": (then(recoup.offloading, enter), dict),
+    "tiled": (then(recoup.tiled, lambda fn: fn(x())), lambda: {"fn": nn.Tanh(), "dim": 0}),
+    "tiled_loss": (
+        then(recoup.tiled_loss, lambda fn: fn(x())),
+        lambda: {"fn": lambda rows: rows.square().mean(), "dim": 0},
+    ),
+    "measure": (recoup.measure, lambda: {"fn": lambda: MODEL(x())}),
+    "residuals": (recoup.residuals, lambda: {"fn": lambda: MODEL(x())}),
+    "timeline": (recoup.timeline, lambda: {"model": model(), "example_args": x()}),
+    "format_bytes": (format_bytes, lambda: {"num_bytes": 5}),
+    "parse_bytes": (parse_bytes, lambda: {"value": "5 MiB"}),
+    "load_builder": (load_builder, lambda: {"name": "os.path:join"}),
+    "plan": (
+        recoup.plan, lambda: {"model": model(), "example_args": x(), "budget": "1 MiB"},
+    ),
+    "largest": (
+        recoup.largest,
+        lambda: {"build_batch": lambda n: torch.randn(n, 4), "model": model(), "budget": "4 KiB",
+                 "most": 1},
+    ),
+    "applied_plans": (recoup.applied_plans, lambda: {"model": model()}),
+    "GradStore": (recoup.GradStore, lambda: {"params": MODEL.parameters()}),
+    "GradStore.from_backward": (
+        recoup.GradStore.from_backward,
+        lambda: {"outputs": MODEL(x()).sum(), "params": MODEL.parameters()},
+    ),
+    "GradStore.from_grad": (
+        recoup.GradStore.from_grad, lambda: {"params": after_backward()},
+    ),
+    **{
+        f"GradStore.{name}": (of_store(name), make)
+        for name, make in {
+            "add_": lambda: {"param": MODEL[0].weight, "grad": torch.ones(4, 4)},
+            "backward": lambda: {"outputs": MODEL(x()).sum()},
+            "clip_norm_": lambda: {"max_norm": 1.0},
+            "clip_value_": lambda: {"clip_value": 1.0},
+            "cosine": lambda: {"other": collected()},
+            "dot": lambda: {"other": collected()},
+            "extend_": lambda: {"others": collected()},
+            "filter": lambda: {"params": [MODEL[0].weight]},
+            "load_state_dict": lambda: {
+                "state_dict": collected().state_dict(MODEL), "module": MODEL,
+            },
+            "named": lambda: {"module": MODEL},
+            "norm": dict,
+            "scale_": lambda: {"factor": 0.5},
+            "split": lambda: {"groups": optimizer(MODEL)},
+            "state_dict": lambda: {"module": MODEL},
+            "step": lambda: {"optimizer": optimizer(MODEL)},
+            "to": lambda: {"device": "cpu"},
+        }.items()
+    },
+    "GradStore.unscale_": (unscaled, of_scaler),
+    "step": (recoup.step, lambda: {"optimizer": optimizer(MODEL), "stores": collected()}),
+    "segments_backward": (
+        recoup.segments_backward,
+        lambda: {"segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected()},
+    ),
+    "weight_dropout": (recoup.weight_dropout, lambda: {"module": model()}),
+    "weight_noise": (recoup.weight_noise, lambda: {"module": model()}),
+    "weight_norm": (recoup.weight_norm, lambda: {"module": model()}),
+    "weights.apply": (weights.apply, lambda: {"module": model(), "fn": lambda w, draw: w}),
+    "weights.applied": (weights.applied, lambda: {"module": noisy()}),
+    "weights.disabled": (then(weights.disabled, enter), lambda: {"module": noisy()}),
+    "weights.enabled": (then(weights.enabled, enter), lambda: {"module": noisy()}),
+    "weights.freeze_dropped": (
+        weights.freeze_dropped,
+        lambda: {"optimizer": optimizer(dropped := noisy()), "module": dropped},
+    ),
+    "weights.kl_divergence": (
+        weights.kl_divergence, lambda: {"module": noisy(), "prior_std": 1.0},
+    ),
+    "weights.remove": (weights.remove, lambda: {"module": noisy()}),
+    "weights.same_draw": (then(weights.same_draw, enter), dict),
+    "weights.set_step": (weights.set_step, lambda: {"module": noisy(), "step": 1}),
+    "weights.step": (then(weights.step, enter), lambda: {"module": noisy()}),
+    "weights.to_plain_names": (
+        weights.to_plain_names, lambda: {"state_dict": model().state_dict()},
+    ),
+    "weights.twin": (weights.twin, lambda: {"module": noisy()}),
+    "weights.update": (weights.update, lambda: {"module": noisy(), "p": 0.1}),
+    "flows.NICE": (flows.NICE, lambda: {**OF_VECTORS}),
+    "flows.RealNVP": (flows.RealNVP, lambda: {**OF_IMAGES}),
+    "flows.Glow": (flows.Glow, lambda: {**OF_IMAGES}),
+    "flows.FlowPlusPlus": (flows.FlowPlusPlus, lambda: {**OF_IMAGES}),
+    "flows.IResNet": (flows.IResNet, lambda: {**OF_IMAGES}),
+    "flows.Flow": (flows.Flow, lambda: {"chain": halves(), "shape": (4,)}),
+    "flows.ConvNetwork": (
+        flows.ConvNetwork, lambda: {"in_channels": 2, "out_channels": 2, "width": 4},
+    ),
+    "flows.DenseNetwork": (
+        flows.DenseNetwork, lambda: {"in_features": 2, "out_features": 2, "width": 4},
+    ),
+    "flows.Logistic": (flows.Logistic, lambda: {"loc": 0.0, "scale": 1.0}),
+    "flows.fit": (
+        flows.fit,
+        lambda: {"flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False},
+    ),
+    "flows.coded_bits_per_dim": (
+        flows.coded_bits_per_dim, lambda: {"x": torch.zeros(2, 1, 4, 4, dtype=torch.uint8)},
+    ),
+    "flows.typicality": (
+        flows.typicality, lambda: {"flow": flow(), "x": x(), "reference_bits": torch.ones(3)},
+    ),
+    "Flow.log_prob": (FLOW.log_prob, lambda: {"x": x()}),
+    "Flow.sample": (FLOW.sample, lambda: {"n": 2}),
+    "Flow.vary": (FLOW.vary, lambda: {"x": x(), "indices": 0}),
+    "Flow.interpolate": (FLOW.interpolate, lambda: {"x0": x(), "x1": x(), "steps": 3}),
+    "Flow.reconstruct": (FLOW.reconstruct, lambda: {"x": x()}),
+    "ActNorm": (invertible.ActNorm, lambda: {"num_channels": 4}),
+    "AdditiveCoupling": (
+        invertible.AdditiveCoupling, lambda: {"network": nn.Linear(2, 2), "exact": True},
+    ),
+    "AffineCoupling": (invertible.AffineCoupling, lambda: {"network": nn.Linear(2, 4)}),
+    "MixtureCoupling": (invertible.MixtureCoupling, lambda: {"network": nn.Linear(2, 52)}),
+    "Chain": (invertible.Chain, lambda: {"modules": invertible.Flip()}),
+    "Dequantize": (invertible.Dequantize, lambda: {"levels": 17}),
+    "VariationalDequantize": (
+        invertible.VariationalDequantize, lambda: {"levels": 17, "chain": halves()},
+    ),
+    "DriftGuard": (invertible.DriftGuard, dict),
+    "Flatten": (invertible.Flatten, lambda: {"shape": (4,)}),
+    "Flip": (invertible.Flip, dict),
+    "InvertibleConv1x1": (invertible.InvertibleConv1x1, lambda: {"num_channels": 4}),
+    "InvertibleConv1x1LU": (invertible.InvertibleConv1x1LU, lambda: {"num_channels": 4}),
+    "InvertibleConv1x1LU.from_plain": (
+        invertible.InvertibleConv1x1LU.from_plain,
+        lambda: {"plain": invertible.InvertibleConv1x1(2)},
+    ),
+    "InvertibleResidual": (
+        invertible.InvertibleResidual, lambda: {"network": invertible.LipschitzLinear(4, 4)},
+    ),
+    "LipSwish": (invertible.LipSwish, dict),
+    "LipschitzConv2d": (
+        invertible.LipschitzConv2d,
+        lambda: {"in_channels": 2, "out_channels": 2, "kernel_size": 3},
+    ),
+    "LipschitzLinear": (
+        invertible.LipschitzLinear, lambda: {"in_features": 2, "out_features": 2},
+    ),
+    "Logit": (invertible.Logit, dict),
+    "Normalize": (invertible.Normalize, lambda: {"mean": 0.5, "std": 0.5}),
+    "Permute": (invertible.Permute, lambda: {"permutation": [1, 0]}),
+    "Split": (invertible.Split, dict),
+    "Squeeze": (invertible.Squeeze, dict),
+    "check_invertible": (
+        invertible.check_invertible,
+        lambda: {"module": invertible.Flip(), "x": torch.randn(2, 4)},
+    ),
+    **{f"schedules.{name}": (getattr(schedules, name), lambda: {"n": 4})
+       for name in ("linear", "sqrt", "log", "offloaded")},
+    **{f"schedules.{name}": (getattr(schedules, name), lambda: {"n": 4, "slots": 2})
+       for name in ("binomial", "revolve", "num_advances", "num_sweeps")},
+    "schedules.beta": (schedules.beta, lambda: {"slots": 2, "sweeps": 2}),
+    "schedules.constant": (schedules.constant, lambda: {"ways": 4}),
+    "schedules.frontier": (schedules.frontier, lambda: {"costs": [COST] * 3}),
+    "schedules.optimal": (schedules.optimal, lambda: {"costs": [COST] * 3, "budget": 100}),
+    "schedules.simulate": (schedules.simulate, lambda: {"schedule": schedules.sqrt(4)}),
+    "schedules.trace": (
+        schedules.trace, lambda: {"schedule": schedules.sqrt(3), "costs": [COST] * 3},
+    ),
+}  # fmt: skip
+
+# What the code of a user is given as it is.
+USERS = {"args", "kwargs", "example_args", "example_kwargs", "segments_backward.input"}
+# By what name an error says it, where several functions say it.
+SAID = {
+    "weights.apply.where": "pattern",
+    "DriftGuard.otherwise": "drift",
+    "GradStore.unscale_.optimizers": "optimizer",
+}
+
+
+def call(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Call a function with arguments by name; those before `*args` go by their places."""
+    parameters = inspect.signature(function).parameters
+    several = [name for name, each in parameters.items() if each.kind is each.VAR_POSITIONAL]
+    args: list[Any] = []
+    if several and several[0] in given:
+        for name in parameters:
+            args.append(given.pop(name) if name in given else parameters[name].default)
+            if name == several[0]:
+                break
+    function(*args, **given)
+
+
+def arguments() -> list[tuple[str, str]]:
+    return [
+        (name, argument)
+        for name, (function, _) in CALLS.items()
+        for argument in inspect.signature(function).parameters
+        if not {argument, f"{name}.{argument}"} & USERS
+    ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_are_right(name):
+    function, make = CALLS[name]
+    call(function, make())
+
+
+@pytest.mark.sampled(60)
+@pytest.mark.parametrize(("name", "argument"), arguments())
+def test_a_wrong_argument_is_named(name, argument):
+    raw = {}
+    function, make = CALLS[name]
+    said = SAID.get(f"{name}.{argument}", argument)
+    for what, value in VALUES.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call(function, make() | {argument: value})
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is looked at
+            is_ours = isinstance(error, (ValueError, TypeError, recoup.errors.RecoupError))
+            # A class can be called: its own error is that of a user's function.
+            is_theirs = str(error).startswith("Linear.__init__()")
+            if not is_theirs and (not is_ours or f"`{said}" not in str(error)):
+                raw[what] = f"{type(error).__name__}: {str(error)[:100]}"
+    assert not raw
