@@ -218,19 +218,19 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
         step: the step.
         blocks: the names and modules of the blocks.
     """
-    stages = [module for _, module in blocks if _may_be_a_stage(module)]
-    if not stages:
+    parts: dict[int, nn.Module] = {}
+    for _, block in blocks:
+        if has_list_of_blocks(block) and not any(map(is_compiled, block.modules())):
+            parts.update((id(each), each) for each in block.modules())
+    if not parts:
         return [blocks]
-    chains = _chains(step, stages)
+    with step.rehearsed():
+        chains = step.observe_forward(parts.values(), _ChainObserver).chains
     names = {id(module): name for name, module in named_modules(step.model)}
     found = [inner for _, module in blocks for inner in _expanded(module, chains)]
     if len(found) == len(blocks) or not _are_apart(found):
         return [blocks]
     return [[(names[id(module)], module) for module in found], blocks]
-
-
-def _may_be_a_stage(module: nn.Module) -> bool:
-    return has_list_of_blocks(module) and not any(map(is_compiled, module.modules()))
 
 
 def _are_apart(modules: Sequence[nn.Module]) -> bool:
@@ -274,13 +274,6 @@ class _ChainObserver(Observer):
         self.chains.setdefault(id(module), []).append(call)
         if self._calls:
             self._calls[-1].latest = CallOutputs(outputs)
-
-
-def _chains(step: Step, stages: Sequence[nn.Module]) -> _Chains:
-    """Return the calls of all modules within stages in one forward."""
-    modules = {id(each): each for stage in stages for each in stage.modules()}
-    with step.rehearsed():
-        return step.observe_forward(modules.values(), _ChainObserver).chains
 
 
 def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:

@@ -329,8 +329,7 @@ class PlansByShape:
     def _enter(self, entry: _Entry, group: WrappedForwards) -> None:
         """Enter a plan, and drop those whose shapes it serves (See Rule 6)."""
         lost = largest_among_ranks(
-            self._model,
-            [max(entry.lost(each.shapes) for each in e.tried) for e in self._entries],
+            self._model, [max(entry.lost(each.shapes) for each in e.tried) for e in self._entries]
         )
         kept = [e for e, each in zip(self._entries, lost, strict=True) if each > _MOST_LOST]
         self._follow(entry, group)

@@ -230,7 +230,7 @@ class PlanReport:
 
     def _table(self) -> list[tuple[str, ...]]:
         table: list[tuple[str, ...]] = [
-            ("block", "class", "way", "forwards", "keeps", "saves", "pays"),
+            ("block", "class", "way", "forwards", "keeps", "saves", "pays")
         ]
         for name, row in _merged(self.blocks):
             table.append((
