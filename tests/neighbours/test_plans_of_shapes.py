@@ -15,8 +15,8 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError, RecoupError
 from recoup.planning import frontier
+from recoup.planning.operators import WorkCounter
 from recoup.planning.replanning import PlanMaker
-from recoup.planning.work import WorkCounter
 from tests.neighbours.planned import Net, assert_same, loss_of, result_of
 from tests.planned_zoo import transformers_or_skip
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import BudgetError, ReplayError
-from recoup.planning.keeping import KeptTensor
+from recoup.planning.operators import KeptTensor
 from recoup.planning.verification import Verification, outcome_of
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, plan_for, result_of
 

@@ -31,11 +31,11 @@ from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
 from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import followed
+from recoup.planning.operators import WorkCounter
 from recoup.planning.planned_stages import chains_of
 from recoup.planning.priced_blocks import PricedBlocks, points_of
 from recoup.planning.pricing import MeasuredCall
 from recoup.planning.ranks import is_sharded
-from recoup.planning.work import WorkCounter
 from recoup.schedules import Cost, Way, constant
 
 __all__ = ["with_inverses"]

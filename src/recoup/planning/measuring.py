@@ -44,10 +44,10 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
+from recoup.planning.operators import WorkCounter
 from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Step, now
 from recoup.planning.verification import outcome_of
-from recoup.planning.work import WorkCounter
 
 __all__ = ["measure_blocks"]
 

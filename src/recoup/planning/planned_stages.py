@@ -13,7 +13,7 @@ from recoup._core.call import run_again
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup.planning.compiling import BlockCode
-from recoup.planning.keeping import KeepingCall
+from recoup.planning.operators import KeepingCall
 from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
 

@@ -30,8 +30,8 @@ from torch import nn
 
 from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
+from recoup.planning.operators import Product
 from recoup.planning.verification import Outcome
-from recoup.planning.work import Product
 from recoup.schedules import Cost, Thin
 
 __all__ = ["Measured", "MeasuredCall", "chosen_products", "price"]

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import recoup
+from recoup._core.packed_masks import PackedMask
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.planning import keeping as kept_operators
-from recoup.planning.keeping import KeepingCall, PackedMask
-from recoup.planning.work import is_costly
+from recoup.planning import operators as kept_operators
+from recoup.planning.operators import KeepingCall, is_costly
 from recoup.regions.checkpoint import run_again
 from tests.alive import held_after
 from tests.oracle import Operators, assert_same_step, hooks_in_force, run_step

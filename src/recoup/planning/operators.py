@@ -1,4 +1,4 @@
-"""A region that keeps the outputs of chosen operators and recomputes all others.
+"""Costly operators: their work, counted and not clocked, and calls that keep what they make.
 
 NOTE [ Kept outputs ]
 
@@ -28,8 +28,10 @@ Rule 7. When the first run has ended, outputs go through the saved-tensor hooks 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +44,171 @@ from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.operators import has_schema, map_instances, traits_of
 from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
+from recoup._core.save_observer import Way, observed_by
 from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force, storage_id
+from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.errors import ReplayError
-from recoup.planning.work import is_costly, is_mask
+from recoup.planning.forwards import Args, Kwargs
 
-__all__ = ["KeepingCall", "KeptTensor", "PackedMask"]
+__all__ = [
+    "KeepingCall",
+    "KeptTensor",
+    "Product",
+    "WorkCounter",
+    "is_costly",
+    "is_mask",
+]
+
+# The approximate number of floating-point operations in the time in which one byte is moved. It
+# weighs products against elementwise operators. Choices depend little on it; a constant keeps them
+# reproducible.
+_FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
+# Drawing a byte of random numbers takes as long as moving this many bytes.
+_BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
+
+_COSTLY_NAMES = frozenset((
+    "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "linear",
+    "convolution", "mkldnn_convolution", "_mkldnn_linear", "mkldnn_rnn_layer", "_cudnn_rnn",
+))  # fmt: skip
+
+
+def is_costly(func: Any) -> bool:
+    """Whether the output of an operator is worth keeping.
+
+    That holds for products, convolutions, attention, recurrent layers, and dropout masks, which are
+    kept as bits.
+    """
+    name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
+    return name in _COSTLY_NAMES or "_attention" in name or is_mask(func)
+
+
+def is_mask(func: Any) -> bool:
+    """Whether an operator fills a tensor with draws of 0 and 1."""
+    return func is torch.ops.aten.bernoulli_.float or func is torch.ops.aten.bernoulli_.Tensor
+
+
+class Product(NamedTuple):
+    """A costly operator that ran.
+
+    Args:
+        name: the name of the operator.
+        work: its counted work.
+        num_bytes: the bytes of its output.
+        is_needed: whether a residual was saved after it began, so that recomputation reaches it.
+    """
+
+    name: str
+    work: float
+    num_bytes: int
+    is_needed: bool
+
+
+class WorkCounter(DispatchMode):
+    """A mode that counts the work of operators, and the residuals that regions do not keep.
+
+    Work is measured in bytes moved; a floating-point operation of a product counts as a fraction of
+    a byte.
+
+    Args:
+        counts_operators: whether operators are counted. If not, no mode is active, under which
+            nothing would be compiled.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, counts_operators: bool = True) -> None:
+        super().__init__()
+        self._mode = InMode(self) if counts_operators else nullcontext()
+        self.work = 0.0
+        self.num_operators = 0
+        self._products: list[Product] = []
+        self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
+        self._residuals = WeakSet[torch.UntypedStorage]()
+        self._num_needed = 0
+        self._around: Any = None
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Return a context in which operators are counted."""
+        with self._mode, observed_by(self) as self._around:
+            yield
+
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
+        """Record that a region does not keep the residual `tensor`."""
+        self._num_needed = len(self._products)
+        if (
+            getattr(slot, "expected", None) is None
+        ):  # else the region itself keeps it, for this step
+            self._residuals.update(storages_of([tensor]))
+        if self._around is not None:
+            self._around.saved(tensor, slot, way)
+
+    @property
+    def products(self) -> list[Product]:
+        """The costly operators, in order."""
+        needed = self._products[: self._num_needed]
+        return [each._replace(is_needed=True) for each in needed] + self._products[len(needed) :]
+
+    def alive_bytes(self, left_out: Container[torch.UntypedStorage]) -> int:
+        """Return the bytes of residuals that regions do not keep, but other code keeps alive."""
+        return sum(each.nbytes() for each in self._residuals if each not in left_out)
+
+    def products_alive(self) -> list[bool]:
+        """Return, for each costly operator, whether its output is alive."""
+        return [len(storages) > 0 for storages in self._outputs]
+
+    @never_compiled
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and count it."""
+        kwargs = {} if kwargs is None else kwargs
+        result = func(*args, **kwargs)
+        self.num_operators += 1
+        if not getattr(func, "is_view", False):
+            outputs = tensors_in(result)
+            work = _work(func, args, kwargs, result, outputs)
+            self.work += work
+            if is_costly(func):
+                self._add(func, work, outputs)
+        return result
+
+    def _add(self, func: Any, work: float, outputs: Sequence[Tensor]) -> None:
+        if is_mask(func):
+            num_bytes = -(-outputs[0].numel() // 8)
+            outputs = ()  # the bits themselves are no residual
+        else:
+            num_bytes = bytes_of(outputs)
+        self._products.append(Product(str(func), work, num_bytes, is_needed=False))
+        self._outputs.append(WeakSet(storages_of(outputs)))
+
+
+@functools.cache
+def _flop_registry() -> dict[Any, Any]:
+    # Imported late, because this module of torch imports triton where that is installed.
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _work(
+    func: Any, args: Any, kwargs: dict[str, Any], result: Any, outputs: Sequence[Tensor]
+) -> float:
+    num_bytes, device = 0, "cpu"
+    for tensor in (*outputs, *tensors_in((args, kwargs))):
+        num_bytes += tensor.numel() * tensor.element_size()
+        device = tensor.device.type
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and outputs:
+        drawn_bytes = outputs[0].numel() * outputs[0].element_size()
+        num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn_bytes)
+    count = _flop_registry().get(getattr(func, "_overloadpacket", func))
+    flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE["cuda"])
+
 
 _OTHER, _CAST, _COSTLY = range(3)
 
@@ -91,8 +253,7 @@ class KeepingCall(Call):
         args: its arguments.
         kwargs: its keyword arguments.
         module: the module whose forward `fn` is; None if there is none, or `fn` is the module.
-        chosen: the numbers of the chosen costly operators, or a function from an operator and its
-            number to whether it is chosen.
+        chosen: the numbers of the chosen costly operators.
     """
 
     __slots__ = ("_chosen", "_is_recorded", "_kept", "_num_seen", "_ops", "_pair", "kept_nodes")
@@ -101,10 +262,10 @@ class KeepingCall(Call):
         self,
         name: str,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         module: nn.Module | None,
-        chosen: Callable[[Any, int], bool] | frozenset[int],
+        chosen: frozenset[int],
     ) -> None:
         super().__init__(name, fn, args, kwargs, module)
         self._chosen = chosen
@@ -130,10 +291,10 @@ class KeepingCall(Call):
 
     def _run_first(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
         """Run an operator, and copy its output if it is chosen."""
-        number, chosen = len(self._ops), self._chosen
+        number = len(self._ops)
         given = tensors_in((args, kwargs))
         self._ops.append(_CostlyOp(func, mark, tuple(tensor.shape for tensor in given)))
-        if not (number in chosen if isinstance(chosen, frozenset) else chosen(func, number)):
+        if number not in self._chosen:
             return func(*args, **kwargs)
         before = generator_states() if _may_draw(func) else None
         result = func(*args, **kwargs)
