@@ -31,6 +31,7 @@ Rule 9. Of generators of torch, Python and numpy found on the way the states are
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import sys
 import threading
@@ -259,7 +260,7 @@ class StateSnapshot:
 
     def _note_module(self, module: nn.Module) -> None:
         self._seen[id(module)] = module
-        self._calls.append(partial(_put_class_back, module, type(module)))
+        self._calls.append(partial(object.__setattr__, module, "__class__", type(module)))
         for buffer in module.buffers(recurse=False):
             self._note(buffer, 0, is_buffer=True)
         if hasattr(type(module), "unshard"):  # FSDP2 remembers elsewhere which hooks it has added
@@ -307,9 +308,9 @@ def _entries_of(container: Any) -> dict[Any, Any] | list[Any]:
 def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
     """Restore the entries of a container if they have changed."""
     now = _entries_of(container)
-    is_same = len(now) == len(entries) and all(map(_is_same, now, entries))
+    is_same = len(now) == len(entries) and all(map(operator.is_, now, entries))
     if isinstance(now, dict) and isinstance(entries, dict):
-        if is_same and all(map(_is_same, now.values(), entries.values())):
+        if is_same and all(map(operator.is_, now.values(), entries.values())):
             return
         kind: Any = OrderedDict if _is_a(container, OrderedDict) else dict
         kind.clear(container)
@@ -317,10 +318,6 @@ def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
     elif not is_same:
         container.clear()
         (container.update if _is_a(container, set) else container.extend)(entries)
-
-
-def _is_same(a: object, b: object) -> bool:
-    return a is b
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
@@ -343,11 +340,6 @@ def _restoring(value: Any) -> Callable[[], object] | None:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _put_class_back(module: nn.Module, kind: type[nn.Module]) -> None:
-    if type(module) is not kind:
-        module.__class__ = kind
 
 
 def _put_parameter_back(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:

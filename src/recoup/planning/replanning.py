@@ -358,7 +358,8 @@ class _Hook:
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         del module
         if self._plans is not None:
-            serve = uncompiled(_serve) if torch.compiler.is_compiling() else _serve
+            serve = PlansByShape.serve
+            serve = uncompiled(serve) if torch.compiler.is_compiling() else serve
             serve(self._plans, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
@@ -366,10 +367,6 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
-
-
-def _serve(plans: PlansByShape, args: Args, kwargs: Kwargs) -> None:
-    plans.serve(args, kwargs)
 
 
 class PlanMaker(NamedTuple):
