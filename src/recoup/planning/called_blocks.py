@@ -56,7 +56,6 @@ __all__ = [
     "blocks_that_are_called",
     "kinds_of_blocks",
     "measure_most",
-    "sequences_of",
     "with_called_groups",
 ]
 
@@ -81,7 +80,7 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, S
     called = [call.module for call in measured.calls]
     if not called or len(_distinct(called)) == len(modules):
         return step, measured, [called]
-    sequences = sequences_of(step, modules)
+    sequences = _sequences_of(step, modules)
     best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))
     if len(_distinct(sequences[best])) > len(_distinct(called)):
         other = replace(step, seed=best)
@@ -123,7 +122,7 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
     return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
 
 
-def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
+def _sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
     """Return which of `modules` a forward calls, in order, for one seed after another.
 
     The search ends with a forward that calls all modules, when the first few forwards are equal, or

@@ -161,7 +161,9 @@ def uncollected() -> Generator[None]:
 def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
     """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
-    hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    found: list[Any] = [getattr(leaf, name) for leaf in leaves for name in names]
+    hooks = [(own, dict(own)) for own in found if own]
     for leaf, _ in gradients:
         leaf.grad = None
     for own, _ in hooks:
@@ -171,13 +173,8 @@ def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
-        for own, found in hooks:
-            own.update(found)
-
-
-def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
-    hooks: Any = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks"))  # noqa: B009
-    return [found for found in hooks if found]
+        for own, before in hooks:
+            own.update(before)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import Page, check_page, page_of
 from recoup.memory.whole_files import write_whole
 from recoup.planning.compiling import recompiling
-from recoup.planning.forwards import suspended
+from recoup.planning.forwards import Args, Kwargs, suspended
 from recoup.planning.options import losses_from
 from recoup.planning.plan import Plan, applied_plans, own_forwards
 from recoup.planning.rehearsal import uncollected
@@ -180,7 +180,7 @@ def timeline(
     return StepTimeline(name, plain, planned, plan.budget_bytes, str(plan))
 
 
-def _serving(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _serving(plan: Plan, args: Args, kwargs: Kwargs) -> Plan:
     """Return the plan of a family that a call follows; the plan itself if it is no family."""
     if plan.replanner is None:
         return plan
