@@ -56,7 +56,6 @@ __all__ = [
     "blocks_that_are_called",
     "kinds_of_blocks",
     "measure_most",
-    "sequences_of",
     "with_called_groups",
 ]
 
@@ -81,7 +80,7 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, S
     called = [call.module for call in measured.calls]
     if not called or len(_distinct(called)) == len(modules):
         return step, measured, [called]
-    sequences = sequences_of(step, modules)
+    sequences = _sequences_of(step, modules)
     best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))
     if len(_distinct(sequences[best])) > len(_distinct(called)):
         other = replace(step, seed=best)
@@ -123,7 +122,7 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
     return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
 
 
-def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
+def _sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
     """Return which of `modules` a forward calls, in order, for one seed after another.
 
     The search ends with a forward that calls all modules, when the first few forwards are equal, or
@@ -218,19 +217,19 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
         step: the step.
         blocks: the names and modules of the blocks.
     """
-    stages = [module for _, module in blocks if _may_be_a_stage(module)]
-    if not stages:
+    parts: dict[int, nn.Module] = {}
+    for _, block in blocks:
+        if has_list_of_blocks(block) and not any(map(is_compiled, block.modules())):
+            parts.update((id(each), each) for each in block.modules())
+    if not parts:
         return [blocks]
-    chains = _chains(step, stages)
+    with step.rehearsed():
+        chains = step.observe_forward(parts.values(), _ChainObserver).chains
     names = {id(module): name for name, module in named_modules(step.model)}
     found = [inner for _, module in blocks for inner in _expanded(module, chains)]
     if len(found) == len(blocks) or not _are_apart(found):
         return [blocks]
     return [[(names[id(module)], module) for module in found], blocks]
-
-
-def _may_be_a_stage(module: nn.Module) -> bool:
-    return has_list_of_blocks(module) and not any(map(is_compiled, module.modules()))
 
 
 def _are_apart(modules: Sequence[nn.Module]) -> bool:
@@ -274,13 +273,6 @@ class _ChainObserver(Observer):
         self.chains.setdefault(id(module), []).append(call)
         if self._calls:
             self._calls[-1].latest = CallOutputs(outputs)
-
-
-def _chains(step: Step, stages: Sequence[nn.Module]) -> _Chains:
-    """Return the calls of all modules within stages in one forward."""
-    modules = {id(each): each for stage in stages for each in stage.modules()}
-    with step.rehearsed():
-        return step.observe_forward(modules.values(), _ChainObserver).chains
 
 
 def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:

@@ -29,7 +29,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,6 +42,7 @@ from recoup._core.compile import with_own_code
 from recoup._core.dispatch_modes import compiles_nothing
 from recoup._core.pytree import flatten
 from recoup._core.storage_tracking import storages_of
+from recoup.planning.forwards import Args, Forward, Kwargs
 
 __all__ = [
     "SHARES",
@@ -56,8 +57,6 @@ __all__ = [
 SHARES = (1.0, 0.8, 0.5, 0.1, 0.0)
 _RECOMPILE_LIMIT = 128
 _logger = logging.getLogger(__name__)
-
-Forward = Callable[..., Any]
 
 
 class BlockCode:
@@ -102,32 +101,55 @@ class CompiledCode(BlockCode):
         self._structures: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
-        return _CompiledCall(self, module, forward)
+        function: Forward | None = None  # that all runs are by (See Rule 3)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal function
+            if function is not None:
+                return function(forward, args, kwargs)
+            function, result = self._first_run(module, forward, args, kwargs)
+            return result
+
+        return call
 
     def compiles(self, module: nn.Module) -> bool:
         """Whether a block was compiled."""
         structure = self._structure_of(module)
         return structure in self._functions and structure not in self._failed
 
-    def function_for(self, module: nn.Module) -> Forward | None:
-        """Return a compiled function of a block's forward and its arguments; None if it failed."""
+    def _first_run(
+        self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+    ) -> tuple[Forward, Any]:
+        """Run a call, and return what it was run by, a function of the forward and its arguments.
+
+        Under a mode, and where the compiler fails, that is the block's own code (See Rule 4).
+        """
         structure = self._structure_of(module)
-        if structure in self._failed:
-            return None
+        if compiles_nothing() or structure in self._failed:
+            return _call, forward(*args, **kwargs)
         if structure not in self._functions:
             function = with_own_code(_call, f"block_{self.share:g}")
             backend = _Backend(self, self._backend)
             self._functions[structure] = torch.compile(function, backend=backend)
-        return self._functions[structure]
+        from torch._dynamo.exc import TorchDynamoException
 
-    def give_up(self, module: nn.Module, error: Exception) -> None:
-        """Note that a block cannot be compiled."""
-        self._failed.add(self._structure_of(module))
-        warnings.warn(
-            f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-            + _reason_of(error),
-            stacklevel=2,
-        )
+        num_graphs, begin = self.num_graphs, time.perf_counter()
+        try:
+            result = self._functions[structure](forward, args, kwargs)
+        except TorchDynamoException as error:
+            self._failed.add(structure)
+            cause = getattr(error, "inner_exception", error)
+            why = str(cause).strip().partition("\n")[0]
+            warnings.warn(
+                f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
+                f"{type(cause).__name__}: {why}",
+                stacklevel=2,
+            )
+            return _call, forward(*args, **kwargs)
+        if self.num_graphs > num_graphs:
+            seconds = time.perf_counter() - begin
+            _logger.info("%s: %s in %.1f s", type(module).__name__, self.name, seconds)
+        return self._functions[structure], result
 
     def _structure_of(self, module: nn.Module) -> object:
         if module not in self._structures:
@@ -135,12 +157,6 @@ class CompiledCode(BlockCode):
             kinds = (type(each) for each in module.modules())
             self._structures[module] = (tuple(kinds), tuple(parameters))
         return self._structures[module]
-
-
-def _reason_of(error: Exception) -> str:
-    """Return the type and the first line of what made the compiler fail."""
-    cause = getattr(error, "inner_exception", error)
-    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
 class _Backend:
@@ -168,46 +184,6 @@ class _Backend:
             return self._compile(graph, inputs)
 
 
-class _CompiledCall:
-    """One call of a block, all of whose runs are by the same code (See Rules 3 and 4)."""
-
-    __slots__ = ("_code", "_forward", "_function", "_has_run", "_module")
-
-    def __init__(self, code: CompiledCode, module: nn.Module, forward: Forward) -> None:
-        self._code = code
-        self._module = module
-        self._forward = forward
-        self._has_run = False
-        self._function: Forward | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_run:
-            return self._first(args, kwargs)
-        if self._function is None:
-            return self._forward(*args, **kwargs)
-        return self._function(self._forward, args, kwargs)
-
-    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._has_run = True
-        function = None if compiles_nothing() else self._code.function_for(self._module)
-        if function is None:
-            return self._forward(*args, **kwargs)
-        from torch._dynamo.exc import TorchDynamoException
-
-        code = self._code
-        num_graphs, begin = code.num_graphs, time.perf_counter()
-        try:
-            result = function(self._forward, args, kwargs)
-        except TorchDynamoException as error:
-            code.give_up(self._module, error)
-            return self._forward(*args, **kwargs)
-        self._function = function
-        if code.num_graphs > num_graphs:
-            seconds = time.perf_counter() - begin
-            _logger.info("%s: %s in %.1f s", type(self._module).__name__, code.name, seconds)
-        return result
-
-
 class CodeByModule(BlockCode):
     """A code for each of some blocks; all others run by their own.
 
@@ -222,7 +198,7 @@ class CodeByModule(BlockCode):
         return self._codes.get(id(module), BlockCode()).of_call(module, forward)
 
 
-def _call(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
     return forward(*args, **kwargs)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -427,7 +427,8 @@ def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:
     """Return at most `num` points, the first and the last among them, at even steps of bytes."""
     least, most = points[0].peak_bytes, points[-1].peak_bytes
     wanted = [least + (most - least) * place / (num - 1) for place in range(num)]
-    nearest: Callable[[float], int] = lambda size: min(  # noqa: E731
-        range(len(points)), key=lambda place: abs(points[place].peak_bytes - size)
-    )
-    return [points[place] for place in sorted(set(map(nearest, wanted)))]
+    nearest = {
+        min(range(len(points)), key=lambda place, size=size: abs(points[place].peak_bytes - size))
+        for size in wanted
+    }
+    return [points[place] for place in sorted(nearest)]

@@ -126,7 +126,7 @@ class _Meter:
         found.work = counter.work
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
-        outputs = call.take_outputs()
+        outputs, call.outputs = call.outputs, ()  # released here
         found.output_bytes = _bytes_of(outputs, taken)
         taken.update(storages_of(outputs))
         found.alive_bytes = counter.alive_bytes(taken | self._weights)
@@ -196,7 +196,7 @@ class _MeasuredCall(Call):
         self._meter = meter
         self.linked_at: tuple[int, ...] = ()  # which arguments the call before it returned
         self.known: WeakSet[torch.UntypedStorage] = WeakSet()  # given, and alive before
-        self.outputs: State | None = None
+        self.outputs: State = ()  # of the first run
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         """Run the block; measure a second run."""
@@ -215,11 +215,6 @@ class _MeasuredCall(Call):
         self._meter.second_run_ended(found, outputs, state)
         found.saved = counter.products_alive() if found.products else []
         return (), None
-
-    def take_outputs(self) -> State:
-        """Return the outputs of the first run, and release them."""
-        outputs, self.outputs = self.outputs, None
-        return outputs or ()
 
 
 def _bytes_of(tensors: Iterable[Tensor], left_out: Container[torch.UntypedStorage]) -> int:

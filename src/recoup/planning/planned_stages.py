@@ -82,22 +82,14 @@ def planned_stages(
         for index in range(start, stop):
             step, call = index - start, calls[index]
             is_kept = executor is None or executor.prepared.steps[step].is_taped
-            chosen, code = _way_of(call, variants.get(index, 0), is_kept=is_kept)
+            variant, chosen, code = variants.get(index, 0), None, BlockCode()
+            if call.codes:
+                code = call.codes[variant] if is_kept else call.code_again or call.codes[0]
+            elif variant:
+                funcs = frozenset(product.func for product in call.products)
+                chosen = Products(funcs, frozenset(chosen_products(call)[variant - 1]))
             stages.append(PlannedStage(call.name, call.module, chain, step, is_kept, chosen, code))
     return stages
-
-
-def _way_of(
-    call: MeasuredCall, variant: int, *, is_kept: bool
-) -> tuple[Products | None, BlockCode]:
-    """Return the operators whose results a call keeps (None for all or none), and its code."""
-    if call.codes:
-        again = call.code_again or call.codes[0]
-        return None, call.codes[variant] if is_kept else again
-    if not variant:
-        return None, BlockCode()
-    funcs = frozenset(product.func for product in call.products)
-    return Products(funcs, frozenset(chosen_products(call)[variant - 1])), BlockCode()
 
 
 def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:

@@ -36,12 +36,7 @@ from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room
 from recoup.schedules import Cost, Point, frontier, linear, simulate
 
-__all__ = [
-    "PricedBlocks",
-    "points_of",
-    "price_blocks",
-    "price_whole",
-]
+__all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole"]
 
 _NOISE = 1.03  # of times, which says nothing
 

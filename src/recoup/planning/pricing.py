@@ -165,8 +165,7 @@ def price(measured: Measured, moved: float | None) -> list[Cost]:
 def _beside(measured: Measured) -> list[int]:
     """Return the bytes that code outside blocks keeps from each border on."""
     calls = measured.calls
-    states = [_state_bytes(call) for call in calls]
-    kept = [0, *accumulate(states)]
+    kept = [0, *accumulate(call.state_bytes if call.until_again else 0 for call in calls)]
     drawn = [0, *accumulate(call.drawn_bytes if call.until_again else 0 for call in calls)]
     alive = [call.before.end_bytes - call.state_bytes for call in calls]
     alive.append(calls[-1].forward.end_bytes - calls[-1].output_bytes)
@@ -175,10 +174,6 @@ def _beside(measured: Measured) -> list[int]:
     until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)
     levels = [0, *(max(level, 0) for level in until)]
     return [b - a for a, b in pairwise(levels)]
-
-
-def _state_bytes(call: MeasuredCall) -> int:
-    return 0 if call.until_again is None else call.state_bytes
 
 
 def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
@@ -257,19 +252,15 @@ def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
     """Return the operators whose outputs each thinner tape keeps, the smallest tape first."""
     if len(call.saved) != len(call.products):
         return []  # the second run differed from the first one
-    needed = [i for i, product in enumerate(call.products) if product.is_needed]
-    ranked = sorted(needed, key=lambda i: -_worth(call, i))
+    products = call.products
+    needed = [i for i, product in enumerate(products) if product.is_needed]
+    ranked = sorted(needed, key=lambda i: -products[i].work / max(products[i].num_bytes, 1))
     whole = call.residuals.end_bytes - (call.until_again.end_bytes if call.until_again else 0)
     found: list[tuple[int, ...]] = []
     for length in range(1, len(ranked) + 1):
         chosen = tuple(sorted(ranked[:length]))
-        if sum(call.products[i].num_bytes for i in chosen) < whole:
+        if sum(products[i].num_bytes for i in chosen) < whole:
             found.append(chosen)
     step = max(len(found) / _MOST_VARIANTS, 1.0)
     places = sorted({len(found) - 1 - int(step * i) for i in range(_MOST_VARIANTS)})
     return [found[place] for place in places if place >= 0]
-
-
-def _worth(call: MeasuredCall, index: int) -> float:
-    product = call.products[index]
-    return product.work / max(product.num_bytes, 1)

@@ -31,6 +31,7 @@ Rule 9. Of generators of torch, Python and numpy found on the way the states are
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import sys
 import threading
@@ -160,7 +161,9 @@ def uncollected() -> Generator[None]:
 def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
     """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
-    hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    found: list[Any] = [getattr(leaf, name) for leaf in leaves for name in names]
+    hooks = [(own, dict(own)) for own in found if own]
     for leaf, _ in gradients:
         leaf.grad = None
     for own, _ in hooks:
@@ -170,13 +173,8 @@ def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
-        for own, found in hooks:
-            own.update(found)
-
-
-def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
-    hooks: Any = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks"))  # noqa: B009
-    return [found for found in hooks if found]
+        for own, before in hooks:
+            own.update(before)
 
 
 @contextmanager
@@ -259,7 +257,7 @@ class StateSnapshot:
 
     def _note_module(self, module: nn.Module) -> None:
         self._seen[id(module)] = module
-        self._calls.append(partial(_put_class_back, module, type(module)))
+        self._calls.append(partial(object.__setattr__, module, "__class__", type(module)))
         for buffer in module.buffers(recurse=False):
             self._note(buffer, 0, is_buffer=True)
         if hasattr(type(module), "unshard"):  # FSDP2 remembers elsewhere which hooks it has added
@@ -307,9 +305,9 @@ def _entries_of(container: Any) -> dict[Any, Any] | list[Any]:
 def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
     """Restore the entries of a container if they have changed."""
     now = _entries_of(container)
-    is_same = len(now) == len(entries) and all(map(_is_same, now, entries))
+    is_same = len(now) == len(entries) and all(map(operator.is_, now, entries))
     if isinstance(now, dict) and isinstance(entries, dict):
-        if is_same and all(map(_is_same, now.values(), entries.values())):
+        if is_same and all(map(operator.is_, now.values(), entries.values())):
             return
         kind: Any = OrderedDict if _is_a(container, OrderedDict) else dict
         kind.clear(container)
@@ -317,10 +315,6 @@ def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
     elif not is_same:
         container.clear()
         (container.update if _is_a(container, set) else container.extend)(entries)
-
-
-def _is_same(a: object, b: object) -> bool:
-    return a is b
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
@@ -343,11 +337,6 @@ def _restoring(value: Any) -> Callable[[], object] | None:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _put_class_back(module: nn.Module, kind: type[nn.Module]) -> None:
-    if type(module) is not kind:
-        module.__class__ = kind
 
 
 def _put_parameter_back(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:

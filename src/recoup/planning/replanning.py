@@ -125,10 +125,8 @@ class _Entry:
         if peak_bytes > self.plan.budget_bytes or self.plan.most_lost(share) > _MOST_LOST:
             return False
         own, *others = self.tried
-        if len(others) > 1 and all(
-            shapes.cover(each.shapes) and shapes.share_of(each.shapes) >= _NEAR
-            for each in others[-2:]
-        ):
+        before = [each.shapes for each in others[-2:]]
+        if len(before) > 1 and all(shapes.cover(b) and shapes.share_of(b) >= _NEAR for b in before):
             del others[-1]  # the last ones say all that it says
         self.tried = [own, *[*others, _Tried(shapes, share)][-_MOST_SHAPES:]]
         return True
@@ -209,14 +207,13 @@ class PlansByShape:
     def end(self) -> None:
         """Serve no more calls."""
         self._pending.unwatch()
-        hook, self._hook = self._hook, None
         self._group = None
-        if hook is not None:
-            hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the model, or a block of one of the plans, under the plan that was chosen last."""
-        entry = self._entry
+        entry = self._of_thread.entry or self._entries[0]  # without a call
         if id(module) not in entry.modules:
             return forward(*args, **kwargs)
         return entry.follower.called(module, forward, args, kwargs)
@@ -305,9 +302,8 @@ class PlansByShape:
         return largest_among_ranks(self._model, [each.lost(shapes) for each in entries])
 
     def _best(self, entries: Sequence[_Entry], shapes: ArgumentShapes) -> tuple[float, _Entry]:
-        lost = self._lost(entries, shapes)
-        best = min(range(len(lost)), key=lambda place: lost[place])
-        return lost[best], entries[best]
+        place, lost = min(enumerate(self._lost(entries, shapes)), key=lambda one: one[1])
+        return lost, entries[place]
 
     def _nearest(self, entries: Sequence[_Entry], shapes: ArgumentShapes) -> _Entry | None:
         """Return the plan to try on `shapes`; None if all serve them slowly, or none is near."""
@@ -329,8 +325,7 @@ class PlansByShape:
     def _enter(self, entry: _Entry, group: WrappedForwards) -> None:
         """Enter a plan, and drop those whose shapes it serves (See Rule 6)."""
         lost = largest_among_ranks(
-            self._model,
-            [max(entry.lost(each.shapes) for each in e.tried) for e in self._entries],
+            self._model, [max(entry.lost(each.shapes) for each in e.tried) for e in self._entries]
         )
         kept = [e for e, each in zip(self._entries, lost, strict=True) if each > _MOST_LOST]
         self._follow(entry, group)
@@ -356,10 +351,10 @@ class _Hook:
     def __init__(self, plans: PlansByShape | None = None) -> None:
         self._plans = plans
 
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        del module
+    def __call__(self, _: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._plans is not None:
-            serve = uncompiled(_serve) if torch.compiler.is_compiling() else _serve
+            serve = PlansByShape.serve
+            serve = uncompiled(serve) if torch.compiler.is_compiling() else serve
             serve(self._plans, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
@@ -367,10 +362,6 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
-
-
-def _serve(plans: PlansByShape, args: Args, kwargs: Kwargs) -> None:
-    plans.serve(args, kwargs)
 
 
 class PlanMaker(NamedTuple):

@@ -20,7 +20,6 @@ from recoup.planning.pricing import MeasuredCall
 from recoup.planning.shapes import ArgumentSizes
 from recoup.schedules import (
     Action,
-    Advance,
     Cost,
     Invert,
     Keep,
@@ -230,7 +229,7 @@ class PlanReport:
 
     def _table(self) -> list[tuple[str, ...]]:
         table: list[tuple[str, ...]] = [
-            ("block", "class", "way", "forwards", "keeps", "saves", "pays"),
+            ("block", "class", "way", "forwards", "keeps", "saves", "pays")
         ]
         for name, row in _merged(self.blocks):
             table.append((
@@ -258,8 +257,9 @@ def _rows_of(
 ) -> tuple[BlockPlan, ...]:
     """Return a row for each call."""
     runs = simulate(schedule, costs=costs).forwards_per_stage
-    taped = {a.index: a.variant for a in _sweep(schedule) if isinstance(a, Tape)}
-    kept = {a.index for a in _sweep(schedule) if isinstance(a, Keep)}
+    sweep = schedule.actions[: schedule.sweep_end]
+    taped = {a.index: a.variant for a in sweep if isinstance(a, Tape)}
+    kept = {a.index for a in sweep if isinstance(a, Keep)}
     moved = {a.index for a in schedule.actions if isinstance(a, Offload)}
     inverted = {a.index for a in schedule.actions if isinstance(a, Invert)}
     rows: list[BlockPlan] = []
@@ -281,17 +281,6 @@ def _rows_of(
         kind = kind_of(call.module)
         rows.append(BlockPlan(call.name, kind, way, runs[index], keeps, saves, work))
     return tuple(rows)
-
-
-def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
-    """Return the keeps, tapes and advances of forward."""
-    found: list[Keep | Tape | Advance] = []
-    for action in schedule.actions:
-        if isinstance(action, (Keep, Tape, Advance)):
-            found.append(action)
-        if isinstance(action, Tape) and action.index == schedule.num_stages - 1:
-            break
-    return found
 
 
 def _place(way: str) -> int:

@@ -20,12 +20,7 @@ from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
 from recoup.planning.tiled_parts import TiledParts
-from recoup.planning.verification import (
-    DifferentStepError,
-    Outcome,
-    Verification,
-    outcome_of,
-)
+from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 
 __all__ = [
     "Forwards",

@@ -20,7 +20,7 @@ from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import Page, check_page, page_of
 from recoup.memory.whole_files import write_whole
 from recoup.planning.compiling import recompiling
-from recoup.planning.forwards import suspended
+from recoup.planning.forwards import Args, Kwargs, suspended
 from recoup.planning.options import losses_from
 from recoup.planning.plan import Plan, applied_plans, own_forwards
 from recoup.planning.rehearsal import uncollected
@@ -173,19 +173,18 @@ def timeline(
         )
     losses = losses_from(loss)
     step = Step(model, model, example_args, example_kwargs, losses, holds_output)
+    name = type(model).__name__
     with suspended(own_forwards(model)), uncollected():
         if plan is None:
-            return StepTimeline(type(model).__name__, _line_of(step, "as it is"))
-        standing = plan.standing_bytes
-        most_bytes = plan.most_bytes - standing
-        plain = None
-        if has_room(step.device, most_bytes):
-            plain = _line_of(step, "as it is", standing)
-        planned = _planned_line_of(step, plan)
-    return StepTimeline(type(model).__name__, plain, planned, plan.budget_bytes, str(plan))
+            return StepTimeline(name, _line_of(step, None))
+        standing, plain = plan.standing_bytes, None
+        if has_room(step.device, plan.most_bytes - standing):
+            plain = _line_of(step, None, standing)
+        planned = _line_of(step, plan, standing)
+    return StepTimeline(name, plain, planned, plan.budget_bytes, str(plan))
 
 
-def _serving(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _serving(plan: Plan, args: Args, kwargs: Kwargs) -> Plan:
     """Return the plan of a family that a call follows; the plan itself if it is no family."""
     if plan.replanner is None:
         return plan
@@ -198,14 +197,11 @@ def _serving(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     return found
 
 
-def _line_of(step: Step, name: str, standing_bytes: int = 0) -> StepLine:
-    """Run a step of a model that follows no plan."""
-    recorder = _recorded(step, follows_modules=True, following=lambda _: nullcontext())
-    return StepLine(name, recorder.stretches(), standing_bytes)
-
-
-def _planned_line_of(step: Step, plan: Plan) -> StepLine:
-    """Run a step of a model that follows a plan."""
+def _line_of(step: Step, plan: Plan | None, standing_bytes: int = 0) -> StepLine:
+    """Run a step of a model that follows a plan, or none."""
+    if plan is None:
+        recorder = _recorded(step, lambda _: nullcontext(), follows_modules=True)
+        return StepLine("as it is", recorder.stretches(), standing_bytes)
     planned = plan.planned
     is_compiled = any(call.codes for call in planned.calls)
 
@@ -220,25 +216,25 @@ def _planned_line_of(step: Step, plan: Plan) -> StepLine:
         return planned.followed(plan.schedule, told)
 
     with recompiling(is_compiled):
-        step = replace(step, tiled=planned.tiled)
-        recorder = _recorded(step, follows_modules=not is_compiled, following=following)
+        tiled_step = replace(step, tiled=planned.tiled)
+        recorder = _recorded(tiled_step, following, follows_modules=not is_compiled)
     calls = [BlockCall(block.name, block.way) for block in plan.blocks]
     tiled = () if planned.tiled is None else planned.tiled.modules
-    return StepLine("planned", recorder.stretches(calls, tiled), plan.standing_bytes)
+    return StepLine("planned", recorder.stretches(calls, tiled), standing_bytes)
 
 
 def _recorded(
     step: Step,
+    following: Callable[[StepRecorder], AbstractContextManager[None]],
     *,
     follows_modules: bool,
-    following: Callable[[StepRecorder], AbstractContextManager[None]],
 ) -> StepRecorder:
     """Run a step, and return its recorder.
 
     Args:
         step: the step.
-        follows_modules: whether modules are told apart.
         following: a function from the recorder to a context in which the model follows a plan.
+        follows_modules: whether modules are told apart.
     """
     line = meter(step.device, records_levels=True)
     recorder = StepRecorder(line, step.model, follows_modules=follows_modules)

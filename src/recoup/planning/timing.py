@@ -77,13 +77,15 @@ def times_of(
     runs: list[dict[int, float]] = []  # the seconds of second runs in each step
 
     @contextmanager
-    def timed(index: int, run: str) -> Generator[None]:
+    def noted(index: int) -> Generator[None]:
         begin = now()
         try:  # a second run may end by an exception
             yield
         finally:
-            if run in ("first", "again"):  # the later one counts
-                runs[-1][index] = now() - begin
+            runs[-1][index] = now() - begin  # the later run of a call counts
+
+    def timed(index: int, run: str) -> AbstractContextManager[None]:
+        return noted(index) if run in ("first", "again") else nullcontext()
 
     def following(schedule: Schedule) -> Callable[[], AbstractContextManager[None]]:
         def entered() -> AbstractContextManager[None]:

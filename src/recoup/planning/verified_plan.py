@@ -20,9 +20,10 @@ Rule 4. Where a slower plan is also less exact (inverses), the point that keeps 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from recoup.errors import BudgetError, ChangedError, ReplayError
@@ -91,17 +92,6 @@ def _without_inverses(kind: PricedBlocks) -> PricedBlocks:
     return kind.with_costs([replace(cost, is_invertible=False) for cost in kind.costs])
 
 
-@contextmanager
-def _as_differences() -> Generator[None]:
-    """A context in which a block that does not repeat its first run is a step that differs."""
-    try:
-        yield
-    except DifferentStepError:
-        raise
-    except (ChangedError, ReplayError) as error:
-        raise DifferentStepError(str(error)) from error
-
-
 def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
     """Return the seconds of a step of `kind` that follows a plan which was rehearsed."""
     with plan.planned.followed(plan.schedule):
@@ -123,13 +113,16 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     def rehearse(index: int) -> int:
         point = kind.points[index]
         tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
-        with planned.followed(point.schedule), _as_differences():
-            found = rehearse_planned(step, tolerance)
-            for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
-                if found.peak_bytes > budget:  # See Rule 3 of ranks.py
-                    found = min(
-                        found, rehearse_planned(step, tolerance), key=lambda r: r.peak_bytes
-                    )
+        try:
+            with planned.followed(point.schedule):
+                found = rehearse_planned(step, tolerance)
+                for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
+                    if found.peak_bytes > budget:  # See Rule 3 of ranks.py
+                        found = min(found, rehearse_planned(step, tolerance), key=itemgetter(0))
+        except DifferentStepError:
+            raise
+        except (ChangedError, ReplayError) as error:  # a block does not repeat its first run
+            raise DifferentStepError(str(error)) from error
         held[index] = found.held_bytes
         # Other forwards call more blocks than the rehearsal did.
         return max(found.peak_bytes, point.peak_bytes if is_partly_estimated else 0)
@@ -140,9 +133,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     peaks = [point.peak_bytes for point in kind.points]
     choice = choose(peaks, budget, rehearse, fastest_within=within)
     if choice.point_index is None:
-        advice = [] if kind.guard else what_can_be_inverted(step.model, kind.calls)
-        least = standing + choice.least_bytes
-        raise _too_small(kind, budget_bytes, standing, least, advice)
+        raise _too_small(kind, budget_bytes, standing, standing + choice.least_bytes)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
@@ -153,22 +144,20 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     )  # fmt: skip
 
 
-def _too_small(
-    kind: PricedBlocks, budget_bytes: int, standing: int, least: int, advice: Sequence[str]
-) -> BudgetError:
-    after = kind.costs[-1].tape_run_bytes
-    tiling = ""
+def _too_small(kind: PricedBlocks, budget_bytes: int, standing: int, least: int) -> BudgetError:
+    after, tiling = kind.costs[-1].tape_run_bytes, ""
     if not kind.may_tile and 2 * after > least - standing:
         tiling = (
             f" {format_bytes(after)} are for the code after the blocks: `tiles=True` takes a part "
             "of that if it is a linear output layer and its cross entropy."
         )
     alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
-    inverting = "".join(f" {line}" for line in advice)
+    advice = [] if kind.guard else what_can_be_inverted(kind.step.model, kind.calls)
     return BudgetError(
         f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
         f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
-        f"Give that much, a smaller batch, or smaller `blocks`.{tiling}{inverting}",
+        f"Give that much, a smaller batch, or smaller `blocks`.{tiling}"
+        + "".join(f" {line}" for line in advice),
         least,
     )
 

@@ -27,7 +27,7 @@ _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
 # Drawing a byte of random numbers takes as long as moving this many bytes.
 _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
 
-_COSTLY = frozenset((
+_COSTLY_NAMES = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "linear",
     "convolution", "mkldnn_convolution", "_mkldnn_linear", "mkldnn_rnn_layer", "_cudnn_rnn",
 ))  # fmt: skip
@@ -40,7 +40,7 @@ def is_costly(func: Any) -> bool:
     kept as bits.
     """
     name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
-    return name in _COSTLY or "_attention" in name or is_mask(func)
+    return name in _COSTLY_NAMES or "_attention" in name or is_mask(func)
 
 
 class Product(NamedTuple):
