@@ -139,6 +139,8 @@ def _kept_of(call: MeasuredCall, seconds: float) -> float:
 def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
     """Return a call whose work is in seconds, and that of its products in what keeping saves."""
     rate = times.share_of_products * seconds / call.work if call.work else 0.0
+    if not rate:  # keeping them does not pay
+        return replace(call, work=seconds, products=[], saved=[])
     products = [each._replace(work=rate * each.work) for each in call.products]
     return replace(call, work=seconds, products=products)
 
