@@ -331,6 +331,19 @@ def test_a_stream_that_is_not_put_back(call, situation, where):
     right_or(errors, "", lambda: result_of(model, x, NOT_PUT_BACK[call], act), want, 1e-4)
 
 
+def test_the_only_draw_of_a_frame_needs_no_stream():
+    """The stream is somewhere else in backward, but the frame has one draw alone."""
+    model, x = built(way="dropout", dropout=False)
+
+    def away(model, x):
+        output = model(x)
+        torch.randn(3)
+        loss_of_all(output).backward()
+        return {"output": output}
+
+    assert_same_tensors(result_of(model, x, LOST, away), result_of(model, x, plain, away))
+
+
 def test_a_draw_that_may_be_another_ones_says_the_way_out():
     model, x = built(way="dropout", dropout=False)
     model.call = LOST_REENTRANT
