@@ -55,11 +55,12 @@ def traits_of(func: Any) -> OperatorTraits:
     schema: Any = func._schema
     name = schema.name.partition("::")[2]
     writes: set[int | str] = set()
-    for position, argument in enumerate(schema.arguments):
+    is_view_in_place = torch.Tag.inplace_view in func.tags and not name.startswith("resize")
+    for position, argument in enumerate(schema.arguments if not is_view_in_place else ()):
         alias = argument.alias_info
         if (alias is not None and alias.is_write) or argument.name in _STATISTICS:
             writes |= {argument.name} if argument.kwarg_only else {position, argument.name}
-    # `set_` writes nothing: the tensor becomes a view of another storage.
+    # `set_` and `transpose_` write nothing: the tensor becomes another view.
     aliases = not writes and any(each.alias_info is not None for each in schema.returns)
     is_torchs = func.namespace in _TORCH_NAMESPACES
     return OperatorTraits(

@@ -610,3 +610,23 @@ def test_compiled(fresh_compiler, fullgraph):
     within = torch.compile(lambda a: noisy(a).tanh(), backend="aot_eager")
     within(leaves()[0])
     compare(made_then(lambda a: within(a) * 2))
+
+
+TURNS = {
+    "t_": lambda y: y.t_(),
+    "transpose_": lambda y: y.transpose_(0, 1),
+    "unsqueeze_": lambda y: y.unsqueeze_(1),
+    "as_strided_": lambda y: y.as_strided_((2, 3), (1, 4), 1),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_tensor_that_is_turned_in_place(turn):
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def step(within):
+        with within:
+            y = TURNS[turn]((x * 2).sin())
+        return torch.autograd.grad((y.exp() * y).sum(), x)[0]
+
+    assert torch.equal(step(recoup.recomputing()), step(nullcontext()))
