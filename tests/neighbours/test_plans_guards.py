@@ -105,13 +105,13 @@ CHANGES: list[Any] = [
     (lambda given: given.options["inner"][0].add_(1), "inplace operation|changed in place"),
     (lambda given: given.model.eval(), "block `blocks.* mode"),
     (lambda given: given.blocks[0].norm.eval(), "block `blocks.0` .*BatchNorm1d"),
-    (lambda given: given.blocks[0].scale.mul_(2), "`scale` of block `blocks.0` was changed"),
-    (other_buffer, "`scale` of block `blocks.0` was replaced"),
-    (other_weight, "`up.weight` of block `blocks.0` was replaced"),
+    (lambda given: given.blocks[0].scale.mul_(2), "block `blocks.0` again"),
+    (other_buffer, "block `blocks.0` again"),
+    (other_weight, "block `blocks.0` .* a parameter in it was replaced"),
     (other_forward, "block `blocks.0` again"),
     (other_item, ""),
-    (other_layer, "`up`, a Linear in block `blocks.0`, was replaced"),
-    (other_memory, "`up.weight` of block `blocks.0`"),
+    (other_layer, "block `blocks.0` .* a module in it was replaced"),
+    (other_memory, "block `blocks.0` again"),
 ]
 NAMES = [
     "step", "load", "keyword", "list", "dict", "mode", "mode of a part", "buffer", "other buffer",
@@ -129,6 +129,7 @@ def is_right_or_an_error(given: Given, loss: Tensor, wanted: dict[str, Tensor], 
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.filterwarnings("ignore:The first step of a Stack")  # a change takes memory, too
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("change", "text"), CHANGES, ids=NAMES)
 def test_what_changes_in_a_planned_model(change: Callable[[Given], Any], text: str):

@@ -279,3 +279,57 @@ def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():
     new = Seen(decides=False)
     recoup.Sequential(first, new, *[first] * 4, memory="sqrt")(x).sum().backward()
     assert new.num_modes[0] == 1
+
+
+def in_vmap(x):
+    return torch.vmap(lambda row: row.topk(1)[0].sin())(x)
+
+
+def mask_in_vmap(x):
+    return torch.vmap(lambda row: (row > 0) * row, in_dims=1, out_dims=1)(x.repeat(10, 1)).sin()
+
+
+def in_forward_mode(x):
+    return torch.func.jvp(lambda t: (t * x) * ((t * x) > 0), (x,), (torch.ones_like(x),))[1].sin()
+
+
+def with_a_dual(x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)) * x
+        return torch.autograd.forward_ad.unpack_dual(dual * (dual > 0))[1].sin()
+
+
+def with_a_nested_tensor(x):
+    nested = torch.nested.nested_tensor([x.detach()[:3], x.detach()[3:]])
+    return x.sin() * torch.nested.to_padded_tensor(nested * 2, 0.0).gt(0).any()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:`torch.jit.script`")
+@pytest.mark.parametrize(
+    "code", [in_vmap, mask_in_vmap, in_forward_mode, with_a_dual, with_a_nested_tensor]
+)
+def test_what_wraps_tensors_passes_by(code):
+    """The first run is looked at in a mode; the later ones intercept operators."""
+    for _ in range(4):
+        x = torch.randn(8, 8, requires_grad=True)
+        scores = lambda x: code(x * (x > -1))  # noqa: E731
+        want = torch.autograd.grad(scores(x).sum(), x)[0]
+        assert torch.equal(torch.autograd.grad(recoup.checkpoint(scores, x).sum(), x)[0], want)
+
+
+def test_a_cached_mask_that_nothing_compares():
+    """A later run that decides less was given what is of other calls; it decides anew."""
+    cache = {}
+
+    def code(x):
+        if "mask" not in cache:
+            cache["mask"] = x > 0.5
+        return (x * (x > -0.5)).cos() + cache["mask"] * x.sin()
+
+    for _ in range(4):
+        x = torch.randn(8, 8, requires_grad=True)
+        want = torch.autograd.grad(code(x * 1).sum(), x)[0]
+        cache.clear()
+        y = recoup.checkpoint(lambda x: code(x * 1), x, compare=False)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+        cache.clear()

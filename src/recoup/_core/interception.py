@@ -12,6 +12,9 @@ Rule 2. Interceptors nest as modes do: the one that was entered last is called, 
 Rule 3. The key is above autograd and autocast. `beneath` replaces what an operator computes, and
         leaves its node in the graph.
 Rule 4. Hooks of ours run within the operators of others. What they compute is hidden (`unseen`).
+Rule 5. Interceptors see plain tensors alone. What the compiler traces, what a transform of
+        torch.func or forward-mode autograd wraps, sparse and nested tensors, and those of other
+        classes pass by, and so does what their operators run.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.saved_tensors import is_transformed
 
 Interceptor = Callable[[Any, Any, dict[str, Any]], Any]
 _dispatcher: Any = torch._C
@@ -39,6 +45,8 @@ with _dispatcher._AutoDispatchBelowAutograd():
 unseen: Callable[[], AbstractContextManager[None]] = functools.partial(
     _dispatcher._ExcludeDispatchKeyGuard, _excluded
 )
+_forward_mode: Any = forward_ad
+_PLAIN = frozenset((Tensor, nn.Parameter))
 _registering = threading.Lock()
 _libraries: dict[str, torch.library.Library] = {}  # by namespace; kernels live as long as these
 _registered: set[Any] = set()
@@ -67,9 +75,9 @@ def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[N
         _register(funcs)
     interceptors = _thread.interceptors
     num_around = len(interceptors)
-    interceptors.append(interceptor)
-    _include(_key, True)
     try:
+        interceptors.append(interceptor)
+        _include(_key, True)
         yield
     finally:
         del interceptors[num_around:]
@@ -85,7 +93,8 @@ def _register(funcs: Iterable[Any]) -> None:
     with _registering:
         if not _libraries:
             _libraries["_"] = torch.library.Library("_", "IMPL")
-            _libraries["_"].fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+            with suppress(RuntimeError):  # another copy of recoup has registered the same
+                _libraries["_"].fallback(torch.library.fallthrough_kernel, _KEY_NAME)
         for func in funcs:
             if func not in _registered:
                 space = func.namespace
@@ -104,7 +113,7 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
         if not interceptors:
             _include(_key, False)
         try:
-            if interceptor is None:
+            if interceptor is None or not _are_plain(args, kwargs):
                 return func(*args, **kwargs)
             return interceptor(func, args, kwargs)
         finally:
@@ -113,6 +122,19 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
             _include(_key, True)
 
     return kernel
+
+
+def _are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an interceptor is to see these arguments (See Rule 5)."""
+    if is_transformed() or _forward_mode._current_level >= 0:
+        return False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
+                return False
+        elif type(value) in (tuple, list) and not _are_plain(value, {}):
+            return False
+    return True
 
 
 def beneath(

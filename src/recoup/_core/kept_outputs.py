@@ -16,8 +16,8 @@ Rule 4. A run that is looked at also shows whether a decision hangs on numbers f
         may be a rounding error off. What is made of integers, constants and draws alone (the mask
         of an attention, the buckets of positions) is the same to the bit, and decides alike.
 Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
-        mode. Other runs intercept the operators that decide alone (NOTE [ Interception ]), and
-        compiled code runs as such in them. Both must decide alike.
+        mode, under which nothing is compiled. Other runs intercept the operators that decide alone
+        (NOTE [ Interception ]), and compiled code runs as such in them. Both must decide alike.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ class KeptOutputs:
         name: the name of the region in errors.
         products: the operators whose outputs are kept, beside those that decide.
         decides: whether the outputs of operators that decide are kept.
-        is_looking: whether it is seen what hangs on numbers from outside (See Rule 4), and
-            compiled code does not run as such (See Rule 5).
+        is_looking: whether it is seen what hangs on numbers from outside (See Rules 4 and 5).
 
     Attributes:
         products: the operators whose outputs are kept, beside those that decide.
@@ -271,7 +270,7 @@ def _is_of_floats(args: Any) -> bool:
     is_float = False
     for value in args:
         if isinstance(value, Tensor):
-            if type(value) not in _PLAIN:
+            if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
                 return False
             is_float = is_float or value.is_floating_point()
     return is_float

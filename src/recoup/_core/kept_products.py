@@ -103,7 +103,8 @@ class _KeptTensor:
 
     def get(self) -> Tensor:
         """Return the tensor in its original layout, as hooks may return it in another one."""
-        tensor = cast("Kept", self._kept).get()
+        kept = self._kept  # not handed over yet, if code takes a gradient within the first run
+        tensor = kept if isinstance(kept, Tensor) else kept.get()
         # Detached: the result gets its history later, and hooks may hold the tensor they returned.
         return laid_out(tensor, self._geometry).detach()
 

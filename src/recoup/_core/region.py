@@ -30,7 +30,7 @@ from recoup._core.saved_tensors import (
     requires_grad_of,
     versions_of,
 )
-from recoup._core.slots import Filling, Owner, Recording, Residuals, State
+from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
@@ -188,16 +188,20 @@ class Region(Residuals):
         surroundings = self.surroundings
         while True:
             inputs = self._inputs(state)
-            filling = Filling(residuals or self, inputs, stops=not needs_output)
+            # Without a comparison, what a later run has decided shows whether it was given its own.
+            outputs = None if self.stage.compares else surroundings.kept_outputs
+            stops = not needs_output and outputs is None
+            filling = Filling(residuals or self, inputs, stops=stops)
             output: State = ()
             try:
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
-            except (ReplayError, ChangedError):
-                if not surroundings.decides_anew():
+            except Exception as error:
+                if isinstance(error, Filled) or not surroundings.decides_anew():
                     raise
             else:
-                return detached(output) if needs_output else ()
+                if outputs is None or not surroundings.decides_anew():
+                    return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)

@@ -56,8 +56,8 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     """
     if type(tensor) is Tensor:
         if tensor.is_cpu and tensor.is_contiguous() and not _num_modes():  # the common ways
-            # FSDP2 frees the memory of a gathered parameter.
-            num = tensor.numel() if tensor.untyped_storage().nbytes() else 0
+            # FSDP2 frees the memory of a gathered parameter; a derivative of zero has none.
+            num = tensor.numel() if tensor.data_ptr() else 0
             dtype = tensor.dtype
             if dtype in _OWN and num and not tensor.is_neg() and not _is_autocast("cpu"):
                 with unseen():

@@ -702,3 +702,17 @@ def test_modules_and_keyword_arguments():
     net.eval()
     with pytest.raises(ChangedError, match=r"was in training mode"):
         y.sum().backward()
+
+
+def test_a_gradient_that_is_taken_within():
+    w, x = leaf(4, 4), leaf(4, 4)
+
+    def fn(x):
+        y = (x @ w).tanh()
+        (found,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return found.sin()
+
+    for _ in range(2):
+        got = torch.autograd.grad(keeping(fn, x).sum(), (x, w))
+        for a, b in zip(got, torch.autograd.grad(fn(x).sum(), (x, w)), strict=True):
+            assert torch.equal(a, b)
