@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -209,38 +207,3 @@ def test_around_code_that_breaks_a_graph(call, weight):
         got, want = step(compiled, x, [weight], seed), step(linear, x, [weight], seed)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
-
-
-class Dense(nn.Module):
-    """A module of one's own: the compiler leaves an `nn.Sequential` as it is."""
-
-    def __init__(self, rate):
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(rate)
-
-    def forward(self, x):
-        return self.dropout(self.linear(x)).tanh()
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_a_module_that_is_compiled_within_a_region_runs_as_such(rate):
-    """But in the first step, in which the code is looked at."""
-    runs = []
-
-    def backend(graph, _):
-        return lambda *args: (runs.append(1), graph(*args))[1]
-
-    block = Dense(rate)
-    plain = copy.deepcopy(block)
-    block.compile(backend=backend)
-    call = lambda x: block(x) * 2  # noqa: E731
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    for seed in range(3):
-        runs.clear()
-        got = step(lambda x: recoup.checkpoint(call, x), x, block.parameters(), seed)
-        assert len(runs) == (2 if seed else 0)
-        want = step(lambda x: plain(x) * 2, x, plain.parameters(), seed)
-        assert all(map(torch.equal, got, want))
-    runs.clear()
-    call(x)
-    assert len(runs) == 1

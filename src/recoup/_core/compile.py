@@ -11,7 +11,6 @@ import itertools
 import sys
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -26,14 +25,6 @@ _frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 def is_loaded() -> bool:
     """Whether the compiler was imported, which takes longer than importing torch."""
     return "torch._dynamo" in sys.modules
-
-
-def in_eager_mode() -> AbstractContextManager[object]:
-    """Return a context in which compiled code runs as it was written.
-
-    Where a dispatch mode keeps the compiler from a frame, it gives the frame up for good.
-    """
-    return torch.compiler.set_stance("force_eager") if is_loaded() else nullcontext()
 
 
 def is_watched() -> bool:

@@ -40,7 +40,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import in_eager_mode
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
@@ -164,8 +163,7 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         places = self._buffers_that_may_count()
-        eager = in_eager_mode() if self._is_looking else nullcontext()
-        with _BUFFERS if places else nullcontext(), eager:
+        with _BUFFERS if places else nullcontext():
             before = [(each, each.detach().clone()) for _, _, each in places]
             self.counted = [*before]
             with self._finding(before, places), self.recording(), mode:
@@ -286,8 +284,7 @@ class Surroundings(Draws):
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(PassingMode())
         buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
-        eager = in_eager_mode() if self._has_mode or self._is_looking else nullcontext()
-        with _with(self._settings), _BUFFERS if buffers or replaced else nullcontext(), eager:
+        with _with(self._settings), _BUFFERS if buffers or replaced else nullcontext():
             after = [buffer.detach().clone() for buffer in buffers]
             others = [owners.get(name) for owners, name, _ in replaced]
             try:
