@@ -143,9 +143,11 @@ class Budget:
             return True  # there is no backward
         needed = (sum(t.nbytes for t in given), num_differentiated, chain.training)
         others = (blocks, guard, None if guard is None else guard.kept)
+        is_applied = self._plan is not None and self._plan.is_applied
         is_served = others == self._others and all(map(operator.le, needed, self._size))
-        self._size, self._others = (self._size if is_served else needed), others
-        return is_served and self._plan is not None and self._plan.is_applied
+        if not is_applied or not is_served:
+            self._size, self._others = needed, others
+        return is_applied and is_served
 
     def _plan_for(self, step: Step, options: PlanOptions, guard: DriftGuard | None) -> None:
         self._remove_plan()
