@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from recoup._arguments import check_real, check_whole
-from recoup.flows.networks import ConvNetwork, DenseNetwork
+from recoup.flows.networks import ConvNetwork, DenseNetwork, check_layers
 from recoup.invertible import ActNorm, InvertibleConv1x1, InvertibleModule, Logit, Normalize
 from recoup.invertible.shapes import sizes_of
 
 __all__ = ["Steps", "check_counts", "check_images", "check_shape", "first_layers"]
 
 
-_MOST = 10_000  # layers, which are made one by one
+def check_counts(*, width: int = 1, num_classes: int | None = None, **layers: int) -> None:
+    """Raise ValueError unless every count is a whole number of at least 1.
 
-
-def check_counts(**counts: int | None) -> None:
-    """Raise ValueError unless every count is a whole number of at least 1, or None."""
-    for name, value in counts.items():
-        if value is None and name == "num_classes":
-            continue
-        check_whole(**cast("dict[str, Any]", {name: value}))
-        if cast("int", value) > _MOST and name.startswith("num_"):
-            raise ValueError(f"`{name}` is {value}, but must be at most {_MOST}.")
+    Args:
+        width: the width of networks.
+        num_classes: the number of classes; None without labels.
+        layers: numbers of what is made one by one, at most 10,000.
+    """
+    check_layers(**layers)
+    check_whole(width=width, num_classes=1 if num_classes is None else num_classes)
 
 
 def check_images(shape: Sequence[int], num_levels: int) -> None:

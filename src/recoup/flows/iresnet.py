@@ -12,7 +12,6 @@ from torch.distributions import Distribution
 from recoup._arguments import check_real
 from recoup.flows.building import check_counts, first_layers
 from recoup.flows.flow import Flow
-from recoup.flows.networks import check_depth
 from recoup.invertible import (
     ActNorm,
     Chain,
@@ -100,7 +99,6 @@ class IResNet(Flow):
         base: Distribution | None = None,
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, width=width, depth=depth)
-        check_depth(depth)
         check_real(coefficient=coefficient)
         _check_shape(shape, num_levels)
         if log_det is None:

@@ -162,11 +162,12 @@ class _ResidualBlock(nn.Sequential):
         return input + cast("Tensor", super().forward(input))
 
 
-def check_depth(depth: int) -> None:
-    """Raise ValueError unless `depth` is a number of layers that can be made."""
-    check_whole(depth=depth)
-    if depth > 10_000:
-        raise ValueError(f"`depth` is {depth}, but must be at most 10,000.")
+def check_layers(**counts: int) -> None:
+    """Raise ValueError unless each argument is a number of layers that can be made."""
+    check_whole(**counts)
+    for name, value in counts.items():
+        if value > 10_000:  # they are made one by one
+            raise ValueError(f"`{name}` is {value}, but must be at most 10,000.")
 
 
 def _end(last: nn.Conv2d | nn.Linear, dropout: float) -> list[nn.Module]:
@@ -198,4 +199,4 @@ def _with_context(x: Tensor, context: Tensor | None, num_context: int) -> Tensor
 def _check(width: int, depth: int, num_context: int) -> None:
     check_whole(width=width)
     check_whole(0, num_context=num_context)
-    check_depth(depth)
+    check_layers(depth=depth)

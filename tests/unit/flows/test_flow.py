@@ -389,3 +389,10 @@ def test_levels_of_any_type_are_taken_in_the_precision_of_the_flow(dtype, precis
 def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match=r"`x` has shape \(3, 1, 5, 5\).*\(N, 1, 4, 4\)"):
         multiscale_flow().log_prob(torch.randn(3, 1, 5, 5))
+
+
+def test_classes_may_be_more_than_layers():
+    flow = recoup.flows.NICE((4,), levels=None, num_couplings=2, width=4, num_classes=21_841)
+    assert flow.num_classes == 21_841
+    with pytest.raises(ValueError, match="`num_couplings` is 20000, but must be at most 10,000"):
+        recoup.flows.NICE((4,), levels=None, num_couplings=20_000)
