@@ -113,7 +113,8 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
         if not interceptors:
             _include(_key, False)
         try:
-            if interceptor is None or not _are_plain(args, kwargs):
+            is_wrapped = is_transformed() or _forward_mode._current_level >= 0
+            if interceptor is None or is_wrapped or not are_plain(args, kwargs):
                 return func(*args, **kwargs)
             return interceptor(func, args, kwargs)
         finally:
@@ -124,15 +125,13 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an interceptor is to see these arguments (See Rule 5)."""
-    if is_transformed() or _forward_mode._current_level >= 0:
-        return False
+def are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether all tensors among these arguments are dense, and of no class but torch's own."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
                 return False
-        elif type(value) in (tuple, list) and not _are_plain(value, {}):
+        elif type(value) in (tuple, list) and not are_plain(value, {}):
             return False
     return True
 

@@ -30,25 +30,20 @@ from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.generators import generator_states, same_states
-from recoup._core.interception import Interceptor, beneath, intercepting
+from recoup._core.interception import Interceptor, are_plain, beneath, intercepting
 from recoup._core.kept_products import KeptProduct, Products
 from recoup._core.memory_layout import Strides, strided
 from recoup._core.operators import has_schema, traits_of
 from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import (
-    grad_mode,
-    num_nodes,
-    pair_in_force,
-)
+from recoup._core.saved_tensors import grad_mode, num_nodes, pair_in_force
 from recoup._core.storage_tracking import storages_of
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
 # A conversion of more elements to integers is a quantization, which chooses no way.
 _MOST_CONVERTED = 2**16
 # Masks of fewer elements are not worth the operators that pack them.
@@ -154,11 +149,12 @@ class KeptOutputs:
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_repeating:
             return func(*args, **kwargs)
-        if func in self.products.funcs:
+        is_plain = are_plain(args, kwargs)
+        if is_plain and func in self.products.funcs:
             return self._record_product(func, args, kwargs)
         result = func(*args, **kwargs)
         hangs = self._is_looking and self._hangs_on_outside(func, args, kwargs, result)
-        if self._decides and (name := _decision(func, args, kwargs)):
+        if is_plain and self._decides and (name := _decision(func, args, kwargs)):
             self.may_decide_otherwise |= hangs
             with grad_mode(False):
                 kept = _keep(name, func, args, kwargs, result)
@@ -197,6 +193,8 @@ class KeptOutputs:
         return True
 
     def _repeat(self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not are_plain(args, kwargs):
+            return func(*args, **kwargs)
         is_product = func in self.products.funcs
         name = _decision(func, args, kwargs) if self._decides and not is_product else ""
         if not is_product and not name:
@@ -260,20 +258,9 @@ def _decides(func: Any) -> str:
 def _decision(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     """Return the name of the operator of a call that decides something; "" for any other."""
     name = _decides(func)
-    if not name or not _is_of_floats(args):
+    if not name or not any(isinstance(each, Tensor) and each.is_floating_point() for each in args):
         return ""
     return "" if name == _CONVERSION and not _is_decision(args[0], kwargs) else name
-
-
-def _is_of_floats(args: Any) -> bool:
-    """Whether floating-point numbers are among the arguments, and no tensor of another class."""
-    is_float = False
-    for value in args:
-        if isinstance(value, Tensor):
-            if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
-                return False
-            is_float = is_float or value.is_floating_point()
-    return is_float
 
 
 def _is_decision(tensor: Tensor, kwargs: dict[str, Any]) -> bool:

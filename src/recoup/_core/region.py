@@ -188,19 +188,20 @@ class Region(Residuals):
         surroundings = self.surroundings
         while True:
             inputs = self._inputs(state)
-            # Without a comparison, what a later run has decided shows whether it was given its own.
-            outputs = None if self.stage.compares else surroundings.kept_outputs
-            stops = not needs_output and outputs is None
-            filling = Filling(residuals or self, inputs, stops=stops)
+            # Nothing but its end shows that a run which is not compared has decided less.
+            is_compared = self.stage.compares or surroundings.kept_outputs is None
+            filling = Filling(residuals or self, inputs, stops=is_compared and not needs_output)
             output: State = ()
             try:
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
-            except Exception as error:
-                if isinstance(error, Filled) or not surroundings.decides_anew():
+            except Filled:  # of a region around
+                raise
+            except Exception:  # code may fail on what is of another call
+                if not surroundings.decides_anew():
                     raise
             else:
-                if outputs is None or not surroundings.decides_anew():
+                if is_compared or not surroundings.decides_anew():
                     return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:

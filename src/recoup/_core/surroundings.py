@@ -12,16 +12,16 @@ Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a s
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
 Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
         residual differs, they tell an error what has changed.
-Rule 5. A copy of all buffers, and a dispatch mode that keeps the outputs of operators that decide,
-        cost too much for each run. So code is looked at in its first run in each mode (training or
+Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
+        each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
         (Then another thread may draw meanwhile.) What they do otherwise shows in a residual.
         Modules that the code calls and does not hold itself are found in that run, too; such code
         is looked at in each first run.
 Rule 6. A run that began in a dispatch mode is repeated in one: composite operators differ there.
-Rule 7. If a later run that is given what the first one decided differs from it, and has decided
-        less, it was given what is of other calls: the first run has cached a mask. Then it is run
-        again, and decides.
+Rule 7. If a later run that is given what the first one decided differs from it, fails, or is not
+        compared, and has decided less, it was given what is of other calls: the first run has
+        cached a mask. Then it is run again, and decides.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ class Surroundings(Draws):
         """Whether another later run may decide for itself what the last one was given (Rule 7)."""
         if self.kept_outputs is None or not self.kept_outputs.are_left:
             return False
-        self.kept_outputs, self._has_mode = None, True
+        self.kept_outputs = None
+        self._has_mode |= self._is_looking  # the mode of the first run (See Rule 6)
         return True
 
     @property

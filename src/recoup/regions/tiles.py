@@ -47,11 +47,7 @@ class Cut:
             ("dim", type(self.dim) is int, "an int: the dimension of the rows"),
             ("tiles", type(self.tiles) is int and self.tiles > 0, "an int of at least 1"),
             ("reduction", self.reduction in ("none", "mean", "sum"), '"none", "mean" or "sum"'),
-            (
-                "target",
-                type(self.target) in (type(None), int, str),
-                "a position or name",
-            ),
+            ("target", type(self.target) in (type(None), int, str), "a position or name"),
             ("ignore_index", type(self.ignore_index) is int, "an int"),
             ("split", split is None or is_list, "a list of positions and names of arguments"),
         ):
