@@ -17,7 +17,7 @@ from torch.distributions import (
     Uniform,
 )
 
-from recoup.flows import Flow
+from recoup.flows import NICE, Flow
 from recoup.invertible import (
     ActNorm,
     AffineCoupling,
@@ -392,7 +392,7 @@ def test_other_shapes_are_refused():
 
 
 def test_classes_may_be_more_than_layers():
-    flow = recoup.flows.NICE((4,), levels=None, num_couplings=2, width=4, num_classes=21_841)
+    flow = NICE((4,), levels=None, num_couplings=2, width=4, num_classes=21_841)
     assert flow.num_classes == 21_841
     with pytest.raises(ValueError, match="`num_couplings` is 20000, but must be at most 10,000"):
-        recoup.flows.NICE((4,), levels=None, num_couplings=20_000)
+        NICE((4,), levels=None, num_couplings=20_000)
