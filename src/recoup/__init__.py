@@ -10,6 +10,7 @@ from __future__ import annotations
 from recoup import errors, flows, invertible, schedules, weights
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
+from recoup.planning.estimate import estimate
 from recoup.planning.largest import largest
 from recoup.planning.plan import applied_plans
 from recoup.planning.search import plan
@@ -34,6 +35,7 @@ __all__ = [
     "checkpoint",
     "curve",
     "errors",
+    "estimate",
     "flows",
     "invertible",
     "largest",

@@ -4,6 +4,7 @@
 
     recoup explain models.py:build                    # all plans for a model, from fast to small
     recoup explain models.py:build --budget 8GiB      # one; exits with 1 if no step fits, for CI
+    recoup explain models.py:build --estimate         # the same, before anything runs
     recoup explain models:build --html step.html      # the memory of a step, event by event
     recoup curve chain.py:build --depths 4 8 16       # memory and time against depth
 """
@@ -88,8 +89,16 @@ def _explain(
     html: Path | None,
     compile: bool,  # noqa: A002
     tiles: bool,
+    estimate: bool,
 ) -> None:
     """Print what each block of a model does with its residuals to keep to a number of bytes."""
+    if estimate:
+        others = {"figure": figure, "html": html, "compile": compile, "tiles": tiles}
+        for name, given in others.items():
+            if given:
+                raise ValueError(f"`--{name}` needs a step that is run. Leave `--estimate` out.")
+        _estimate(build, budget, blocks, loss)
+        return
     if html is not None:
         check_page(html.suffix)
     _check_files(html, figure=figure)  # before minutes of planning
@@ -119,6 +128,18 @@ def _explain(
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def _estimate(build: str, budget: str | None, blocks: str | None, loss: str | None) -> None:
+    """Print what a step will take, which is not run."""
+    of_loss: Any = None if loss is None else load_builder(loss)
+    builder: Any = load_builder(build)
+    try:
+        print(recoup.estimate(builder, budget, blocks=blocks, loss=of_loss))
+    except _MISTAKES:
+        raise
+    except Exception as error:
+        raise _StepError("the step", error) from error
 
 
 def _curve(
@@ -250,6 +271,7 @@ def _parser() -> _Parser:
     add("--html", help="a page of the memory of a step, event by event: .html", **file)
     add("--compile", action="store_true", help="let blocks run compiled where that pays")
     add("--tiles", action="store_true", help="let the output layer and MLPs run in tiles")
+    add("--estimate", action="store_true", help="run nothing, and take no memory")
 
     add = command(
         "curve",

@@ -23,6 +23,7 @@ PUBLIC = {
     "checkpoint",
     "curve",
     "errors",
+    "estimate",
     "flows",
     "invertible",
     "largest",

@@ -72,6 +72,8 @@ MISTAKES = {
     "explain models:build --figure plan.gif": "must end in one of .png",
     "explain models:build --figure folder.png": "folder.png is a folder",
     "explain models:build --blocks nowhere": "`blocks`",
+    "explain models:build --estimate --tiles": "`--tiles` needs a step that is run",
+    "explain models:nothing --estimate": "`build` returned a int",
     "explain models:nothing": "returned a int, but must return a model",
     "explain models:nobody": "there is no function nobody",
     "explain models": "names no function: give",
@@ -100,6 +102,8 @@ def test_a_mistake_is_one_line(line, capsys):
 
 FAILURES = {
     "models:build --budget 1KiB": "the least that a step of this model was seen to take",
+    "models:build --budget 1KiB --estimate": "the least that a step of this model was seen to take",
+    "models:misfit --estimate": "raised RuntimeError",
     "models:raises": "`build` (models:raises) raised KeyError: 'two",
     "models:misfit": "raised RuntimeError",
     "models:build --loss models:wrong_loss --budget 1MiB": "raised ZeroDivisionError",

@@ -19,6 +19,7 @@ from torch import Tensor
 from recoup._core.chain_run import Run
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_guard import DriftGuard
+from recoup._core.fake_values import PLAIN
 from recoup._core.lazy_values import Source, as_value
 from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.outcome import Outcome, compare, outcome_of
@@ -99,7 +100,7 @@ def _sweep(run: Run, stages: Sequence[Stage], state: State, keeps_last: bool) ->
 
 def _as_value(run: Run, place: int, value: Tensor, given: set[int]) -> Tensor:
     """Return `value` marked as a value, if it is a plain tensor with new memory (See Rule 2)."""
-    if type(value) is not Tensor or value.is_sparse or storage_id(value) in given:
+    if type(value) not in PLAIN or value.is_sparse or storage_id(value) in given:
         return value
     source = _Output(run, value)
     run.outputs.append((place, weakref.ref(source)))

@@ -26,11 +26,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.fake_values import PLAIN
 from recoup._core.saved_tensors import is_transformed
 
 Interceptor = Callable[[Any, Any, dict[str, Any]], Any]
@@ -46,7 +47,6 @@ unseen: Callable[[], AbstractContextManager[None]] = functools.partial(
     _dispatcher._ExcludeDispatchKeyGuard, _excluded
 )
 _forward_mode: Any = forward_ad
-_PLAIN = frozenset((Tensor, nn.Parameter))
 _registering = threading.Lock()
 _libraries: dict[str, torch.library.Library] = {}  # by namespace; kernels live as long as these
 _registered: set[Any] = set()
@@ -129,7 +129,7 @@ def are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether all tensors among these arguments are dense, and of no class but torch's own."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
+            if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
                 return False
         elif type(value) in (tuple, list) and not are_plain(value, {}):
             return False

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.fake_values import PLAIN
 from recoup._core.generators import States, set_generator_states
 from recoup._core.interception import beneath
 from recoup._core.memory_layout import geometry_of, laid_out
@@ -65,7 +66,7 @@ class KeptProduct(NamedTuple):
     ) -> KeptProduct | None:
         """Return a copy of what an operator made; None if that cannot be kept (See Rule 3)."""
         if is_mask(func):
-            is_plain = type(result) is Tensor and not result.is_sparse
+            is_plain = type(result) in PLAIN and not result.is_sparse
             return cls(PackedMask(result), states) if is_plain else None
         if not _can_be_kept(func, result, tensors_in((args, kwargs))):
             return None
@@ -120,7 +121,7 @@ def _can_be_kept(func: Any, result: Any, given: Sequence[Tensor]) -> bool:
         return False
     seen = {storage_id(tensor) for tensor in given if tensor.layout is torch.strided}
     for tensor in tensors_in(result):
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         if not is_plain or tensor.is_inference() or storage_id(tensor) in seen:
             return False
         seen.add(storage_id(tensor))

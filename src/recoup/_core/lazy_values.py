@@ -40,9 +40,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 
 from recoup._core.autocast_copies import Cast, cast_of
 from recoup._core.compile import never_compiled
+from recoup._core.fake_values import PLAIN
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
@@ -222,7 +224,7 @@ class Value(Tensor):
                 if not stands_for:
                     return result
                 value = cast("Value", first)
-                is_view = type(result) is Tensor and result.layout is torch.strided
+                is_view = type(result) in PLAIN and result.layout is torch.strided
                 is_view = is_view and storage_id(result) == storage_id(value)
                 return marked(result, value._recoup_source) if is_view else result
             seam = _Seam(func, args, kwargs)
@@ -252,6 +254,10 @@ class Value(Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.as_subclass(Tensor), spec)
+
+
+class _FakeValue(Value, FakeTensor):
+    """A value of a step without values (NOTE [ Steps without values ])."""
 
 
 # Attributes and methods that only look: no operator runs, or it must run as it does elsewhere.
@@ -307,7 +313,8 @@ def _hooks() -> object:
 def marked(tensor: Tensor, source: Source) -> Value:
     """Return `tensor`, read under the hooks in force, marked as the value of `source`."""
     value: Any = tensor
-    value.__class__ = Value  # not an alias, which would add a node to the graph
+    # Not an alias, which would add a node to the graph.
+    value.__class__ = _FakeValue if isinstance(tensor, FakeTensor) else Value
     pair = pair_in_force()
     value._recoup_source, value._recoup_within = source, None if pair is None else pair[0]
     return value
@@ -420,7 +427,7 @@ class _Seam:
 
     def marked(self, result: Any) -> Any:
         """Mark the results that are views of values (See Rule 2)."""
-        if type(result) is Tensor and result.layout is torch.strided:
+        if type(result) in PLAIN and result.layout is torch.strided:
             value = self.storages.get(result.untyped_storage()._cdata)
             if value is not None and value._recoup_source.owns(result):
                 view = marked(result, value._recoup_source)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from recoup._core.fake_values import is_without_values
 from recoup._core.generators import (
     States,
     generator_states,
@@ -82,6 +83,8 @@ def draw_seed() -> int:
 
 def _fresh_seed() -> int:
     _local.num_seeds += 1
+    if is_without_values():
+        return 0
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     try:
         return int(seed.item())

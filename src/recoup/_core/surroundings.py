@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
+from recoup._core.fake_values import is_without_values
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.rng import Draws
@@ -170,7 +171,7 @@ class Surroundings(Draws):
                 yield
             self._replaced = [each for each in places if each[0].get(each[1]) is not each[2]]
             if self._is_looking:
-                self.counted = [pair for pair in before if not torch.equal(*pair)]
+                self.counted = [pair for pair in before if _differ(*pair)]
                 self._has_looked()
 
     def has_run(self) -> None:
@@ -340,6 +341,11 @@ def _removed(handle: Any) -> Generator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _differ(buffer: Tensor, before: Tensor) -> bool:
+    """Whether a buffer has other values than before, or none that could be compared."""
+    return is_without_values() or not torch.equal(buffer, before)
 
 
 def _places_in(module: nn.Module) -> list[Place]:

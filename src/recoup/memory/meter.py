@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from recoup._arguments import check_callable, check_whole
+from recoup._core.fake_values import is_without_values
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import timeline
 
@@ -72,6 +73,9 @@ def measure(
     percent for a transformer layer, a quarter to a third for an LSTM or convolutions. `fn` cannot
     start a profiler.
 
+    Under torch's `FakeTensorMode` no memory is taken, and the bytes are those that the storages
+    would have; nothing is timed.
+
     On CUDA the numbers are those of torch's allocator, rounded up to its blocks, for `device`
     alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
     statistics of that device are reset.
@@ -103,6 +107,8 @@ def measure(
     if where.type == "cuda" and where.index is None:  # pyright: ignore[reportUnnecessaryComparison]
         where = torch.device("cuda", torch.cuda.current_device())
     peak_bytes, held_bytes = _bytes_of(fn, where)
+    if is_without_values():
+        repeats = 0  # there is nothing to time
     times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
         peak_bytes=peak_bytes,

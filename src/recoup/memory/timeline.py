@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from recoup._core.allocations import Allocations, can_follow
+from recoup._core.fake_values import is_without_values
 from recoup._core.storage_tracking import StorageTracker
 
 __all__ = ["Span", "Timeline", "timeline"]
@@ -97,6 +98,8 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
         device: the device.
         records_levels: whether spans have `levels`, which only that profiler can tell.
     """
+    if is_without_values():  # whose storages are on the device "meta"
+        return Timeline(StorageTracker())
     if device.type == "cuda":
         return Timeline(_CudaCounter(device))
     if can_follow():

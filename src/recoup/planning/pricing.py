@@ -254,7 +254,7 @@ def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
         return []  # the second run differed from the first one
     products = call.products
     needed = [i for i, product in enumerate(products) if product.is_needed]
-    ranked = sorted(needed, key=lambda i: -products[i].work / max(products[i].num_bytes, 1))
+    ranked = sorted(needed, key=lambda i: -abs(products[i].work) / max(products[i].num_bytes, 1))
     whole = call.residuals.end_bytes - (call.until_again.end_bytes if call.until_again else 0)
     found: list[tuple[int, ...]] = []
     for length in range(1, len(ranked) + 1):

@@ -38,8 +38,11 @@ def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[floa
         model: the model; if it is not sharded, `numbers` are returned.
         numbers: the numbers, equally many on each rank.
     """
+    meshes = _meshes_of(model)
+    if not meshes:
+        return list(numbers)
     found = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
-    for mesh in _meshes_of(model):
+    for mesh in meshes:
         moved = found.to(mesh.device_type)
         for dim in range(mesh.ndim):
             dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))

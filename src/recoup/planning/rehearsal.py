@@ -46,6 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
+from recoup._core.fake_values import is_without_values
 from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
 from recoup._core.saved_tensors import set_versions, version_of
@@ -336,7 +337,8 @@ def _restoring(value: Any) -> Callable[[], object] | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and not is_without_values()
 
 
 def _put_parameter_back(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:

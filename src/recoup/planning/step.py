@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup.memory.timeline import Span, timeline
@@ -21,6 +22,7 @@ from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
 from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
+from recoup.planning.work import counted_seconds, timed_by_work
 
 __all__ = [
     "Forwards",
@@ -122,7 +124,8 @@ class Step:
         if self.seed is not None:
             _seed_all(self.seed)
         parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
-        with grad_mode(True), parts:
+        clock = timed_by_work() if is_without_values() else nullcontext()
+        with grad_mode(True), parts, clock:
             with _timing(seconds):
                 output = self.call(*args, **kwargs)
                 losses = self.losses(output)
@@ -269,6 +272,8 @@ def now() -> float:
     Without one, that is the time of this thread, which works or waits for its kernels: other
     programs do not count.
     """
+    if is_without_values():
+        return counted_seconds()
     if not torch.accelerator.is_available():
         return time.thread_time()
     torch.accelerator.synchronize()

@@ -48,7 +48,8 @@ class Times(NamedTuple):
     Args:
         plain: of the step that keeps all residuals.
         again: for each call, what its second run takes, with all that belongs to it.
-        share_of_products: the part of the time of products that is saved where they are kept.
+        share_of_products: the part of the time of products that is saved where they are kept; below
+            0 where keeping them takes longer, which pays for the least bytes alone.
     """
 
     plain: float
@@ -120,7 +121,7 @@ def times_of(
     saved = whole - _SECONDS_OF_PRODUCT * sum(len(_most_of(call)) for call in calls)
     if "products" in seconds:
         saved = seconds["again"] - seconds["products"]
-    share = min(max(saved / whole, 0.0), 1.0) if whole else 0.0
+    share = min(max(saved / whole, -1.0), 1.0) if whole else 0.0
     again = largest_among_ranks(step.model, again)
     return Times(plain, again, share)
 
@@ -138,9 +139,7 @@ def _kept_of(call: MeasuredCall, seconds: float) -> float:
 
 def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
     """Return a call whose work is in seconds, and that of its products in what keeping saves."""
-    rate = times.share_of_products * seconds / call.work if call.work else 0.0
-    if not rate:  # keeping them does not pay
-        return replace(call, work=seconds, products=[], saved=[])
+    rate = (times.share_of_products or -1e-6) * seconds / call.work if call.work else 0.0
     products = [each._replace(work=rate * each.work) for each in call.products]
     return replace(call, work=seconds, products=products)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from recoup._core.kept_products import is_mask
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
+from recoup.errors import RecoupError
 
-__all__ = ["Product", "WorkCounter", "is_costly"]
+__all__ = ["Product", "WorkCounter", "counted_seconds", "is_costly", "timed_by_work"]
 
 # The approximate number of floating-point operations in the time in which one byte is moved. It
 # weighs products against elementwise operators. Choices depend little on it; a constant keeps them
@@ -26,6 +28,15 @@ __all__ = ["Product", "WorkCounter", "is_costly"]
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
 # Drawing a byte of random numbers takes as long as moving this many bytes.
 _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
+
+# Bytes that are moved in a second, where time is counted; the times of a step are compared with one
+# another, so only what is not counted (the hooks of a region) depends on it.
+_BYTES_PER_SECOND = 1e10
+
+# Operators that return a workspace, which is empty where they run without values.
+_WITH_WORKSPACE = frozenset((
+    torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn, torch.ops.aten.miopen_rnn,
+))  # fmt: skip
 
 _COSTLY_NAMES = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "linear",
@@ -139,6 +150,44 @@ class WorkCounter(DispatchMode):
             num_bytes = bytes_of(outputs)
         self._products.append(Product(func, work, num_bytes, is_needed=False))
         self._outputs.append(WeakSet(storages_of(outputs)))
+
+
+class _Clock(WorkCounter):
+    """A counter for operators that run without values, which refuses what it cannot count."""
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "_overloadpacket", None) in _WITH_WORKSPACE:
+            raise RecoupError(
+                f"`{func}` runs a recurrent layer, which keeps a workspace whose size is not known "
+                "without running it. Use recoup.plan, where it can run."
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Here(threading.local):
+    clock: _Clock | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def timed_by_work() -> Generator[None]:
+    """Return a context without values in which `counted_seconds` goes on as operators run."""
+    around, _here.clock = _here.clock, _Clock()
+    try:
+        with InMode(_here.clock):
+            yield
+    finally:
+        _here.clock = around
+
+
+def counted_seconds() -> float:
+    """Return the time of the operators that have run in `timed_by_work`, by their counted work."""
+    return 0.0 if _here.clock is None else _here.clock.work / _BYTES_PER_SECOND
 
 
 @functools.cache

@@ -1,0 +1,235 @@
+"""`recoup.estimate`: what a training step will take, before anything runs or takes memory.
+
+NOTE [ An estimate ]
+
+Rule 1. Everything happens without values (NOTE [ Steps without values ]): the model is built,
+        measured, priced and rehearsed by the code of `recoup.plan`.
+Rule 2. Code that builds a model reads numbers: rates that a `linspace` made, the sign of a
+        determinant, whether a random weight has to be drawn again. So tensors of a few entries have
+        values until the model is built, and a number that is read of another one is zero.
+Rule 3. Kernels of recurrent layers return a workspace whose size nobody knows without running them.
+        They are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+
+from recoup._arguments import check_callable, shown
+from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode
+from recoup._core.pytree import flatten, tensors_in
+from recoup.errors import RecoupError
+from recoup.memory import format_bytes
+from recoup.planning.forwards import Args, Kwargs
+from recoup.planning.frontier import Frontier, FrontierPoint, frontier_of
+from recoup.planning.options import PlanOptions, checked_budget
+
+__all__ = ["Estimate", "estimate"]
+
+_FEW = 4096  # entries of a tensor that has values (See Rule 2)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `recoup.estimate` has found. Printing it shows all plans.
+
+    Args:
+        model: the class of the model.
+        plain_peak_bytes: the peak of a step that keeps every residual.
+        least_bytes: the smallest budget that suffices.
+        points: the plans that are best for some budget, from the least bytes to the most.
+        budget_bytes: the budget; None if there was none.
+        peak_bytes: the peak of the fastest step that keeps to the budget; without one, of the plain
+            step.
+        relative_time: the time of that step, where 1 is the plain one, by its counted work.
+        table: the plans, as they are printed.
+    """
+
+    model: str
+    plain_peak_bytes: int
+    least_bytes: int
+    points: tuple[FrontierPoint, ...]
+    budget_bytes: int | None
+    peak_bytes: int
+    relative_time: float
+    table: str
+
+    def __repr__(self) -> str:
+        plain, least = map(format_bytes, (self.plain_peak_bytes, self.least_bytes))
+        return f"Estimate({self.model}: {plain} plain, at least {least})"
+
+    def __str__(self) -> str:
+        if self.budget_bytes is None:
+            return self.table
+        return (
+            f"{self.table}\n\nWithin {format_bytes(self.budget_bytes)}: a step of "
+            f"{format_bytes(self.peak_bytes)} in {self.relative_time:.2f} of the plain time."
+        )
+
+
+def estimate(
+    build: Callable[[], Any],
+    budget: int | str | None = None,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: str | Iterable[str | nn.Module] | None = None,
+    budget_of: Literal["step", "total"] = "step",
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    holds_output: bool = True,
+    exact: bool = True,
+    num_forwards: int = 1,
+) -> Estimate:
+    """Return the peak and the plans of a training step that is not run: will it fit?
+
+    The model is built, planned and rehearsed under torch's `FakeTensorMode`, in which tensors have
+    shapes and types, and no values and no memory. So a machine with little memory tells what a
+    large one will need. Bytes are those of the tensors that operators return. What kernels allocate
+    for a moment is left out: a few percent for convolutions on a CPU. Times are counted: the bytes
+    that operators move, and the operations of their products.
+
+    A model that does otherwise when it is traced (transformers makes a mask for its attention) is
+    estimated so. Kept: nothing, and no memory is taken but for the modules themselves.
+
+    Args:
+        build: a function that returns the model and its arguments as in training, on the CPU, as
+            ``(model, *args)``; a dict that ends it has keyword arguments. It is called in that
+            mode, so it cannot load weights from files.
+        budget: a number of bytes, as an int or a string such as ``"80 GiB"``; None for all budgets.
+        loss: as for `recoup.plan`, as are the arguments that follow.
+        blocks: the modules that are kept or recomputed as a whole.
+        budget_of: "step", or "total" to count what is alive before a step.
+        optimizer: for "total", a function from the parameters to the optimizer, such as
+            ``torch.optim.AdamW``.
+        holds_output: whether the training loop holds the output of the model while backward runs.
+        exact: whether no block may be inverted.
+        num_forwards: how many times a step calls the model before one backward.
+
+    Returns:
+        The estimate, printable.
+
+    Raises:
+        BudgetError: no plan keeps to the budget; `least_bytes` is the smallest one that suffices.
+        RecoupError: the model reads numbers from tensors, which have none; or it has recurrent
+            layers, the size of whose workspace is not known.
+        ValueError: an argument is invalid.
+
+    Example:
+        >>> import recoup, torch
+        >>> def build():
+        ...     layers = [
+        ...         torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.GELU())
+        ...         for _ in range(8)
+        ...     ]
+        ...     return torch.nn.Sequential(*layers), torch.empty(2**18, 4096)
+        >>> recoup.estimate(build, "40 GiB")  # on a machine with less
+        Estimate(Sequential: 72 GiB plain, at least 20.38 GiB)
+    """
+    check_callable(build=build)
+    if optimizer is not None and not callable(optimizer):
+        raise ValueError(
+            f"`optimizer` is {shown(optimizer)}, but must be a function from the parameters to an "
+            "optimizer, such as torch.optim.AdamW."
+        )
+    budget_bytes = None if budget is None else checked_budget(budget)
+    with _without_values() as mode:
+        model, args, kwargs = _built(build, mode)
+        made = None if optimizer is None else optimizer(model.parameters())
+        options = PlanOptions(
+            loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards
+        )
+        frontier = frontier_of(options.step(model, model, args, kwargs), options)
+        return _estimate_of(frontier, budget_bytes)
+
+
+def _estimate_of(frontier: Frontier, budget_bytes: int | None) -> Estimate:
+    points, least = frontier.points, frontier.least_bytes
+    peak, time = points[-1].peak_bytes, points[-1].relative_time
+    if budget_bytes is not None:
+        plan = frontier.plan(budget_bytes)
+        peak, time = plan.rehearsed_peak_bytes, plan.predicted_time_ratio
+    name, table = type(frontier.model).__name__, str(frontier)
+    return Estimate(name, points[-1].peak_bytes, least, points, budget_bytes, peak, time, table)
+
+
+def _built(build: Callable[[], Any], mode: FakeTensorMode) -> tuple[nn.Module, Args, Kwargs]:
+    """Return the model and its arguments, without values (See Rules 1 and 2)."""
+    with _Building():
+        given = build()
+    is_several = isinstance(given, (tuple, list))
+    parts: list[Any] = [*cast("Any", given)] if is_several else [given]
+    if not parts or not isinstance(parts[0], nn.Module):
+        raise ValueError(
+            f"`build` returned a {type(given).__name__}, but must return the model and its "
+            "arguments: (model, *args)."
+        )
+
+    def without_values(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    model, *args = parts
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            own.update({name: without_values(t) for name, t in own.items() if t is not None})
+        if isinstance(module, nn.RNNBase):
+            cast("Any", module)._init_flat_weights()  # its list of parameters
+    tensors, tree = flatten(args)
+    args = tree.unflatten(tuple(map(without_values, tensors)))
+    kwargs: Kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+    return model, tuple(args), kwargs
+
+
+class _Building(DispatchMode):
+    """A mode in which small tensors have values, and what reads one of another gets zero."""
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        has_values = not any(isinstance(tensor, FakeTensor) for tensor in given)
+        if has_values and given and all(tensor.numel() <= _FEW for tensor in given):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            with unset_fake_temporarily():
+                return torch.zeros((), dtype=args[0].dtype).item()
+        is_small = sum(tensor.numel() for tensor in tensors_in(made)) <= _FEW
+        if given or not is_small:
+            return made
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def _without_values() -> Generator[FakeTensorMode]:
+    """A context without values, whose errors say so."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RecoupError(
+            f"The model reads values of tensors (by `{error.func}`), and an estimate has none: "
+            "what it does depends on them. Plan it by recoup.plan, where it can run."
+        ) from error
+    except Exception as error:
+        error.add_note("It ran without values, in torch's FakeTensorMode (recoup.estimate).")
+        raise
