@@ -167,7 +167,7 @@ def _estimate_of(frontier: Frontier, budget_bytes: int | None) -> Estimate:
 
 def _built(build: Callable[[], Any], mode: FakeTensorMode) -> tuple[nn.Module, Args, Kwargs]:
     """Return the model and its arguments, without values (See Rules 1 and 2)."""
-    with _Building():
+    with _Building(mode):
         given = build()
     is_several = isinstance(given, (tuple, list))
     parts: list[Any] = [*cast("Any", given)] if is_several else [given]
@@ -195,6 +195,10 @@ def _built(build: Callable[[], Any], mode: FakeTensorMode) -> tuple[nn.Module, A
 class _Building(DispatchMode):
     """A mode in which small tensors have values, and what reads one of another gets zero."""
 
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._known: Any = mode.fake_tensor_converter.tensor_memo
+
     @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -212,6 +216,7 @@ class _Building(DispatchMode):
                 raise
             with unset_fake_temporarily():
                 return torch.zeros((), dtype=args[0].dtype).item()
+        self._known.clear()  # `module.to` cannot convert what a weak reference is held of
         is_small = sum(tensor.numel() for tensor in tensors_in(made)) <= _FEW
         if given or not is_small:
             return made

@@ -107,9 +107,13 @@ class ReadsItsRates(nn.Module):
         return self.last(self.blocks(x))
 
 
-def test_code_that_builds_may_read_numbers():
-    found = recoup.estimate(lambda: (ReadsItsRates(), torch.randn(256, 96)))
-    real = recoup.plan(ReadsItsRates(), torch.randn(256, 96))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_code_that_builds_may_read_numbers_and_convert_the_model(dtype):
+    def build():
+        return ReadsItsRates().to(dtype), torch.randn(256, 96, dtype=dtype)
+
+    found, (model, x) = recoup.estimate(build), build()
+    real = recoup.plan(model, x)
     assert found.plain_peak_bytes == pytest.approx(real.points[-1].peak_bytes, rel=0.03)
 
 
