@@ -110,11 +110,11 @@ class ReadsItsRates(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_code_that_builds_may_read_numbers_and_convert_the_model(dtype):
     def build():
-        return ReadsItsRates().to(dtype), torch.randn(256, 96, dtype=dtype)
+        return ReadsItsRates().to(dtype), torch.randn(4096, 96, dtype=dtype)
 
     found, (model, x) = recoup.estimate(build), build()
     real = recoup.plan(model, x)
-    assert found.plain_peak_bytes == pytest.approx(real.points[-1].peak_bytes, rel=0.03)
+    assert found.plain_peak_bytes == pytest.approx(real.points[-1].peak_bytes, rel=0.05)
 
 
 class Decides(nn.Module):
