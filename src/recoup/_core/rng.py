@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from recoup._core.generators import (
+from recoup._core.devices import (
     States,
     generator_states,
     generators_restored,

@@ -40,6 +40,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.devices import autocast_kinds
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
@@ -273,7 +274,7 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         is_any = self.counted or self._replaced or self.kept_outputs
-        if is_in_mode or is_any or settings[0] or settings[2]:
+        if is_in_mode or is_any or True in settings[0]:
             return self._restored()
         return self.replaying() if settings == _settings() else self._restored()
 
@@ -375,32 +376,31 @@ _sdpa = torch.backends.cuda
 # What torch.backends.cuda asks, a call of Python less for each setting of each region.
 _flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-_Values = tuple[bool, torch.dtype, bool, torch.dtype, bool, bool, bool, bool]
+_Values = tuple[tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool]]
 
 
 def _settings() -> _Values:
     """Return the settings that affect the results of operators."""
-    return (
-        *(_autocast("cpu"), _autocast_dtype("cpu"), _autocast("cuda"), _autocast_dtype("cuda")),
-        *(_flash(), _mem_efficient(), _math(), _cudnn()),
-    )
+    kinds = autocast_kinds()
+    kernels = _flash(), _mem_efficient(), _math(), _cudnn()
+    return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels
 
 
 def _set(values: _Values) -> None:
-    for kind, is_enabled, dtype in (("cpu", *values[:2]), ("cuda", *values[2:4])):
+    for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
-    if values[4:] != _settings()[4:]:
-        _sdpa.enable_flash_sdp(values[4])
-        _sdpa.enable_mem_efficient_sdp(values[5])
-        _sdpa.enable_math_sdp(values[6])
-        _sdpa.enable_cudnn_sdp(values[7])
+    kernels = values[2]
+    if kernels != _settings()[2]:
+        _sdpa.enable_flash_sdp(kernels[0])
+        _sdpa.enable_mem_efficient_sdp(kernels[1])
+        _sdpa.enable_math_sdp(kernels[2])
+        _sdpa.enable_cudnn_sdp(kernels[3])
 
 
 def _with(values: _Values) -> AbstractContextManager[object]:
     """Return a context with these settings."""
-    casts = values[0] or values[2]
-    return _in_settings(values) if casts or values != _settings() else nullcontext()
+    return _in_settings(values) if True in values[0] or values != _settings() else nullcontext()
 
 
 @contextmanager

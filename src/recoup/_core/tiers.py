@@ -5,8 +5,9 @@ NOTE [ Copies that are under way ]
 Rule 1. A tier begins a copy and returns; the copy says when it has landed. Whoever began it holds
         the tensor until then, since the tier reads its memory. The copy in the tier is deleted with
         the object.
-Rule 2. On CUDA copies run on a stream of their own. It waits for the stream that made the tensor,
-        and the stream that takes a tensor back waits for it; the host waits for neither.
+Rule 2. On an accelerator copies run on a stream of their own. It waits for the stream that made
+        the tensor, and the stream that takes a tensor back waits for it; the host waits for
+        neither.
 Rule 3. The file of a folder has no name: it is unlinked as it is made, so the system deletes it
         whatever becomes of the process.
 Rule 4. The place of a copy in the file is free again when the copy is gone and no thread writes to
@@ -28,6 +29,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.devices import (
+    current_stream,
+    is_accelerator,
+    new_stream,
+    on_stream,
+    pins_memory,
+)
 from recoup.errors import OffloadError
 
 _NUM_THREADS = 2
@@ -73,38 +81,38 @@ def tier_for(to: str) -> Tier:
 
 
 class HostTier:
-    """Pinned host memory, for tensors on CUDA."""
+    """Host memory, for tensors on an accelerator: pinned, where that is possible."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on CUDA: what is in host memory is there already."""
-        return tensor.device.type == "cuda"
+        """Whether `tensor` is on an accelerator: what is in host memory is there already."""
+        return is_accelerator(tensor.device)
 
     def send(self, tensor: Tensor) -> _HostCopy:
         """Begin to copy `tensor`, of bytes and one dimension (See Rules 1 and 2)."""
         device = tensor.device
         if device not in self._streams:
-            self._streams[device] = torch.get_device_module(device).Stream(device)
+            self._streams[device] = new_stream(device)
         return _HostCopy(tensor, self._streams[device])
 
 
 class _HostCopy:
     def __init__(self, tensor: Tensor, stream: torch.Stream) -> None:
         self._device, self._stream = tensor.device, stream
-        self._held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._held = torch.empty_like(tensor, device="cpu", pin_memory=pins_memory())
         self._event = self._copied(tensor, self._held)
 
     def _copied(self, source: Tensor, target: Tensor) -> torch.Event:
         """Copy on the stream of copies, after what was queued before; return when it is done."""
         self._stream.wait_stream(self._current())
-        with torch.get_device_module(self._device).stream(self._stream):
+        with on_stream(self._device, self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def _current(self) -> torch.Stream:
-        return torch.get_device_module(self._device).current_stream(self._device)
+        return current_stream(self._device)
 
     def has_landed(self) -> bool:
         """Whether the tensor is no longer read."""
@@ -138,7 +146,7 @@ class _HostCopy:
 
 
 class FolderTier:
-    """A file in a folder, written and read by threads; tensors on CUDA go through host memory.
+    """A file in a folder that threads write and read; from accelerators by way of host memory.
 
     Args:
         folder: a folder that exists.
@@ -156,7 +164,7 @@ class FolderTier:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in memory that threads can read, or can be copied there."""
-        return tensor.device.type in ("cpu", "cuda")
+        return not tensor.is_meta
 
     def send(self, tensor: Tensor) -> _FolderCopy:
         """Begin to write `tensor`, of bytes and one dimension (See Rule 1)."""
@@ -203,8 +211,8 @@ class _FolderCopy:
 
     def fetch(self) -> Arrival:
         """Begin to copy it back; it must have landed."""
-        is_staged = self._device.type == "cuda"
-        held = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_staged)
+        is_pinned = is_accelerator(self._device) and pins_memory()
+        held = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         read = self._tier.threads.submit(self._tier.move, os.preadv, self._place, [lambda: held])
 
         def wait() -> Tensor:

@@ -9,6 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from recoup._arguments import check_callable, check_whole
+from recoup._core.devices import (
+    check_counts_bytes,
+    device_in_use,
+    is_accelerator,
+    is_available,
+    synchronize,
+    with_index,
+)
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import timeline
 
@@ -72,21 +80,22 @@ def measure(
     percent for a transformer layer, a quarter to a third for an LSTM or convolutions. `fn` cannot
     start a profiler.
 
-    On CUDA the numbers are those of torch's allocator, rounded up to its blocks, for `device`
-    alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
+    On an accelerator the numbers are those of torch's allocator, rounded up to its blocks, for
+    `device` alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
     statistics of that device are reset.
 
     Args:
         fn: a function without arguments.
-        device: ``"cpu"`` or a CUDA device. The default is the current CUDA device if this process
-            uses CUDA already, else the CPU; the result names it.
+        device: ``"cpu"``, or an accelerator whose bytes torch counts, such as ``"cuda:0"``. The
+            default is the current one if this process uses it already, else the CPU; the result
+            names it.
         repeats: number of timed calls, of which the fastest counts.
 
     Returns:
         The bytes and seconds, printable.
 
     Raises:
-        ValueError: if `device` is of another type, or `repeats` is negative.
+        ValueError: if `device` is none of these, or `repeats` is negative.
 
     Example:
         >>> import torch
@@ -97,11 +106,7 @@ def measure(
     """
     check_callable(fn=fn)
     check_whole(0, repeats=repeats)
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    where = check_device(device)
-    if where.type == "cuda" and where.index is None:  # pyright: ignore[reportUnnecessaryComparison]
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = with_index(check_device(device_in_use() if device is None else device))
     peak_bytes, held_bytes = _bytes_of(fn, where)
     times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
@@ -121,10 +126,12 @@ def check_device(device: torch.device | str) -> torch.device:
         raise ValueError(
             f'`device` is "{device}", which torch does not know. Give "cpu".'
         ) from error
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f'`device` is "{where}", but only "cpu" and CUDA devices are measured.')
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'`device` is "{where}", but torch finds no such CUDA device. Pass "cpu".')
+    if not is_available(where):
+        raise ValueError(
+            f'`device` is "{where}", but torch finds no such device here. Pass "cpu".'
+        )
+    if is_accelerator(where):
+        check_counts_bytes(where)
     return where
 
 
@@ -138,12 +145,10 @@ def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return wall and processor seconds of one call, without the release of its result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     wall, processor = time.perf_counter(), time.process_time()
     result = fn()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     times = time.perf_counter() - wall, time.process_time() - processor
     del result
     return times

@@ -10,6 +10,14 @@ from typing import Any, Protocol, Self
 import torch
 
 from recoup._core.allocations import Allocations, can_follow
+from recoup._core.devices import (
+    allocated_bytes,
+    check_counts_bytes,
+    is_accelerator,
+    peak_bytes,
+    reset_peak,
+    synchronize,
+)
 from recoup._core.storage_tracking import StorageTracker
 
 __all__ = ["Span", "Timeline", "timeline"]
@@ -88,7 +96,7 @@ class Timeline:
 
 
 def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
-    """Return a timeline of the bytes on a device, "cpu" or CUDA.
+    """Return a timeline of the bytes on a device: the CPU, or an accelerator that counts them.
 
     On CPU those are the bytes that the allocator reports to a profiler. A thread can have only one:
     while another profiler is active, storages are tracked, and a warning says what is not counted.
@@ -97,8 +105,9 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
         device: the device.
         records_levels: whether spans have `levels`, which only that profiler can tell.
     """
-    if device.type == "cuda":
-        return Timeline(_CudaCounter(device))
+    if is_accelerator(device):
+        check_counts_bytes(device)
+        return Timeline(_DeviceCounter(device))
     if can_follow():
         levels: list[int] | None = [] if records_levels else None
         return Timeline(Allocations(levels), levels)
@@ -111,25 +120,25 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
     return Timeline(StorageTracker(device))
 
 
-class _CudaCounter:
-    """The bytes that torch's CUDA allocator has handed out, as it counts them itself."""
+class _DeviceCounter:
+    """The bytes that the allocator of an accelerator has handed out, as it counts them itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
 
     def __enter__(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
+        synchronize(self._device)
+        reset_peak(self._device)
+        self._before = allocated_bytes(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
     def mark(self, take: Callable[[int, int], None]) -> None:
         """Let `take` get the peak since the last mark and the bytes alive now."""
         take(
-            torch.cuda.max_memory_allocated(self._device) - self._before,
-            torch.cuda.memory_allocated(self._device) - self._before,
+            peak_bytes(self._device) - self._before,
+            allocated_bytes(self._device) - self._before,
         )
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak(self._device)

@@ -35,7 +35,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup._core.generators import States, generator_states, same_states
+from recoup._core.devices import (
+    States,
+    free_bytes,
+    generator_states,
+    is_accelerator,
+    same_states,
+)
 from recoup._core.sketch import numbers_of, sketch_of
 from recoup.errors import ReplayError
 
@@ -208,10 +214,8 @@ class Verification:
 def has_room(device: torch.device, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, and for fragmentation."""
     num_bytes += num_bytes // 4
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return num_bytes <= free + idle
+    if is_accelerator(device):
+        return num_bytes <= free_bytes(device)
     lines = _read("/proc/meminfo").splitlines()
     of_system = [1024 * int(each.split()[1]) for each in lines if each.startswith("MemAvailable:")]
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
