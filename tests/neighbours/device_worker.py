@@ -1,7 +1,7 @@
 """Models on a simulated accelerator, in every way; writes a table of what each found as JSON.
 
-A cell is "same" if two steps leave what the plain run on the same device leaves, to the bit (what
-inverts, or adds up in another order, to a tolerance), and the same random streams; else an error.
+A cell is "same" if two steps leave what they leave without recoup on the same device, with both
+random streams; otherwise it is an error, "raw" if it is none of recoup's.
 """
 
 from __future__ import annotations
@@ -18,229 +18,223 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core.drift_guard import DriftGuard
 from recoup.errors import RecoupError
 from recoup.flows import Glow, fit
 from recoup.invertible import Chain
 from tests import simulated_device as simulated
-from tests.oracle import loss_of_all, tensors
+from tests.numerics.test_every_way import CALLS, Called, a_step, assert_same, built, outcome
 from tests.zoo import CHAINS, INVERTIBLE, MODULES, chain_of, invertible_chain_of
 
-# -- ways of the zoo -------------------------------------------------------------------------------
+BUDGET = 350_000  # everything kept takes 580,000 bytes
+WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
+OTHERS = "constant", "sqrt of invertible", "flows", "weights", "tiled", "gradients", "plans"
+STRIDE = 1 if "all" in sys.argv else 3  # each model is in so many-th of the ways
 
 
-class Called(nn.Module):
-    """Modules in a row, called in some way."""
+def in_way(way, modules):
+    def offloading(stages, x):
+        with recoup.offloading(1, "host", in_flight_bytes=200):
+            return stages(x)
 
-    def __init__(self, call, modules):
-        super().__init__()
-        self.call, self.stages = call, nn.Sequential(*modules)
-
-    def forward(self, *args):
-        return self.call(self.stages, *args)
+    return Called(offloading, modules) if way == WAYS[-1] else built(way, modules)
 
 
-def one_by_one(stages, x):
-    for stage in stages:
-        x = recoup.checkpoint(stage, x)
-    return x
+def twice(model, x):
+    """Code is looked at in its first step, and known in the second."""
+    return [*a_step(model, x), *a_step(model, x)]
 
 
-def recomputing(stages, x):
-    with recoup.recomputing():
-        return stages(x)
+def left(model, x, device="sim"):
+    x = x.detach().to(device).requires_grad_(x.requires_grad)
+    return [*outcome(model.to(device), x, twice), simulated.generator.get_state()]
 
 
-def offloading(stages, x, to="host"):
-    with recoup.offloading(1, to, in_flight_bytes=200):
-        return stages(x)
-
-
-def recompute_(modules):
-    return recoup.recompute_(nn.Sequential(*modules), *{type(each) for each in modules})
-
-
-CALLS = {
-    "checkpoint": recoup.checkpoint,
-    "one by one": one_by_one,
-    "recompute": lambda stages, x: recoup.recompute(stages)(x),
-    "recomputing": recomputing,
-    "offloading": offloading,
-    "offloading to a folder": partial(offloading, to=tempfile.gettempdir()),
-}
-MEMORY = "inputs", "sqrt", "log", 2
-WAYS = {name: partial(Called, call) for name, call in CALLS.items()} | {"recompute_": recompute_}
-for each in MEMORY:
-    WAYS[f"Sequential {each}"] = lambda modules, memory=each: recoup.Sequential(*modules, memory=memory)
-
-
-# -- what a step leaves ----------------------------------------------------------------------------
-
-
-def moved(modules):
-    return [each.to("sim") for each in copy.deepcopy(modules)]
-
-
-def steps(model, x):
-    """What two steps leave, and the random streams after each."""
-    found = []
-    torch.manual_seed(3)
-    for _ in range(2):
-        output = model(x)
-        loss_of_all(output).backward()
-        found += [*tensors(output), x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
-        found += [torch.get_rng_state(), simulated.generator.get_state()]
-        found = [torch.zeros(0) if each is None else each.detach().cpu().clone() for each in found]
-    x.grad = None
-    return found
-
-
-def compared(found, want, rtol=0.0):
-    for a, b in zip(found, want, strict=True):
-        scale = rtol * (1.0 + b.abs().max()) if rtol and b.is_floating_point() and b.numel() else 0.0
-        if not torch.equal(a, b) and not (a - b).abs().max() <= scale:
-            return f"differs by {(a - b).abs().max()} of {b.abs().max()}"
-    return "same"
-
-
-def outcome(run):
-    """What a run returns, or its error: by its name alone, if it is one of torch."""
+def cell(run):
+    """ "same" if a run returns nothing; else what it returns, or its error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run()
+            return run() or "same"
     except (RecoupError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001
         return f"raw {type(error).__name__}: {error}"
 
 
+# -- the parts of the table ------------------------------------------------------------------------
+
+
 def of_zoo():
-    for name in [*CHAINS, *MODULES]:
-        if name == "a hundred":
-            continue
+    for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})):
         modules, x = chain_of(name)
-        x = x.detach().to("sim").requires_grad_(x.requires_grad)
-        want = outcome(lambda: steps(nn.Sequential(*moved(modules)), x))
-        if isinstance(want, str):
-            yield "plain", name, want
+        try:
+            want = left(built("plain", modules), x)
+        except NotImplementedError as error:
+            yield "plain", name, f"raw {str(error)[:60]}"
             continue
-        for way, make in WAYS.items():
-            yield way, name, outcome(lambda: compared(steps(make(moved(modules)), x), want))
-
-
-# -- what the zoo does not have --------------------------------------------------------------------
-
-
-def made(*shape):
-    return torch.randn(*shape, dtype=torch.float64).to("sim").requires_grad_()
-
-
-def blocks(dropout=0.3):
-    layers = nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 32)
-    return nn.Sequential(*layers).double()
+        for way in WAYS[place % STRIDE :: STRIDE]:
+            run = lambda: assert_same(left(in_way(way, modules), x), want)  # noqa: B023, E731
+            yield way, name, cell(run)
 
 
 def of_chains():
     for name in INVERTIBLE:
         modules, x = invertible_chain_of(name)
-        x = x.detach().to("sim").requires_grad_(x.requires_grad)
-        want = steps(Chain(*moved(modules)), x)
-        for memory, rtol in {"constant": 1e-9, "sqrt": 0.0}.items():
-            chain = Chain(*moved(modules), memory=memory)
-            yield f"Chain {memory}", name, outcome(lambda: compared(steps(chain, x), want, rtol))
+        want = left(Chain(*copy.deepcopy(modules)), x)
+        for way, memory, rtol in (("constant", "constant", 1e-9), (OTHERS[1], "sqrt", 0.0)):
+            model = Chain(*copy.deepcopy(modules), memory=memory)
+            yield way, name, cell(lambda: assert_same(left(model, x), want, rtol))  # noqa: B023
+
+
+def blocks(num=1, dropout=0.3):
+    torch.manual_seed(0)
+    layers = nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 32)
+    return [copy.deepcopy(nn.Sequential(*layers).double()) for _ in range(num)]
+
+
+def rows(*shape):
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
 def of_flows():
-    x = torch.randint(17, (4, 1, 8, 8), device="sim")
-    for name, steps_of in {
-        "log_prob": lambda flow: steps(Called(lambda _, x: flow.log_prob(x), [flow]), x),
-        "sample": lambda flow: [flow.sample(2, seed=1).cpu()],
-        "fit": lambda flow: [fit(flow, x, epochs=1, progress=False), *flow.cpu().parameters()][1:],
-    }.items():
+    """In constant memory, against those that keep everything."""
+    images = torch.randint(17, (300, 1, 8, 8))
+
+    def run(found_by, memory, rtol):
         found = []
-        for memory in ("linear", "constant"):
+        for each in ("linear", memory):
             torch.manual_seed(0)
-            flow = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
-            found.append(outcome(lambda flow=flow: steps_of(flow.to("sim"))))
-        yield "flows", name, found[0] if isinstance(found[0], str) else (
-            found[1] if isinstance(found[1], str) else compared(found[1], found[0], 1e-3))
+            flow = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=each)
+            found.append(found_by(flow.double().to("sim")))
+        assert_same(*found, rtol)
+
+    def fitted(flow):
+        fit(flow, images.to("sim"), epochs=1, progress=False)
+        return [each.detach() for each in flow.parameters()]
+
+    def density(flow):
+        return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images[:4])
+
+    def sample(flow):
+        return [flow.sample(2, generator=torch.Generator())]
+
+    for found_by, memory, rtol in (
+        (density, "constant", 1e-9),
+        (density, "sqrt", 0.0),
+        (sample, "constant", 0.0),
+        (fitted, "sqrt", 0.0),
+    ):
+        name = f"{found_by.__name__} {memory}"
+        yield "flows", name, cell(partial(run, found_by, memory, rtol))
 
 
 def of_weights():
-    """With the numbers that the CPU has; regions around them are in the zoo."""
-    torch.manual_seed(0)
-    for name, change in {
+    """To the bit what they are on a CPU."""
+    changes = {
         "dropout": partial(recoup.weight_dropout, p=0.3),
         "noise": partial(recoup.weight_noise, std=0.1),
         "norm": recoup.weight_norm,
-    }.items():
-        for kind, module, x in [
-            ("Linear", nn.Linear(32, 2048), torch.randn(4, 32)),
-            ("Conv2d", nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)),
-            ("Embedding", nn.Embedding(9, 6), torch.tensor([1, 8, 1])),
-        ]:
-            def run(device):
-                model = change(copy.deepcopy(module)).to(device)
-                given = x.to(device).requires_grad_(x.is_floating_point())
-                return steps(model, given)
-            yield "weights", f"{name} of {kind}", outcome(lambda: compared(run("sim"), run("cpu"), 1e-6))
+    }
+    modules = {
+        "Linear": (nn.Linear(32, 2048), torch.randn(4, 32)),
+        "Conv2d": (nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)),
+        "Embedding": (nn.Embedding(9, 6), torch.tensor([1, 8, 1])),
+    }
+
+    def run(change, module, x):
+        models = change(copy.deepcopy(module)), change(copy.deepcopy(module))
+        found = [left(*each) for each in zip(models, (x, x), ("sim", "cpu"), strict=True)]
+        assert_same([each if each is None else each.cpu() for each in found[0]], found[1])
+
+    for (name, change), (kind, given) in itertools.product(changes.items(), modules.items()):
+        yield "weights", f"{name} of {kind}", cell(partial(run, change, *given))
 
 
 def of_tiles():
-    fn, x = blocks().to("sim"), made(3, 8, 32)
-    one_after_the_other = lambda fn, x: torch.cat([fn(each) for each in x.chunk(4, 1)], 1)  # noqa: E731
-    want = steps(Called(one_after_the_other, [fn]), x)
-    fn.zero_grad()
-    tiled = lambda fn, x: recoup.tiled(fn, dim=1, tiles=4)(x)  # noqa: E731
-    yield "tiled", "blocks", outcome(lambda: compared(steps(Called(tiled, [fn]), x), want, 1e-12))
+    """Against the same tiles by hand, which draw the same masks."""
+    x = rows(3, 8, 32)
+
+    def tiled(fn, x):
+        return recoup.tiled(fn, dim=1, tiles=4)(x)
+
+    def by_hand(fn, x):
+        return torch.cat([fn(each) for each in x.chunk(4, 1)], 1)
+
+    def run():
+        assert_same(*(left(Called(each, blocks()), x) for each in (tiled, by_hand)), 1e-12)
+
+    yield "tiled", "blocks", cell(run)
+
+
+def of_impure():
+    calls, x = itertools.count(1), rows(4, 4).to("sim")
+    fn = lambda x: (x * next(calls)).sin().exp()  # noqa: E731
+    yield "impure", "counter", cell(lambda: recoup.checkpoint(fn, x).sum().backward())
 
 
 def of_gradients():
-    found = []
-    for way in ("plain", "store"):
-        torch.manual_seed(0)
-        model, x = nn.Sequential(blocks(), blocks()).to("sim"), made(8, 32)
+    """Against the same steps with `.grad`."""
+
+    def trained(uses_store):
+        model, x = nn.Sequential(*blocks(2)).to("sim"), rows(8, 32).to("sim")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         store = recoup.GradStore(model.parameters())
         for _ in range(3):
-            if way == "plain":
+            with store.collecting() if uses_store else warnings.catch_warnings():
                 model(x).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                with store.collecting():
-                    model(x).square().sum().backward()
-                recoup.step(optimizer, store)
-        found.append([each.detach().cpu() for each in model.parameters()])
-    yield "GradStore", "blocks", compared(*found)
+            recoup.step(optimizer, store) if uses_store else optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach() for each in model.parameters()]
+
+    yield "gradients", "GradStore", cell(lambda: assert_same(trained(True), trained(False)))
 
 
 def of_plans():
+    modules, x = blocks(6), rows(64, 32)
     loss = lambda y: y.sin().mul(1.5).sum()  # noqa: E731
-    for name, options in {
-        "least": {}, "tiles": {"tiles": True}, "host": {"offload_to": "host"},
-        "folder": {"offload_to": tempfile.gettempdir()}, "replan": {"replan": True},
-    }.items():
-        def run(name=name, options=options):
-            torch.manual_seed(0)
-            modules, x = [blocks() for _ in range(6)], made(64, 32)
-            want = steps(nn.Sequential(*moved(modules)), x)
-            model = nn.Sequential(*moved(modules))
-            plan = recoup.plan(model, x, loss=loss, budget=350_000, **options).apply()
-            found = compared(steps(model, x), want)
-            before, _ = simulated.module.allocated, simulated.module.reset_peak_memory_stats()
-            loss(model(x)).backward()
-            taken = simulated.module.peak - before
-            return found if taken <= 350_000 else f"takes {taken}"
-        yield "plans", name, outcome(run)
+
+    def run(**options):
+        want = left(built("plain", modules), x)
+        model, given = nn.Sequential(*copy.deepcopy(modules)).to("sim"), x.to("sim")
+        recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
+        assert_same(left(model, x), want)
+        before = simulated.module.allocated
+        simulated.module.reset_peak_memory_stats()
+        loss(model(given)).backward()
+        taken = simulated.module.peak - before
+        return "" if taken <= BUDGET else f"takes {taken} bytes"
+
+    folder = {"offload_to": tempfile.gettempdir()}
+    for options in ({}, {"tiles": True}, {"offload_to": "host"}, folder, {"replan": True}):
+        yield "plans", str(options), cell(partial(run, **options))
+
+
+def of_bare():
+    """On a device that has no random state, counts no bytes and has no streams."""
+    x = rows(4, 32)
+    for way, dropout in (("without dropout", 0.0), ("with dropout", 0.3)):
+        modules = blocks(6, dropout)
+        want = left(built("plain", modules), x)
+        for name in WAYS:
+            run = lambda: assert_same(left(in_way(name, modules), x), want)  # noqa: B023, E731
+            yield way, name, cell(run)
+    model = nn.Sequential(*blocks()).to("sim")
+    yield "bytes", "measure", cell(lambda: recoup.measure(lambda: None, device="sim"))
+    yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
+
+
+PARTS = of_zoo, of_chains, of_flows, of_weights, of_tiles, of_impure, of_gradients, of_plans
 
 
 def main():
-    library = simulated.set_up()
+    is_bare = "bare" in sys.argv
+    library = simulated.set_up(is_bare=is_bare)
     found = {}
-    parts = of_zoo, of_chains, of_flows, of_weights, of_tiles, of_gradients, of_plans
-    for way, name, result in itertools.chain(*(part() for part in parts if len(sys.argv)<2 or part.__name__ in sys.argv)):
-        found.setdefault(way, {})[name] = result
+    with DriftGuard.strict():
+        for part in (of_bare,) if is_bare else PARTS:
+            for way, name, result in part():
+                found.setdefault(way, {})[name] = result
     del library
     sys.stdout.write(json.dumps(found))
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from recoup.errors import ReplayError
 
@@ -129,6 +130,14 @@ def _of_accelerator() -> tuple[_DefaultGenerator, ...]:
         return ()
     num_devices = torch.accelerator.device_count()
     return tuple(_DefaultGenerator(torch.device(kind.type, each)) for each in range(num_devices))
+
+
+def unrepeated() -> str:
+    """Return why draws on the accelerator are not repeated; "" if they are, or if it is not used."""
+    kind = accelerator()
+    if kind is None or can_replay(kind.type) or not _is_in_use(kind.type):
+        return ""
+    return f"{kind.type} draws other numbers: its torch module has no `set_rng_state`"
 
 
 def refuse_draws(func: object, device: torch.device) -> None:
@@ -248,13 +257,28 @@ def _counts_bytes(kind: str) -> bool:
     return all(hasattr(_module_of(kind), name) for name in names)
 
 
-def check_counts_bytes(device: torch.device, name: str = "device") -> None:
+def check_counts_bytes(device: torch.device) -> None:
     """Raise ValueError if the bytes on an accelerator are not counted."""
     if not _counts_bytes(device.type):
         raise ValueError(
-            f"`{name}` is on {device}, whose bytes are not counted: its torch module has no "
-            "`memory_allocated`, `max_memory_allocated` and `reset_peak_memory_stats`. Measure, or "
-            "plan, on the CPU or on a device that counts them."
+            f"The bytes on {device} are not counted: its torch module has no `memory_allocated`, "
+            "`max_memory_allocated` and `reset_peak_memory_stats`. Measure, or plan, on the CPU or "
+            "on a device that counts them."
+        )
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers in memory; on "meta", and under FakeTensorMode, it has none."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def refuse_fake(tensors: Iterable[Tensor] = ()) -> None:
+    """Raise ValueError under FakeTensorMode, or if one of some tensors is of such a mode."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is not None or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise ValueError(
+            "Tensors of FakeTensorMode take no memory that could be counted. Measure, or plan, "
+            "with real tensors; `recoup.residuals` shows what autograd would keep of these."
         )
 
 
@@ -327,6 +351,12 @@ def current_stream(device: torch.device) -> torch.Stream:
 def on_stream(device: torch.device, stream: torch.Stream) -> AbstractContextManager[object]:
     """Return a context in which an accelerator works on a stream."""
     return nullcontext() if stream is _IN_ORDER else _module_of(device.type).stream(stream)
+
+
+def record_stream(tensor: Tensor, stream: torch.Stream) -> None:
+    """Let the memory of a tensor be used again only after what a stream does with it."""
+    if stream is not _IN_ORDER:
+        tensor.record_stream(stream)
 
 
 @functools.cache

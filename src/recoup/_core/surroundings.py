@@ -40,7 +40,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import autocast_kinds
+from recoup._core.devices import autocast_kinds, has_values, unrepeated
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
@@ -198,7 +198,7 @@ class Surroundings(Draws):
             for module, ref in zip(self._modules, self._code[1:], strict=True)
             if module._buffers and (self._is_looking or ref in _counts)
             for place in _places_in(module)
-            if place[2].device.type != "meta"
+            if has_values(place[2])
         ]
 
     def _finding(
@@ -321,7 +321,7 @@ class Surroundings(Draws):
             return "hooks of its modules were added or removed, or a `forward` was replaced"
         if (*_hooks_before.values(), *_hooks_after.values()) != self._global_hooks:
             return "hooks of all modules were added or removed"
-        return ""
+        return unrepeated()
 
     def _name_of(self, found: nn.Module | Tensor) -> str:
         """Return the name of a module or parameter, in the first module that has it."""

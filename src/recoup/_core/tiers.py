@@ -35,6 +35,7 @@ from recoup._core.devices import (
     new_stream,
     on_stream,
     pins_memory,
+    record_stream,
 )
 from recoup.errors import OffloadError
 
@@ -132,7 +133,7 @@ class _HostCopy:
         """Begin to copy it back."""
         # Its memory may be in use by what was queued before, and is freed after this copy.
         tensor = torch.empty_like(self._held, device=self._device)
-        tensor.record_stream(self._stream)
+        record_stream(tensor, self._stream)
         event = self._copied(self._held, tensor)
 
         def wait() -> Tensor:

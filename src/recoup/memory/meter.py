@@ -14,9 +14,11 @@ from recoup._core.devices import (
     device_in_use,
     is_accelerator,
     is_available,
+    refuse_fake,
     synchronize,
     with_index,
 )
+from recoup._core.pytree import tensors_in
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import timeline
 
@@ -139,6 +141,7 @@ def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]
     with timeline(device) as line:
         result = fn()
         held = line.mark()
+        refuse_fake(tensors_in(result))
         del result  # after the mark, so that it counts as held
     return line.peak_bytes, held.end_bytes
 

@@ -15,6 +15,7 @@ from recoup._core.devices import (
     check_counts_bytes,
     is_accelerator,
     peak_bytes,
+    refuse_fake,
     reset_peak,
     synchronize,
 )
@@ -105,6 +106,7 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
         device: the device.
         records_levels: whether spans have `levels`, which only that profiler can tell.
     """
+    refuse_fake()
     if is_accelerator(device):
         check_counts_bytes(device)
         return Timeline(_DeviceCounter(device))
