@@ -292,4 +292,6 @@ def set_up(*, is_bare=False):
     library.impl("convolution_overrideable", convolution, "PrivateUse1")
     library.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     library.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
-    return library
+    settings = torch.library.Library("_", "IMPL")
+    settings.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    return library, settings

@@ -28,7 +28,10 @@ from tests.zoo import CHAINS, INVERTIBLE, MODULES, chain_of, invertible_chain_of
 
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
-OTHERS = "constant", "sqrt of invertible", "flows", "weights", "tiled", "gradients", "plans"
+OTHERS = (
+    *("constant", "sqrt of invertible", "flows", "weights", "tiled", "settings", "gradients"),
+    "plans",
+)
 STRIDE = 1 if "all" in sys.argv else 3  # each model is in so many-th of the ways
 
 
@@ -45,9 +48,9 @@ def twice(model, x):
     return [*a_step(model, x), *a_step(model, x)]
 
 
-def left(model, x, device="sim"):
+def left(model, x, device="sim", situation=twice):
     x = x.detach().to(device).requires_grad_(x.requires_grad)
-    return [*outcome(model.to(device), x, twice), simulated.generator.get_state()]
+    return [*outcome(model.to(device), x, situation), simulated.generator.get_state()]
 
 
 def cell(run):
@@ -117,6 +120,7 @@ def of_flows():
         return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images[:4])
 
     def sample(flow):
+        torch.rand(len(flow.memory), device="sim")  # which the generator makes up for
         return [flow.sample(2, generator=torch.Generator())]
 
     for found_by, memory, rtol in (
@@ -143,9 +147,11 @@ def of_weights():
     }
 
     def run(change, module, x):
-        models = change(copy.deepcopy(module)), change(copy.deepcopy(module))
-        found = [left(*each) for each in zip(models, (x, x), ("sim", "cpu"), strict=True)]
-        assert_same([each if each is None else each.cpu() for each in found[0]], found[1])
+        found = []
+        for device in ("sim", "cpu"):
+            *values, _, _ = left(change(copy.deepcopy(module)), x, device, a_step)
+            found.append([each if each is None else each.cpu() for each in values])
+        assert_same(*found)
 
     for (name, change), (kind, given) in itertools.product(changes.items(), modules.items()):
         yield "weights", f"{name} of {kind}", cell(partial(run, change, *given))
@@ -167,10 +173,19 @@ def of_tiles():
     yield "tiled", "blocks", cell(run)
 
 
-def of_impure():
+def of_settings():
     calls, x = itertools.count(1), rows(4, 4).to("sim")
-    fn = lambda x: (x * next(calls)).sin().exp()  # noqa: E731
-    yield "impure", "counter", cell(lambda: recoup.checkpoint(fn, x).sum().backward())
+
+    def run(fn):
+        with torch.autocast("sim", torch.bfloat16):
+            y = recoup.checkpoint(fn, x)
+        y.sum().backward()
+
+    def by_autocast(x):
+        return (x.sin() * (1.0 + torch.is_autocast_enabled("sim"))).exp()
+
+    yield "settings", "autocast", cell(partial(run, by_autocast))
+    yield "settings", "counter", cell(lambda: run(lambda x: (x * next(calls)).sin().exp()))
 
 
 def of_gradients():
@@ -205,8 +220,12 @@ def of_plans():
         taken = simulated.module.peak - before
         return "" if taken <= BUDGET else f"takes {taken} bytes"
 
-    folder = {"offload_to": tempfile.gettempdir()}
-    for options in ({}, {"tiles": True}, {"offload_to": "host"}, folder, {"replan": True}):
+    folder = tempfile.gettempdir()
+    for options in (
+        {"tiles": True},
+        {"offload_to": "host"},
+        {"offload_to": folder, "replan": True},
+    ):
         yield "plans", str(options), cell(partial(run, **options))
 
 
@@ -224,7 +243,7 @@ def of_bare():
     yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
 
 
-PARTS = of_zoo, of_chains, of_flows, of_weights, of_tiles, of_impure, of_gradients, of_plans
+PARTS = of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans
 
 
 def main():
