@@ -133,7 +133,7 @@ def _of_accelerator() -> tuple[_DefaultGenerator, ...]:
 
 
 def unrepeated() -> str:
-    """Return why draws on the accelerator are not repeated; "" if they are, or if it is not used."""
+    """Return why draws on the accelerator are not repeated; "" if they are, or none is in use."""
     kind = accelerator()
     if kind is None or can_replay(kind.type) or not _is_in_use(kind.type):
         return ""

@@ -129,9 +129,7 @@ def check_device(device: torch.device | str) -> torch.device:
             f'`device` is "{device}", which torch does not know. Give "cpu".'
         ) from error
     if not is_available(where):
-        raise ValueError(
-            f'`device` is "{where}", but torch finds no such device here. Pass "cpu".'
-        )
+        raise ValueError(f'`device` is "{where}", but torch finds no such device here. Pass "cpu".')
     if is_accelerator(where):
         check_counts_bytes(where)
     return where

@@ -23,8 +23,8 @@ Rule 5. A plan is rehearsed with the loss that it was given. What a training loo
 Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
         as well if the forward or the backward fails, if the graph is freed without a backward, and
         with the next forward.
-Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On CUDA the statistics of
-        the allocator are read, and not reset, since they may be the user's.
+Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On an accelerator the
+        statistics of the allocator are read, and not reset, since they may be the user's.
 """
 
 from __future__ import annotations
