@@ -6,8 +6,8 @@ Rule 1. No other file knows what kinds of devices there are. An accelerator is a
         module of torch, such as `torch.cuda` or `torch.xpu`.
 Rule 2. A module need not have everything. What draws on a device without a random state, or counts
         the bytes of one that does not count them, is refused by name. A device that makes no
-        generators gets draws of the CPU; one without streams copies in the order of calls; host
-        memory that cannot be pinned is ordinary.
+        generators gets draws of the CPU; what could leave for host memory stays on one without
+        streams (MPS shares it); host memory that cannot be pinned is ordinary.
 Rule 3. The accelerator of a machine is looked up once. It has no random state before it is in use.
 """
 
@@ -17,7 +17,6 @@ import ctypes
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -59,18 +58,11 @@ def is_available(device: torch.device) -> bool:
 
 
 def device_in_use() -> torch.device:
-    """Return the current device of an accelerator that is in use and counts bytes; else the CPU."""
+    """Return the kind of accelerator that is in use and counts bytes; else the CPU."""
     kind = accelerator()
-    if kind is None or not _is_in_use(kind.type) or not _counts_bytes(kind.type):
+    if kind is None or not _is_in_use(kind.type) or not _counts_bytes(_module_of(kind.type)):
         return _CPU
-    return with_index(kind)
-
-
-def with_index(device: torch.device) -> torch.device:
-    """Return the device with its index: that of the current one, if it has none."""
-    if not is_accelerator(device) or device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
-        return device
-    return torch.device(device.type, _module_of(device.type).current_device())
+    return kind
 
 
 def _if_taken(device: torch.device, function: Callable[..., Any]) -> tuple[torch.device, ...]:
@@ -251,20 +243,25 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
 # --- bytes ---------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _counts_bytes(kind: str) -> bool:
+def _counts_bytes(module: Any) -> bool:
     names = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
-    return all(hasattr(_module_of(kind), name) for name in names)
+    return all(hasattr(module, name) for name in names)
 
 
-def check_counts_bytes(device: torch.device) -> None:
-    """Raise ValueError if the bytes on an accelerator are not counted."""
-    if not _counts_bytes(device.type):
+def counter_of(device: torch.device) -> Any:
+    """Return the module of torch that counts the bytes on an accelerator.
+
+    Raises:
+        ValueError: none does.
+    """
+    module = _module_of(device.type)
+    if not _counts_bytes(module):
         raise ValueError(
             f"The bytes on {device} are not counted: its torch module has no `memory_allocated`, "
             "`max_memory_allocated` and `reset_peak_memory_stats`. Measure, or plan, on the CPU or "
             "on a device that counts them."
         )
+    return module
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -282,21 +279,6 @@ def refuse_fake(tensors: Iterable[Tensor] = ()) -> None:
         )
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that are alive on an accelerator."""
-    return _module_of(device.type).memory_allocated(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that were alive on an accelerator since its peak was reset."""
-    return _module_of(device.type).max_memory_allocated(device)
-
-
-def reset_peak(device: torch.device) -> None:
-    """Let the peak of an accelerator begin at the bytes that are alive now."""
-    _module_of(device.type).reset_peak_memory_stats(device)
-
-
 def free_bytes(device: torch.device) -> float:
     """Return the bytes that an accelerator has room for; infinity if it does not say."""
     module = _module_of(device.type)
@@ -306,7 +288,7 @@ def free_bytes(device: torch.device) -> float:
     return free + module.memory_reserved(device) - module.memory_allocated(device)
 
 
-# --- streams -------------------------------------------------------------------------------------
+# --- copies --------------------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -316,47 +298,9 @@ def synchronize(device: torch.device) -> None:
         call(*_if_taken(device, call))
 
 
-class _InOrder:
-    """The streams and events of a device that copies in the order of calls."""
-
-    def wait_stream(self, other: object) -> None:
-        """Do nothing, as does all else."""
-
-    wait_event = wait_stream
-
-    def record_event(self) -> Self:
-        return self
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-_IN_ORDER: Any = _InOrder()
-
-
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream of an accelerator."""
-    module = _module_of(device.type)
-    return module.Stream(device) if hasattr(module, "Stream") else _IN_ORDER
-
-
-def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which an accelerator computes."""
-    module = _module_of(device.type)
-    return module.current_stream(device) if hasattr(module, "Stream") else _IN_ORDER
-
-
-def on_stream(device: torch.device, stream: torch.Stream) -> AbstractContextManager[object]:
-    """Return a context in which an accelerator works on a stream."""
-    return nullcontext() if stream is _IN_ORDER else _module_of(device.type).stream(stream)
-
-
-def record_stream(tensor: Tensor, stream: torch.Stream) -> None:
-    """Let the memory of a tensor be used again only after what a stream does with it."""
-    if stream is not _IN_ORDER:
-        tensor.record_stream(stream)
+def has_streams(device: torch.device) -> bool:
+    """Whether a device may copy to host memory while it computes."""
+    return is_accelerator(device) and hasattr(_module_of(device.type), "Stream")
 
 
 @functools.cache

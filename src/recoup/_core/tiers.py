@@ -29,14 +29,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from recoup._core.devices import (
-    current_stream,
-    is_accelerator,
-    new_stream,
-    on_stream,
-    pins_memory,
-    record_stream,
-)
+from recoup._core.devices import has_streams, pins_memory
 from recoup.errors import OffloadError
 
 _NUM_THREADS = 2
@@ -88,14 +81,14 @@ class HostTier:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on an accelerator: what is in host memory is there already."""
-        return is_accelerator(tensor.device)
+        """Whether `tensor` is on a device that copies aside: others share the host's memory."""
+        return has_streams(tensor.device)
 
     def send(self, tensor: Tensor) -> _HostCopy:
         """Begin to copy `tensor`, of bytes and one dimension (See Rules 1 and 2)."""
         device = tensor.device
         if device not in self._streams:
-            self._streams[device] = new_stream(device)
+            self._streams[device] = torch.get_device_module(device).Stream(device)
         return _HostCopy(tensor, self._streams[device])
 
 
@@ -108,12 +101,12 @@ class _HostCopy:
     def _copied(self, source: Tensor, target: Tensor) -> torch.Event:
         """Copy on the stream of copies, after what was queued before; return when it is done."""
         self._stream.wait_stream(self._current())
-        with on_stream(self._device, self._stream):
+        with torch.get_device_module(self._device).stream(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def _current(self) -> torch.Stream:
-        return current_stream(self._device)
+        return torch.get_device_module(self._device).current_stream(self._device)
 
     def has_landed(self) -> bool:
         """Whether the tensor is no longer read."""
@@ -133,7 +126,7 @@ class _HostCopy:
         """Begin to copy it back."""
         # Its memory may be in use by what was queued before, and is freed after this copy.
         tensor = torch.empty_like(self._held, device=self._device)
-        record_stream(tensor, self._stream)
+        tensor.record_stream(self._stream)
         event = self._copied(self._held, tensor)
 
         def wait() -> Tensor:
@@ -172,7 +165,7 @@ class FolderTier:
         free = self.free[tensor.numel()]
         place = free.pop() if free else self._end
         self._end = max(self._end, place + tensor.numel())
-        source = self._host.send(tensor).held if self._host.takes(tensor) else lambda: tensor
+        source = self._host.send(tensor).held if self._host.takes(tensor) else tensor.cpu
         written = self.threads.submit(self.move, os.pwritev, place, [source])
         return _FolderCopy(self, tensor, place, written)
 
@@ -212,7 +205,7 @@ class _FolderCopy:
 
     def fetch(self) -> Arrival:
         """Begin to copy it back; it must have landed."""
-        is_pinned = is_accelerator(self._device) and pins_memory()
+        is_pinned = has_streams(self._device) and pins_memory()
         held = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         read = self._tier.threads.submit(self._tier.move, os.preadv, self._place, [lambda: held])
 

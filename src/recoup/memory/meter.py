@@ -9,15 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from recoup._arguments import check_callable, check_whole
-from recoup._core.devices import (
-    check_counts_bytes,
-    device_in_use,
-    is_accelerator,
-    is_available,
-    refuse_fake,
-    synchronize,
-    with_index,
-)
+from recoup._core import devices
 from recoup._core.pytree import tensors_in
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import timeline
@@ -108,7 +100,8 @@ def measure(
     """
     check_callable(fn=fn)
     check_whole(0, repeats=repeats)
-    where = with_index(check_device(device_in_use() if device is None else device))
+    where = check_device(devices.device_in_use() if device is None else device)
+    where = torch.empty(0, device=where).device  # with its index
     peak_bytes, held_bytes = _bytes_of(fn, where)
     times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
@@ -128,10 +121,10 @@ def check_device(device: torch.device | str) -> torch.device:
         raise ValueError(
             f'`device` is "{device}", which torch does not know. Give "cpu".'
         ) from error
-    if not is_available(where):
+    if not devices.is_available(where):
         raise ValueError(f'`device` is "{where}", but torch finds no such device here. Pass "cpu".')
-    if is_accelerator(where):
-        check_counts_bytes(where)
+    if devices.is_accelerator(where):
+        devices.counter_of(where)
     return where
 
 
@@ -139,17 +132,17 @@ def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]
     with timeline(device) as line:
         result = fn()
         held = line.mark()
-        refuse_fake(tensors_in(result))
+        devices.refuse_fake(tensors_in(result))
         del result  # after the mark, so that it counts as held
     return line.peak_bytes, held.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return wall and processor seconds of one call, without the release of its result."""
-    synchronize(device)
+    devices.synchronize(device)
     wall, processor = time.perf_counter(), time.process_time()
     result = fn()
-    synchronize(device)
+    devices.synchronize(device)
     times = time.perf_counter() - wall, time.process_time() - processor
     del result
     return times

@@ -10,15 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from recoup._core.allocations import Allocations, can_follow
-from recoup._core.devices import (
-    allocated_bytes,
-    check_counts_bytes,
-    is_accelerator,
-    peak_bytes,
-    refuse_fake,
-    reset_peak,
-    synchronize,
-)
+from recoup._core.devices import counter_of, is_accelerator, refuse_fake, synchronize
 from recoup._core.storage_tracking import StorageTracker
 
 __all__ = ["Span", "Timeline", "timeline"]
@@ -108,7 +100,6 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
     """
     refuse_fake()
     if is_accelerator(device):
-        check_counts_bytes(device)
         return Timeline(_DeviceCounter(device))
     if can_follow():
         levels: list[int] | None = [] if records_levels else None
@@ -127,12 +118,13 @@ class _DeviceCounter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._counter = counter_of(device)
         self._before = 0
 
     def __enter__(self) -> None:
         synchronize(self._device)
-        reset_peak(self._device)
-        self._before = allocated_bytes(self._device)
+        self._counter.reset_peak_memory_stats(self._device)
+        self._before = self._counter.memory_allocated(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
         synchronize(self._device)
@@ -140,7 +132,7 @@ class _DeviceCounter:
     def mark(self, take: Callable[[int, int], None]) -> None:
         """Let `take` get the peak since the last mark and the bytes alive now."""
         take(
-            peak_bytes(self._device) - self._before,
-            allocated_bytes(self._device) - self._before,
+            self._counter.max_memory_allocated(self._device) - self._before,
+            self._counter.memory_allocated(self._device) - self._before,
         )
-        reset_peak(self._device)
+        self._counter.reset_peak_memory_stats(self._device)

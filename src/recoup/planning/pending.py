@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.allocations import can_follow
-from recoup._core.devices import allocated_bytes, is_accelerator, peak_bytes
+from recoup._core.devices import counter_of, is_accelerator
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup.errors import BudgetError
@@ -278,14 +278,14 @@ class _DevicePeak:
     """The peak on an accelerator, if it is higher than any before (See Rule 7); otherwise 0."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._counter = device, counter_of(device)
         self.peak_bytes = 0
 
     def __enter__(self) -> None:
-        self._before = allocated_bytes(self._device)
-        self._highest = peak_bytes(self._device)
+        self._before = self._counter.memory_allocated(self._device)
+        self._highest = self._counter.max_memory_allocated(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
-        highest = peak_bytes(self._device)
+        highest = self._counter.max_memory_allocated(self._device)
         if highest > self._highest:
             self.peak_bytes = highest - self._before

@@ -35,13 +35,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import (
-    States,
-    free_bytes,
-    generator_states,
-    is_accelerator,
-    same_states,
-)
+from recoup._core import devices
+from recoup._core.devices import States, generator_states, same_states
 from recoup._core.sketch import numbers_of, sketch_of
 from recoup.errors import ReplayError
 
@@ -214,8 +209,8 @@ class Verification:
 def has_room(device: torch.device, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, and for fragmentation."""
     num_bytes += num_bytes // 4
-    if is_accelerator(device):
-        return num_bytes <= free_bytes(device)
+    if devices.is_accelerator(device):
+        return num_bytes <= devices.free_bytes(device)
     lines = _read("/proc/meminfo").splitlines()
     of_system = [1024 * int(each.split()[1]) for each in lines if each.startswith("MemAvailable:")]
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))

@@ -23,14 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recoup._core.devices import (
-    default_generator,
-    hash_of,
-    makes_generators,
-    own_generator,
-    refuse_draws,
-    same_states,
-)
+from recoup._core import devices
+from recoup._core.devices import hash_of, same_states
 from recoup._core.pytree import tensors_in
 from recoup.errors import ReplayError
 
@@ -67,8 +61,8 @@ class Draws:
         if device.type == "meta":
             return func(*args, **kwargs), None
         if generator is None:
-            refuse_draws(func, device)
-            stream, generator = device, default_generator(device)
+            devices.refuse_draws(func, device)
+            stream, generator = device, devices.default_generator(device)
         with _lock:
             before = generator.get_state()
             result, after = _run(func, args, kwargs, device, before)
@@ -105,11 +99,11 @@ def _run(
 ) -> tuple[Any, Tensor]:
     """Run an operator from a state; return its result, and the state after it (See Rule 3)."""
     with_generator = _with_generator(func)
-    if with_generator is not None and makes_generators(device.type):
-        ours = own_generator(device, 0)
+    if with_generator is not None and devices.makes_generators(device.type):
+        ours = devices.own_generator(device, 0)
         ours.set_state(state)
         return with_generator(*args, **kwargs | {"generator": ours}), ours.get_state()
-    default = default_generator(device)
+    default = devices.default_generator(device)
     with _lock:
         before = default.get_state()
         try:
