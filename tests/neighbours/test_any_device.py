@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,14 +59,12 @@ def test_a_device_without_states_counts_and_streams():
 
 
 def test_tensors_without_values():
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
         model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), torch.rand(4, 4)
         recoup.checkpoint(model, x).sum().backward()
         recoup.Sequential(*model, memory="sqrt")(x).sum().backward()
-        assert all(each.grad is not None for each in model.parameters())
+    assert all(each.grad is not None for each in model.parameters())
+    for within in (mode, nullcontext()):
         for call in (lambda: recoup.measure(lambda: model(x)), lambda: recoup.plan(model, x)):
-            with pytest.raises(ValueError, match="Tensors of FakeTensorMode take no memory"):
+            with within, pytest.raises(ValueError, match="Tensors of FakeTensorMode take no"):
                 call()
-    for call in (lambda: recoup.measure(lambda: model[0](x)), lambda: recoup.plan(model, x)):
-        with pytest.raises(ValueError, match="Tensors of FakeTensorMode take no memory"):
-            call()
