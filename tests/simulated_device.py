@@ -73,34 +73,24 @@ class Event:
 # -- the module of the device ----------------------------------------------------------------------
 
 
+def _always(value):
+    return lambda self, *device: value
+
+
 class _Bare:
     """What torch asks of a device module."""
+
+    is_initialized = is_available = _always(True)
+    _is_in_bad_fork = _always(False)
+    device_count, current_device = _always(1), _always(0)
+    get_amp_supported_dtype = _always([torch.float16, torch.bfloat16])
+    manual_seed_all = staticmethod(generator.manual_seed)
 
     def __init__(self):
         self.allocated = self.peak = self.time = 0
         self.streams = []
 
-    def is_initialized(self):
-        return True
-
-    is_available = is_initialized
-
-    def device_count(self):
-        return 1
-
-    def current_device(self):
-        return 0
-
-    def _is_in_bad_fork(self):
-        return False
-
-    def manual_seed_all(self, seed):
-        generator.manual_seed(seed)
-
-    def get_amp_supported_dtype(self):
-        return [torch.float16, torch.bfloat16]
-
-    def synchronize(self, device=None):
+    def synchronize(self, device):
         for stream in self.streams:
             stream.synchronize()
 
@@ -110,27 +100,27 @@ class _Full(_Bare):
 
     Stream = Stream
 
-    def get_rng_state(self, device=0):
+    def get_rng_state(self, device):
         return generator.get_state()
 
-    def set_rng_state(self, state, device=0):
+    def set_rng_state(self, state, device):
         generator.set_state(state)
 
-    def memory_allocated(self, device=None):
+    def memory_allocated(self, device):
         return self.allocated
 
     memory_reserved = memory_allocated
 
-    def max_memory_allocated(self, device=None):
+    def max_memory_allocated(self, device):
         return self.peak
 
     def reset_peak_memory_stats(self, device=None):
         self.peak = self.allocated
 
-    def mem_get_info(self, device=None):
+    def mem_get_info(self, device):
         return 2**30 - self.allocated, 2**30
 
-    def current_stream(self, device=None):
+    def current_stream(self, device):
         return self.current
 
     @contextmanager

@@ -39,7 +39,11 @@ def accelerator() -> torch.device | None:
 
 @functools.cache
 def _module_of(kind: str) -> Any:
-    return torch.get_device_module(kind)
+    """Return the module of a kind of devices; None, which has nothing, if torch has none."""
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        return None
 
 
 def is_accelerator(device: torch.device) -> bool:
