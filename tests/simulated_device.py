@@ -1,107 +1,287 @@
-"""An accelerator in Python: tensors that compute on the CPU, and a random stream of their own.
+"""An accelerator in Python: ordinary tensors on a device "sim", whose kernels are those of the CPU.
+
+What a device may do, this one does: its random stream and its count of bytes are its own; memory
+that is new or free holds NaNs; a copy on a stream is made when somebody waits for it, and not
+before; a generator or a tensor of the CPU is refused. It makes no generators and pins no memory,
+and an error of a saved-tensor hook ends the process, since torch's guard of such devices does.
 
 It is that of the whole process, so tests run it in a process of their own.
 """
 
 from __future__ import annotations
 
+import ctypes
+import weakref
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-ATEN = torch.ops.aten
+ATEN, CPU = torch.ops.aten, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# What moves between devices, and what takes indices of the CPU.
+MIXED = {"_copy_from", "index", "index_put_", "_index_put_impl_"}
 generator = torch.Generator()
 
 
-class _Module:
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Stream(torch.Stream):
+    """Copies that are made when somebody waits for them, in order."""
+
+    def __new__(cls, device=None):
+        number = len(module.streams)
+        stream = super().__new__(cls, stream_id=number, device_index=0, device_type=20)
+        stream.queue, stream.seen = [], 0
+        module.streams.append(stream)
+        return stream
+
+    def wait_stream(self, other):
+        other.synchronize()
+        self.seen = module.time
+
+    def wait_event(self, event):
+        event.synchronize()
+
+    def record_event(self):
+        return Event(self)
+
+    def synchronize(self):
+        while self.queue:
+            self.queue.pop(0)()
+
+
+class Event:
+    """The end of what is queued on a stream; every third question finds that it has come."""
+
+    def __init__(self, stream):
+        self.stream, self.last, self.num_asked = stream, stream.queue[-1:], 0
+
+    def query(self):
+        self.num_asked += 1
+        if self.num_asked % 3 == 0:
+            self.synchronize()
+        return not any(each in self.stream.queue for each in self.last)
+
+    def synchronize(self):
+        while any(each in self.stream.queue for each in self.last):
+            self.stream.queue.pop(0)()
+
+
+# -- the module of the device ----------------------------------------------------------------------
+
+
+def _always(value):
+    return lambda self, *device: value
+
+
+class _Bare:
     """What torch asks of a device module."""
 
-    def is_initialized(self):
-        return True
+    is_initialized = is_available = _always(True)
+    _is_in_bad_fork = _always(False)
+    device_count, current_device = _always(1), _always(0)
+    get_amp_supported_dtype = _always([torch.float16, torch.bfloat16])
+    manual_seed_all = staticmethod(generator.manual_seed)
 
-    is_available = is_initialized
+    def __init__(self):
+        self.allocated = self.peak = self.time = 0
+        self.streams = []
 
-    def device_count(self):
-        return 1
+    def synchronize(self, device):
+        for stream in self.streams:
+            stream.synchronize()
 
-    def current_device(self):
-        return 0
 
-    def _is_in_bad_fork(self):
-        return False
+class _Full(_Bare):
+    """What the modules of most devices have beside it."""
 
-    def manual_seed_all(self, seed):
-        generator.manual_seed(seed)
+    Stream = Stream
 
-    def get_rng_state(self, device=0):
+    def get_rng_state(self, device):
         return generator.get_state()
 
-    def set_rng_state(self, state, device=0):
+    def set_rng_state(self, state, device):
         generator.set_state(state)
 
-    def get_amp_supported_dtype(self):
-        return [torch.float16, torch.bfloat16]
+    def memory_allocated(self, device):
+        return self.allocated
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def reset_peak_memory_stats(self, device=None):
+        self.peak = self.allocated
+
+    def mem_get_info(self, device):
+        return 2**30 - self.allocated, 2**30
+
+    def current_stream(self, device):
+        return self.current
+
+    @contextmanager
+    def stream(self, stream):
+        self.current, before = stream, self.current
+        yield
+        self.current = before
 
 
-class SimulatedTensor(Tensor):
-    """A tensor on the device "sim", whose numbers a tensor of the CPU holds."""
+module = _Full()
+module.current = Stream()
 
-    @staticmethod
-    def __new__(cls, held):
-        return Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
-            dtype=held.dtype, device="sim",
-        )  # fmt: skip
+# -- memory ----------------------------------------------------------------------------------------
 
-    def __init__(self, held):
-        self.held = held
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        target = torch.device(kwargs.get("device") or "sim").type
-        given = tree_map_only(SimulatedTensor, lambda tensor: tensor.held, (args, kwargs))
-        given = tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws:
-            before = torch.get_rng_state()
-            torch.set_rng_state(generator.get_state())
-        result = func(*given[0], **given[1])
-        if draws:
-            generator.set_state(torch.get_rng_state())
-            torch.set_rng_state(before)
-        if func is ATEN._to_copy.default and target == "cpu":
-            return result
-        known = {id(each.held): each for each in args if isinstance(each, SimulatedTensor)}
-        return tree_map_only(
-            Tensor, lambda t: known[id(t)] if id(t) in known else SimulatedTensor(t), result
-        )
+# The memory of each storage, and when a kernel last wrote to it.
+_memory, _written = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
 
-def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
-    return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype))
+def _on_device(tensor):
+    return tensor.device.type == "sim"
 
 
-def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    return SimulatedTensor(torch.empty(size, dtype=dtype))
+def _put(tensor, storage, like):
+    place = like.storage_offset(), like.size(), like.stride()
+    return ATEN.set_.source_Storage_storage_offset.redispatch(CPU, tensor, storage, *place)
 
 
-def set_up():
-    """Make it the accelerator of this process; return what must stay alive."""
-    _setup_privateuseone_for_python_backend("sim", backend_module=_Module())
+def _wrapped(held):
+    """A tensor on the device that has the memory of a tensor of the CPU."""
+    memory = held.untyped_storage()
+    where, num_bytes = memory.data_ptr(), memory.nbytes()
+    device = torch.device("sim", 0)
+    storage = torch._C._construct_storage_from_data_pointer(where, device, num_bytes)
+    _memory[storage], _written[storage] = memory, module.time
+    weakref.finalize(storage, _free, memory, num_bytes)
+    module.allocated += num_bytes
+    module.peak = max(module.peak, module.allocated)
+    return _put(torch._C._acc.create_empty_tensor([0], held.dtype), storage, held)
+
+
+def _free(memory, num_bytes):
+    ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes())
+    module.allocated -= num_bytes
+
+
+def _held(tensor):
+    """The tensor of the CPU that has the memory of one on the device."""
+    found = torch.empty(0, dtype=tensor.dtype)
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return found.set_(_memory[tensor.untyped_storage()], *place)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _changed(value, change):
+    """A nested value, with `change` applied to each leaf."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([_changed(each, change) for each in value])
+    return change(value)
+
+
+def _run(func, *args, **kwargs):
+    """Run an operator."""
+    name, module.time = func.overloadpacket.__name__, module.time + 1
+    if name in ("as_strided", "set_"):
+        return func.redispatch(CPU, *args, **kwargs)
+    held, originals, bases = {}, {}, {}
+
+    def there(value):
+        if isinstance(value, torch.Generator):
+            raise RuntimeError(f"{func}: expected a generator of sim, but found one of cpu")
+        if not isinstance(value, Tensor):
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+        if not _on_device(value):
+            if value.dim() and name not in MIXED:
+                raise RuntimeError(f"{func}: expected all tensors on sim, but found one on cpu")
+            return value
+        if id(value) not in held:
+            own = held[id(value)] = _held(value)
+            originals[id(own)] = bases[own.untyped_storage()] = value
+        return held[id(value)]
+
+    def back(value):
+        if not isinstance(value, Tensor) or id(value) in originals:
+            return originals.get(id(value), value)
+        if value.untyped_storage() in bases:
+            place = value.size(), value.stride(), value.storage_offset()
+            base = bases[value.untyped_storage()]
+            return ATEN.as_strided.default.redispatch(CPU, base, *place)
+        if name.startswith("empty"):
+            ctypes.memset(value.data_ptr(), 0xFF, value.untyped_storage().nbytes())
+        return _wrapped(value)
+
+    given = [_changed(each, there) for each in args]
+    named = {key: _changed(value, there) for key, value in kwargs.items()}
+    if name == "_copy_from":
+        return _copy(*args[:2], *given)
+    # A number that torch has made of a tensor is not always taken for one again.
+    for place, argument in enumerate(func._schema.arguments[: len(args)]):
+        if type(args[place]) is int and str(argument.type) == "Tensor":
+            given[place] = torch.tensor(args[place])
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    with _drawing() if draws else nullcontext(), torch._C._DisableAutocast():
+        result = func(*given, **named)
+    for each in originals.values():
+        own = held[id(each)]
+        if (own.size(), own.stride()) != (each.size(), each.stride()):  # it was resized
+            moved = _wrapped(own.clone())
+            _put(each, moved.untyped_storage(), moved)
+        _written[each.untyped_storage()] = module.time
+    return _changed(result, back)
+
+
+@contextmanager
+def _drawing():
+    """Let kernels of the CPU draw from the generator of the device."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(generator.get_state())
+    yield
+    generator.set_state(torch.get_rng_state())
+    torch.set_rng_state(before)
+
+
+def _copy(source, target, held_source, held_target, non_blocking=False):
+    """Copy between devices, on a stream when somebody waits for it."""
+    stream, copy = module.current, partial(held_target.copy_, held_source)
+    if non_blocking and stream is not module.streams[0]:
+        if _on_device(source) and _written[source.untyped_storage()] > stream.seen:
+            raise AssertionError("a stream reads what another stream has not written yet")
+        stream.queue.append(copy)
+    else:
+        copy()
+    if _on_device(target):
+        _written[target.untyped_storage()] = module.time
+    return target
+
+
+def _convolution_backward(grad, x, weight, *args):
+    sizes = [weight.shape[1 if args[3] else 0]]
+    return _run(ATEN.convolution_backward.default, grad, x, weight, sizes, *args)
+
+
+def set_up(*, is_bare=False):
+    """Make it the accelerator of this process; return what must stay alive.
+
+    `is_bare`: without a random state that can be set, counts of bytes, and streams.
+    """
+    module.__class__ = _Bare if is_bare else _Full
+    _setup_privateuseone_for_python_backend("sim", module)
     torch.autograd.set_multithreading_enabled(False)
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty_strided", _empty_strided, "PrivateUse1")
-    library.impl("empty.memory_format", _empty, "PrivateUse1")
-    return library
-
-
-def on_device(tensor):
-    """A copy of a tensor, or of the parameters of a module in their places, on the device."""
-    if isinstance(tensor, torch.nn.Module):
-        for module in tensor.modules():
-            for name, value in module.named_parameters(recurse=False):
-                setattr(module, name, torch.nn.Parameter(on_device(value)))
-        return tensor
-    return SimulatedTensor(tensor.detach().clone())
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    for name in {each[6:] for each in kernels if each.startswith("aten::")} | {"_copy_from"}:
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(ATEN, packet), overload or "default")
+        library.impl(name, partial(_run, func), "PrivateUse1")
+    convolution = partial(_run, ATEN.convolution.default)
+    library.impl("convolution_overrideable", convolution, "PrivateUse1")
+    library.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    library.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
+    settings = torch.library.Library("_", "IMPL")
+    settings.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    return library, settings

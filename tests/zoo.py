@@ -49,7 +49,7 @@ class ToTuple(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x).tanh()
-        return {"pair": (y, [x * 2, None]), "index": torch.arange(3), "number": 7}
+        return {"pair": (y, [x * 2, None]), "index": torch.arange(3, device=x.device), "number": 7}
 
 
 class ThroughDict(nn.Module):
@@ -109,7 +109,7 @@ class DrawsItself(nn.Module):
         self.dropout = nn.Dropout(0.4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rand(x.shape[1], dtype=x.dtype)
+        x = x * torch.rand(x.shape[1], dtype=x.dtype, device=x.device)
         return self.dropout(self.linear(x)).tanh() + torch.randn_like(x)
 
 
@@ -227,9 +227,10 @@ def autocast(dtype: torch.dtype) -> nn.Module:
 
 
 def scattered(x: Tensor) -> Tensor:
-    places = (torch.arange(x.numel()) * 7 % 6).view_as(x)
+    places = (torch.arange(x.numel(), device=x.device) * 7 % 6).view_as(x)
     summed = torch.zeros_like(x).scatter_add(1, places, x.sin()).exp()
-    return summed.index_add(0, torch.arange(len(x)) // 2, x.cos()).tanh()
+    rows = torch.arange(len(x), device=x.device) // 2
+    return summed.index_add(0, rows, x.cos()).tanh()
 
 
 def quantized(x: Tensor, linear: Any, of_x: nn.Module, of_w: nn.Module) -> Tensor:
@@ -335,7 +336,7 @@ class CountsTokens(nn.Module):
 
 def routed(x: Tensor) -> Tensor:
     """Rows that depend on a draw."""
-    rows = torch.rand(len(x)).gt(0.3).nonzero().squeeze(-1)
+    rows = torch.rand(len(x), device=x.device).gt(0.3).nonzero().squeeze(-1)
     return x.index_add(0, rows, F.dropout(x[rows].sin(), 0.5))
 
 
@@ -345,7 +346,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "wide": lambda: nn.Sequential(nn.Linear(6, 4096), nn.LayerNorm(4096), nn.Linear(4096, 6)),
     "index": lambda: Fn(scattered),
     "bags": lambda: Fn(
-        lambda x, bag: x + bag(torch.arange(24).view(12, 2) % 9), nn.EmbeddingBag(9, 6)
+        lambda x, bag: x + bag(torch.arange(24, device=x.device).view(12, 2) % 9),
+        nn.EmbeddingBag(9, 6),
     ),
     "rrelu": lambda: nn.Sequential(nn.Linear(6, 600), nn.RReLU()),
     "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),

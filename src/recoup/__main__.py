@@ -253,7 +253,7 @@ def _parser() -> _Parser:
         sub.set_defaults(command=run)
         where = "a function, as module:function or path/to/file.py:function, that is called "
         sub.add_argument("build", metavar="BUILD", help=where + build)
-        sub.add_argument("--device", default="cpu", help="cpu or a CUDA device (cpu)")
+        sub.add_argument("--device", default="cpu", help="cpu or an accelerator (cpu)")
         return sub.add_argument
 
     file: Any = {"type": Path, "metavar": "FILE"}

@@ -1,4 +1,8 @@
-"""A model with dropout on a simulated accelerator, in every way; writes what each found as JSON."""
+"""Models on a simulated accelerator, in every way; writes a table of what each found as JSON.
+
+A cell is "same" if two steps leave what they leave without recoup on the same device, with both
+random streams; otherwise it is an error, "raw" if it is none of recoup's.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +10,253 @@ import copy
 import itertools
 import json
 import sys
+import tempfile
+import warnings
+from functools import partial
 
 import torch
 from torch import nn
 
 import recoup
+from recoup._core.drift_guard import DriftGuard
 from recoup.errors import RecoupError
+from recoup.flows import Glow, fit
+from recoup.invertible import Chain
 from tests import simulated_device as simulated
+from tests.numerics.test_every_way import CALLS, Called, a_step, assert_same, built, outcome
+from tests.oracle import loss_of_all
+from tests.zoo import CHAINS, INVERTIBLE, MODULES, chain_of, invertible_chain_of
+
+BUDGET = 350_000  # everything kept takes 580,000 bytes
+WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
+OTHERS = (
+    *("constant", "sqrt of invertible", "flows", "weights", "tiled", "settings", "gradients"),
+    "plans",
+)
+STRIDE = 1 if "all" in sys.argv else 3  # each model is in so many-th of the ways
 
 
-def blocks():
-    return [
-        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.4), nn.GELU())
-        for _ in range(5)
-    ]
+def in_way(way, modules):
+    def offloading(stages, x):
+        with recoup.offloading(1, "host", in_flight_bytes=200):
+            return stages(x)
+
+    return Called(offloading, modules) if way == WAYS[-1] else built(way, modules)
 
 
-def step(forward, parameters, x):
-    """The gradients of a step and the two random streams after it, as tensors of the CPU."""
-    torch.manual_seed(3)
-    x = x.detach().requires_grad_()
-    forward(x).sum().backward()
-    found = [x.grad, *(parameter.grad for parameter in parameters)]
-    for parameter in parameters:
-        parameter.grad = None
-    found = [each.held if isinstance(each, simulated.SimulatedTensor) else each for each in found]
-    return [*found, torch.rand(3), torch.rand(3, generator=simulated.generator)]
+def twice(model, x):
+    """Code is looked at in its first step, and known in the second."""
+    return [*a_step(model, x), *a_step(model, x)]
 
 
-def chain(memory):
-    return lambda model: recoup.Sequential(*model, memory=memory)
+def left(model, x, device="sim", situation=twice):
+    x = x.detach().to(device).requires_grad_(x.requires_grad)
+    return [*outcome(model.to(device), x, situation), simulated.generator.get_state()]
 
 
-def recomputed(model):
-    return recoup.recompute_(copy.copy(model), nn.Dropout, nn.GELU)
+def cell(run):
+    """ "same" if a run returns nothing; else what it returns, or its error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run() or "same"
+    except (RecoupError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001
+        return f"raw {type(error).__name__}: {error}"
 
 
-def counted(calls, x):
-    return (x * (1.0 + next(calls))).sin().exp()
+# -- the parts of the table ------------------------------------------------------------------------
 
 
-WAYS = {
-    "checkpoint": lambda model: lambda x: recoup.checkpoint(model, x),
-    "recompute": recoup.recompute,
-    "recompute_": recomputed,
-    **{f"Sequential {memory}": chain(memory) for memory in ("inputs", "sqrt", "log", 2)},
-}
+def of_zoo():
+    for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})):
+        modules, x = chain_of(name)
+        try:
+            want = left(built("plain", modules), x)
+        except NotImplementedError as error:
+            yield "plain", name, f"raw {str(error)[:60]}"
+            continue
+        for way in WAYS[place % STRIDE :: STRIDE]:
+            run = lambda: assert_same(left(in_way(way, modules), x), want)  # noqa: B023, E731
+            yield way, name, cell(run)
+
+
+def of_chains():
+    for name in INVERTIBLE:
+        modules, x = invertible_chain_of(name)
+        want = left(Chain(*copy.deepcopy(modules)), x)
+        for way, memory, rtol in (("constant", "constant", 1e-9), (OTHERS[1], "sqrt", 0.0)):
+            model = Chain(*copy.deepcopy(modules), memory=memory)
+            yield way, name, cell(lambda: assert_same(left(model, x), want, rtol))  # noqa: B023
+
+
+def blocks(num=1, dropout=0.3):
+    torch.manual_seed(0)
+    layers = nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 32)
+    return [copy.deepcopy(nn.Sequential(*layers).double()) for _ in range(num)]
+
+
+def rows(*shape):
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def of_flows():
+    """Against those that keep everything."""
+    images = torch.randint(17, (300, 1, 8, 8))
+
+    def density(flow):
+        return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images[:4])
+
+    def sample(flow):
+        torch.rand(len(flow.memory), device="sim")  # which the generator makes up for
+        return [flow.sample(2, generator=torch.Generator())]
+
+    def fitted(flow):
+        fit(flow, images.to("sim"), epochs=1, progress=False)
+        return [each.detach() for each in flow.parameters()]
+
+    def run(found_by, *memories, rtol=0.0):
+        flows = []
+        for memory in memories:
+            torch.manual_seed(0)
+            made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
+            flows.append(made.double().to("sim"))
+        assert_same(*map(found_by, flows), rtol)
+
+    yield "flows", "density", cell(lambda: run(density, "constant", "linear", rtol=1e-9))
+    yield "flows", "sample", cell(lambda: run(sample, "constant", "linear"))
+    yield "flows", "fit", cell(lambda: run(fitted, "sqrt", "linear"))
+
+
+def of_weights():
+    """To the bit what they are on a CPU."""
+    changes = (
+        partial(recoup.weight_dropout, p=0.3),
+        partial(recoup.weight_noise, std=0.1),
+        recoup.weight_norm,
+    )
+    modules = (
+        (nn.Linear(32, 2048), torch.randn(4, 32)),
+        (nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)),
+        (nn.Embedding(9, 6), torch.tensor([1, 8, 1])),
+    )
+
+    def values(model, x, device):
+        found = left(model, x, device, a_step)[:-2]  # without the streams, of which two differ
+        return [each if each is None else each.cpu() for each in found]
+
+    def run(change, module, x):
+        models = [change(copy.deepcopy(module)) for _ in range(2)]
+        assert_same(values(models[0], x, "sim"), values(models[1], x, "cpu"))
+
+    for change, given in itertools.product(changes, modules):
+        yield "weights", f"{change} of {given[0]}", cell(partial(run, change, *given))
+
+
+def of_tiles():
+    """Against the same tiles by hand, which draw the same masks."""
+    x = rows(3, 8, 32)
+
+    def tiled(fn, x):
+        return recoup.tiled(fn, dim=1, tiles=4)(x)
+
+    def by_hand(fn, x):
+        return torch.cat([fn(each) for each in x.chunk(4, 1)], 1)
+
+    def run():
+        assert_same(*(left(Called(each, blocks()), x) for each in (tiled, by_hand)), 1e-12)
+
+    yield "tiled", "blocks", cell(run)
+
+
+def of_settings():
+    calls, x = itertools.count(1), rows(4, 4).to("sim")
+
+    def run(fn):
+        with torch.autocast("sim", torch.bfloat16):
+            y = recoup.checkpoint(fn, x)
+        y.sum().backward()
+
+    def by_autocast(x):
+        return (x.sin() * (1.0 + torch.is_autocast_enabled("sim"))).exp()
+
+    yield "settings", "autocast", cell(partial(run, by_autocast))
+    yield "settings", "counter", cell(lambda: run(lambda x: (x * next(calls)).sin().exp()))
+
+
+def of_gradients():
+    """Against the same steps with `.grad`."""
+
+    def step(model, x):
+        loss_of_all(model(x)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return list(model.parameters())
+
+    def step_of_store(model, x):
+        store = recoup.GradStore(model.parameters())
+        with store.collecting():
+            loss_of_all(model(x)).backward()
+        recoup.step(torch.optim.SGD(model.parameters(), lr=0.1), store)
+        return list(model.parameters())
+
+    def run():
+        x = rows(8, 32)
+        found = [left(nn.Sequential(*blocks(2)), x, "sim", each) for each in (step, step_of_store)]
+        assert_same(*found)
+
+    yield "gradients", "GradStore", cell(run)
+
+
+def of_plans():
+    modules, x = blocks(6), rows(64, 32)
+    loss = lambda y: y.sin().mul(1.5).sum()  # noqa: E731
+
+    def run(**options):
+        want = left(built("plain", modules), x)
+        model, given = nn.Sequential(*copy.deepcopy(modules)).to("sim"), x.to("sim")
+        recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
+        assert_same(left(model, x), want)
+        before = simulated.module.allocated
+        simulated.module.reset_peak_memory_stats()
+        loss(model(given)).backward()
+        taken = simulated.module.peak - before
+        return "" if taken <= BUDGET else f"takes {taken} bytes"
+
+    folder = tempfile.gettempdir()
+    for options in (
+        {"tiles": True},
+        {"offload_to": "host"},
+        {"offload_to": folder, "replan": True},
+    ):
+        yield "plans", str(options), cell(partial(run, **options))
+
+
+def of_bare():
+    """On a device that has no random state, counts no bytes and has no streams."""
+    x = rows(4, 32)
+    for way, dropout in (("without dropout", 0.0), ("with dropout", 0.3)):
+        modules = blocks(6, dropout)
+        want = left(built("plain", modules), x)
+        for name in WAYS:
+            run = lambda: assert_same(left(in_way(name, modules), x), want)  # noqa: B023, E731
+            yield way, name, cell(run)
+    model = nn.Sequential(*blocks()).to("sim")
+    yield "bytes", "measure", cell(lambda: recoup.measure(lambda: None, device="sim"))
+    yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
+
+
+PARTS = of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans
 
 
 def main():
-    library = simulated.set_up()
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*blocks()), torch.randn(4, 8)
-    on_cpu = step(model, list(model.parameters()), x)
-    model, x = simulated.on_device(model), simulated.on_device(x)
-    wanted = step(model, list(model.parameters()), x)
-    found = {"plain, as on the CPU": all(map(torch.equal, wanted[:-2], on_cpu[:-2]))}
-    for name, way in WAYS.items():
-        made = step(way(model), list(model.parameters()), x)
-        found[name] = all(map(torch.equal, made, wanted))
-    calls = itertools.count()
-    try:
-        recoup.checkpoint(counted, calls, x.detach().requires_grad_()).sum().backward()
-    except RecoupError as error:
-        found["a counter"] = type(error).__name__
+    is_bare = "bare" in sys.argv
+    library = simulated.set_up(is_bare=is_bare)
+    found = {}
+    with DriftGuard.strict():
+        for part in (of_bare,) if is_bare else PARTS:
+            for way, name, result in part():
+                found.setdefault(way, {})[name] = result
     del library
     sys.stdout.write(json.dumps(found))
 

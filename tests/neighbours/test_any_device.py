@@ -1,4 +1,4 @@
-"""Regions on an accelerator that is neither a CPU nor CUDA, which a simulated one stands for."""
+"""Accelerators that are neither a CPU nor CUDA, which a simulated one stands for."""
 
 from __future__ import annotations
 
@@ -8,23 +8,63 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.neighbours.device_worker import WAYS
+import recoup
+from tests.neighbours.device_worker import OTHERS, WAYS
 
 
-@pytest.fixture(scope="module")
-def found():
-    command = [sys.executable, "-m", "tests.neighbours.device_worker"]
+def table(*arguments):
+    """The table of the worker: ways, models, and what each found."""
+    command = [sys.executable, "-m", "tests.neighbours.device_worker", *arguments]
     root = Path(__file__).parents[2]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert not ran.returncode, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize("way", ["plain, as on the CPU", *WAYS])
-def test_dropout_is_repeated_to_the_bit(found, way):
-    assert found[way] is True
+def assert_all_the_same(found, num_models):
+    """All cells, but for models that the device itself cannot run: it has no recurrent kernels."""
+    assert found.pop("plain").keys() == {"recurrent", "lstm", "gru"}
+    assert found["settings"].pop("counter").startswith("ReplayError: Running the checkpointed call")
+    assert found.keys() == {*WAYS, *OTHERS}
+    assert all(len(found[way]) >= num_models for way in WAYS)
+    others = {(way, *cell) for way in found for cell in found[way].items() if cell[1] != "same"}
+    assert not others
 
 
-def test_another_outcome_is_an_error_before_backward_returns(found):
-    assert found["a counter"] == "ReplayError"
+def test_every_way_on_any_device():
+    assert_all_the_same(table(), 15)
+
+
+@pytest.mark.exhaustive
+def test_every_model_in_every_way_on_any_device():
+    assert_all_the_same(table("all"), 50)
+
+
+def test_a_device_without_states_counts_and_streams():
+    found = table("bare")
+    assert set(found["without dropout"].values()) == {"same"}
+    offloading = {way for way in WAYS if "offloading" in way}
+    for way, cell in found["with dropout"].items():
+        wanted = (
+            "same" if way in offloading else "ReplayError: aten.native_dropout.default draws on"
+        )
+        assert cell.startswith(wanted), way
+    for cell in found["bytes"].values():
+        assert cell.startswith("ValueError: The bytes on sim")
+
+
+def test_tensors_without_values():
+    with FakeTensorMode() as mode:
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), torch.rand(4, 4)
+        recoup.checkpoint(model, x).sum().backward()
+        recoup.Sequential(*model, memory="sqrt")(x).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    for call in (lambda: recoup.measure(lambda: model(x)), lambda: recoup.plan(model, x)):
+        with mode:
+            call()
+        with pytest.raises(ValueError, match="Tensors of a FakeTensorMode take no memory"):
+            call()

@@ -170,7 +170,7 @@ def left_by(model, x):
 
 def a_step(model, x):
     output = model(x)
-    torch.rand(3)
+    torch.rand(3, device=tensors(x)[0].device)
     loss_of_all(output).backward()
     return [*(value.detach().clone() for value in tensors(output)), *left_by(model, x)]
 

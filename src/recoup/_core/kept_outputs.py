@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from recoup._core.compile import never_compiled
+from recoup._core.devices import generator_states, refuse_draws, same_states
 from recoup._core.dispatch_modes import DispatchMode, InMode
-from recoup._core.generators import generator_states, same_states
 from recoup._core.interception import Interceptor, are_plain, beneath, intercepting
 from recoup._core.kept_products import KeptProduct, Products
 from recoup._core.memory_layout import Strides, strided
@@ -182,9 +182,12 @@ class KeptOutputs:
 
     def _hangs_on_outside(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
         """Whether an operator takes numbers that hang on what is outside (See Rule 4)."""
-        self.may_draw |= _may_draw(func)
-        given = tensors_in((args, kwargs))
-        made = set(storages_of(tensors_in(result)))
+        given, results = tensors_in((args, kwargs)), tensors_in(result)
+        if _may_draw(func):
+            self.may_draw = True
+            for each in results[:1]:
+                refuse_draws(func, each.device)
+        made = set(storages_of(results))
         numbers = [each for each in given if each.is_floating_point() or each.is_complex()]
         if all(storage in self._made_here for storage in storages_of(numbers)):
             self._made_here |= made

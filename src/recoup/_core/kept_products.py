@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.devices import States, set_generator_states
 from recoup._core.fake_values import PLAIN
-from recoup._core.generators import States, set_generator_states
 from recoup._core.interception import beneath
 from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.operators import has_schema, map_instances, traits_of

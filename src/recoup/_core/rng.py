@@ -28,8 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from recoup._core.fake_values import is_without_values
-from recoup._core.generators import (
+from recoup._core.devices import (
     States,
     generator_states,
     generators_restored,
@@ -39,6 +38,7 @@ from recoup._core.generators import (
     set_generator_states,
     with_seed,
 )
+from recoup._core.fake_values import is_without_values
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.errors import RecoupError, ReplayError
 

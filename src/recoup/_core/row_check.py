@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recoup._core.captured import captured_by, parts_of
-from recoup._core.generators import generator_states, generators_restored, same_states
+from recoup._core.devices import generator_states, generators_restored, same_states
 from recoup._core.graph_ends import ends_of
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import grad_mode, without_pairs

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.fake_values import is_without_values
+from recoup._core.fake_values import has_values
 from recoup._core.interception import unseen
 
 _COLUMNS = 16
@@ -76,8 +76,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         of_parts = [sketch_of(part) for part in parts if isinstance(part, Tensor)]
         numbers = [number for each in of_parts if each is not None for number in numbers_of(each)]
         return numbers or None
-    has_values = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    if not has_values or is_without_values(tensor):
+    if tensor.layout is not torch.strided or tensor.is_quantized or not has_values(tensor):
         return None
     hidden = _plainly() if type(tensor) in _PLAIN else nullcontext()  # from modes
     with _no_functions(), hidden, unseen(), _without_autocast():

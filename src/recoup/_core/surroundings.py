@@ -40,8 +40,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.devices import autocast_kinds, unrepeated
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
-from recoup._core.fake_values import is_without_values
+from recoup._core.fake_values import has_values
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.rng import Draws
@@ -171,7 +172,7 @@ class Surroundings(Draws):
                 yield
             self._replaced = [each for each in places if each[0].get(each[1]) is not each[2]]
             if self._is_looking:
-                self.counted = [pair for pair in before if _differ(*pair)]
+                self.counted = [pair for pair in before if not torch.equal(*pair)]
                 self._has_looked()
 
     def has_run(self) -> None:
@@ -198,7 +199,6 @@ class Surroundings(Draws):
             for module, ref in zip(self._modules, self._code[1:], strict=True)
             if module._buffers and (self._is_looking or ref in _counts)
             for place in _places_in(module)
-            if place[2].device.type != "meta"
         ]
 
     def _finding(
@@ -274,7 +274,7 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         is_any = self.counted or self._replaced or self.kept_outputs
-        if is_in_mode or is_any or settings[0] or settings[2]:
+        if is_in_mode or is_any or True in settings[0]:
             return self._restored()
         return self.replaying() if settings == _settings() else self._restored()
 
@@ -321,7 +321,7 @@ class Surroundings(Draws):
             return "hooks of its modules were added or removed, or a `forward` was replaced"
         if (*_hooks_before.values(), *_hooks_after.values()) != self._global_hooks:
             return "hooks of all modules were added or removed"
-        return ""
+        return unrepeated()
 
     def _name_of(self, found: nn.Module | Tensor) -> str:
         """Return the name of a module or parameter, in the first module that has it."""
@@ -343,14 +343,11 @@ def _removed(handle: Any) -> Generator[None]:
         handle.remove()
 
 
-def _differ(buffer: Tensor, before: Tensor) -> bool:
-    """Whether a buffer has other values than before, or none that could be compared."""
-    return is_without_values() or not torch.equal(buffer, before)
-
-
 def _places_in(module: nn.Module) -> list[Place]:
     return [
-        (module._buffers, name, each) for name, each in module._buffers.items() if each is not None
+        (module._buffers, name, each)
+        for name, each in module._buffers.items()
+        if each is not None and has_values(each)
     ]
 
 
@@ -381,32 +378,31 @@ _sdpa = torch.backends.cuda
 # What torch.backends.cuda asks, a call of Python less for each setting of each region.
 _flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-_Values = tuple[bool, torch.dtype, bool, torch.dtype, bool, bool, bool, bool]
+_Values = tuple[tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool]]
 
 
 def _settings() -> _Values:
     """Return the settings that affect the results of operators."""
-    return (
-        *(_autocast("cpu"), _autocast_dtype("cpu"), _autocast("cuda"), _autocast_dtype("cuda")),
-        *(_flash(), _mem_efficient(), _math(), _cudnn()),
-    )
+    kinds = autocast_kinds()
+    kernels = _flash(), _mem_efficient(), _math(), _cudnn()
+    return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels
 
 
 def _set(values: _Values) -> None:
-    for kind, is_enabled, dtype in (("cpu", *values[:2]), ("cuda", *values[2:4])):
+    for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
-    if values[4:] != _settings()[4:]:
-        _sdpa.enable_flash_sdp(values[4])
-        _sdpa.enable_mem_efficient_sdp(values[5])
-        _sdpa.enable_math_sdp(values[6])
-        _sdpa.enable_cudnn_sdp(values[7])
+    kernels = values[2]
+    if kernels != _settings()[2]:
+        _sdpa.enable_flash_sdp(kernels[0])
+        _sdpa.enable_mem_efficient_sdp(kernels[1])
+        _sdpa.enable_math_sdp(kernels[2])
+        _sdpa.enable_cudnn_sdp(kernels[3])
 
 
 def _with(values: _Values) -> AbstractContextManager[object]:
     """Return a context with these settings."""
-    casts = values[0] or values[2]
-    return _in_settings(values) if casts or values != _settings() else nullcontext()
+    return _in_settings(values) if True in values[0] or values != _settings() else nullcontext()
 
 
 @contextmanager

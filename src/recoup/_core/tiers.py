@@ -5,8 +5,9 @@ NOTE [ Copies that are under way ]
 Rule 1. A tier begins a copy and returns; the copy says when it has landed. Whoever began it holds
         the tensor until then, since the tier reads its memory. The copy in the tier is deleted with
         the object.
-Rule 2. On CUDA copies run on a stream of their own. It waits for the stream that made the tensor,
-        and the stream that takes a tensor back waits for it; the host waits for neither.
+Rule 2. On an accelerator copies run on a stream of their own. It waits for the stream that made
+        the tensor, and the stream that takes a tensor back waits for it; the host waits for
+        neither.
 Rule 3. The file of a folder has no name: it is unlinked as it is made, so the system deletes it
         whatever becomes of the process.
 Rule 4. The place of a copy in the file is free again when the copy is gone and no thread writes to
@@ -28,6 +29,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.devices import has_streams, pins_memory
 from recoup.errors import OffloadError
 
 _NUM_THREADS = 2
@@ -73,14 +75,14 @@ def tier_for(to: str) -> Tier:
 
 
 class HostTier:
-    """Pinned host memory, for tensors on CUDA."""
+    """Host memory, for tensors on an accelerator: pinned, where that is possible."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on CUDA: what is in host memory is there already."""
-        return tensor.device.type == "cuda"
+        """Whether `tensor` is on a device that copies aside: others share the host's memory."""
+        return has_streams(tensor.device)
 
     def send(self, tensor: Tensor) -> _HostCopy:
         """Begin to copy `tensor`, of bytes and one dimension (See Rules 1 and 2)."""
@@ -93,7 +95,7 @@ class HostTier:
 class _HostCopy:
     def __init__(self, tensor: Tensor, stream: torch.Stream) -> None:
         self._device, self._stream = tensor.device, stream
-        self._held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._held = torch.empty_like(tensor, device="cpu", pin_memory=pins_memory())
         self._event = self._copied(tensor, self._held)
 
     def _copied(self, source: Tensor, target: Tensor) -> torch.Event:
@@ -138,7 +140,7 @@ class _HostCopy:
 
 
 class FolderTier:
-    """A file in a folder, written and read by threads; tensors on CUDA go through host memory.
+    """A file in a folder that threads write and read; from accelerators by way of host memory.
 
     Args:
         folder: a folder that exists.
@@ -156,14 +158,14 @@ class FolderTier:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in memory that threads can read, or can be copied there."""
-        return tensor.device.type in ("cpu", "cuda")
+        return not tensor.is_meta
 
     def send(self, tensor: Tensor) -> _FolderCopy:
         """Begin to write `tensor`, of bytes and one dimension (See Rule 1)."""
         free = self.free[tensor.numel()]
         place = free.pop() if free else self._end
         self._end = max(self._end, place + tensor.numel())
-        source = self._host.send(tensor).held if self._host.takes(tensor) else lambda: tensor
+        source = self._host.send(tensor).held if self._host.takes(tensor) else tensor.cpu
         written = self.threads.submit(self.move, os.pwritev, place, [source])
         return _FolderCopy(self, tensor, place, written)
 
@@ -203,8 +205,8 @@ class _FolderCopy:
 
     def fetch(self) -> Arrival:
         """Begin to copy it back; it must have landed."""
-        is_staged = self._device.type == "cuda"
-        held = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_staged)
+        is_pinned = has_streams(self._device) and pins_memory()
+        held = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         read = self._tier.threads.submit(self._tier.move, os.preadv, self._place, [lambda: held])
 
         def wait() -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_whole
+from recoup._core.devices import generators_restored
 from recoup.flows.flow import Flow
 from recoup.memory import format_bytes, measure
 from recoup.schedules.memory import Memory
@@ -140,7 +141,7 @@ def fit(
 
     best, best_weights, num_worse, epoch = math.inf, _weights(flow), 0, 0
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with generators_restored():
         torch.manual_seed(seed)
         try:
             while epoch < epochs and num_worse < patience:
@@ -188,7 +189,7 @@ def _moved(flow: Flow, batch: list[Tensor]) -> list[Tensor]:
 def _bits(flow: Flow, part: list[Tensor], batch_size: int, seed: int) -> float:
     """Return the mean bits per dimension of a part, with the same noise each time."""
     flow.eval()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with generators_restored():
         torch.manual_seed(seed)
         starts = range(0, len(part[0]), batch_size)
         batches = ([each[at : at + batch_size] for each in part] for at in starts)

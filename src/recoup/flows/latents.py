@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from recoup._arguments import check_real, check_type
-from recoup._core.generators import with_seed
+from recoup._core.devices import with_seed
 
 __all__ = ["Base", "Latents", "as_latents", "as_tuple", "chosen", "temperature_of_each"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_watched, uncompiled
+from recoup._core.devices import generators_restored
 from recoup._core.drift_guard import Drift
-from recoup._core.generators import generators_restored
 from recoup._core.slots import State
 from recoup.errors import ConvergenceError
 from recoup.invertible.actnorm import ActNorm

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from recoup._arguments import check_type
 from recoup._core.compile import is_watched, uncompiled
-from recoup._core.generators import own_generator
+from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
 from recoup.invertible.chain import Chain
 from recoup.invertible.chain_memory import HasChain
@@ -86,8 +86,8 @@ class Dequantize(InvertibleModule):
         # the addition, the division and the inverse can lose together.
         cells = max(1, int(0.125 / (torch.finfo(dtype).eps * self.levels)))
         generator = own_generator(x.device, draw_seed())
-        cell = torch.randint(cells, x.shape, generator=generator, device=x.device)
-        return cell.to(dtype).add_(0.5).div_(cells)
+        cell = torch.randint(cells, x.shape, generator=generator, device=generator.device)
+        return cell.to(x.device, dtype).add_(0.5).div_(cells)
 
     def _log_det(self, y: Tensor) -> Tensor:
         return y.new_full((y.shape[0],), -math.prod(y.shape[1:]) * math.log(self.levels))
@@ -150,7 +150,8 @@ class VariationalDequantize(HasChain, Dequantize):
         self._check_first_batches(x)
         x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
         generator = own_generator(x.device, draw_seed())
-        eps = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        drawn = torch.randn(x.shape, generator=generator, device=generator.device, dtype=x.dtype)
+        eps = drawn.to(x.device)
         z, log_det = self.chain(eps, *self._context(x))
         if not isinstance(z, Tensor) or z.shape != x.shape:
             shapes = z.shape if isinstance(z, Tensor) else [part.shape for part in z]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup._core.generators import own_generator
+from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import grad_mode
 from recoup.invertible.gradients_in_forward import gradients_in_forward
@@ -92,8 +92,9 @@ def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[
         num_more = int(math.log(uniform) / math.log(continuation))
     seed = int(torch.randint(2**63 - 1, (), generator=own, dtype=torch.int64))
     generator = own_generator(x.device, seed)
-    bits = torch.randint(2, (num_probes, *x.shape), generator=generator, device=x.device)
-    return bits.to(x.dtype).mul_(2).sub_(1), num_more
+    shape = num_probes, *x.shape
+    bits = torch.randint(2, shape, generator=generator, device=generator.device)
+    return bits.to(x.device, x.dtype).mul_(2).sub_(1), num_more
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def curve(
             must do so under ``if __name__ == "__main__":``.
         depths: the values of `depth` for `build`, such as numbers of blocks; each at least 1.
         memories: the values of `memory` for `build`, such as memory modes.
-        device: ``"cpu"`` or a CUDA device.
+        device: ``"cpu"`` or an accelerator.
         repeats: number of timed steps, of which the fastest counts; 0 for no times.
         num_threads: number of threads of torch on the CPU.
         resident: whether to check the peak in a second way, on the CPU under Linux: by the resident

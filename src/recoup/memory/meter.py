@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from recoup._arguments import check_callable, check_whole
-from recoup._core.fake_values import is_without_values
+from recoup._core import devices
+from recoup._core.fake_values import check_is_in_its_mode, is_without_values
+from recoup._core.pytree import tensors_in
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import timeline
 
@@ -76,21 +78,22 @@ def measure(
     Under torch's `FakeTensorMode` no memory is taken, and the bytes are those that the storages
     would have; nothing is timed.
 
-    On CUDA the numbers are those of torch's allocator, rounded up to its blocks, for `device`
-    alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
+    On an accelerator the numbers are those of torch's allocator, rounded up to its blocks, for
+    `device` alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
     statistics of that device are reset.
 
     Args:
         fn: a function without arguments.
-        device: ``"cpu"`` or a CUDA device. The default is the current CUDA device if this process
-            uses CUDA already, else the CPU; the result names it.
+        device: ``"cpu"``, or an accelerator whose bytes torch counts, such as ``"cuda:0"``. The
+            default is the current one if this process uses it already, else the CPU; the result
+            names it.
         repeats: number of timed calls, of which the fastest counts.
 
     Returns:
         The bytes and seconds, printable.
 
     Raises:
-        ValueError: if `device` is of another type, or `repeats` is negative.
+        ValueError: if `device` is none of these, or `repeats` is negative.
 
     Example:
         >>> import torch
@@ -101,11 +104,8 @@ def measure(
     """
     check_callable(fn=fn)
     check_whole(0, repeats=repeats)
-    if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    where = check_device(device)
-    if where.type == "cuda" and where.index is None:  # pyright: ignore[reportUnnecessaryComparison]
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = check_device(devices.device_in_use() if device is None else device)
+    where = torch.empty(0, device=where).device  # with its index
     peak_bytes, held_bytes = _bytes_of(fn, where)
     if is_without_values():
         repeats = 0  # there is nothing to time
@@ -127,10 +127,10 @@ def check_device(device: torch.device | str) -> torch.device:
         raise ValueError(
             f'`device` is "{device}", which torch does not know. Give "cpu".'
         ) from error
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f'`device` is "{where}", but only "cpu" and CUDA devices are measured.')
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'`device` is "{where}", but torch finds no such CUDA device. Pass "cpu".')
+    if not devices.is_available(where):
+        raise ValueError(f'`device` is "{where}", but torch finds no such device here. Pass "cpu".')
+    if devices.is_accelerator(where):
+        devices.counter_of(where)
     return where
 
 
@@ -138,18 +138,17 @@ def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]
     with timeline(device) as line:
         result = fn()
         held = line.mark()
+        check_is_in_its_mode(tensors_in(result))
         del result  # after the mark, so that it counts as held
     return line.peak_bytes, held.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return wall and processor seconds of one call, without the release of its result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronize(device)
     wall, processor = time.perf_counter(), time.process_time()
     result = fn()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronize(device)
     times = time.perf_counter() - wall, time.process_time() - processor
     del result
     return times

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from recoup._core.allocations import Allocations, can_follow
+from recoup._core.devices import counter_of, is_accelerator, synchronize
 from recoup._core.fake_values import is_without_values
 from recoup._core.storage_tracking import StorageTracker
 
@@ -89,7 +90,7 @@ class Timeline:
 
 
 def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
-    """Return a timeline of the bytes on a device, "cpu" or CUDA.
+    """Return a timeline of the bytes on a device: the CPU, or an accelerator that counts them.
 
     On CPU those are the bytes that the allocator reports to a profiler. A thread can have only one:
     while another profiler is active, storages are tracked, and a warning says what is not counted.
@@ -100,8 +101,8 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
     """
     if is_without_values():  # whose storages are on the device "meta"
         return Timeline(StorageTracker())
-    if device.type == "cuda":
-        return Timeline(_CudaCounter(device))
+    if is_accelerator(device):
+        return Timeline(_DeviceCounter(device))
     if can_follow():
         levels: list[int] | None = [] if records_levels else None
         return Timeline(Allocations(levels), levels)
@@ -114,25 +115,26 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
     return Timeline(StorageTracker(device))
 
 
-class _CudaCounter:
-    """The bytes that torch's CUDA allocator has handed out, as it counts them itself."""
+class _DeviceCounter:
+    """The bytes that the allocator of an accelerator has handed out, as it counts them itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._counter = counter_of(device)
         self._before = 0
 
     def __enter__(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
+        synchronize(self._device)
+        self._counter.reset_peak_memory_stats(self._device)
+        self._before = self._counter.memory_allocated(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
     def mark(self, take: Callable[[int, int], None]) -> None:
         """Let `take` get the peak since the last mark and the bytes alive now."""
         take(
-            torch.cuda.max_memory_allocated(self._device) - self._before,
-            torch.cuda.memory_allocated(self._device) - self._before,
+            self._counter.max_memory_allocated(self._device) - self._before,
+            self._counter.memory_allocated(self._device) - self._before,
         )
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._counter.reset_peak_memory_stats(self._device)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from recoup._core.generators import generator_states, same_states
+from recoup._core.devices import generator_states, same_states
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
@@ -193,7 +193,7 @@ def _check(own: PricedBlocks, verification: Verification, compiled: Outcome) -> 
 
 def _eps_of_products(device: torch.device) -> float:
     """Return the machine epsilon of products, where it is larger than that of their type."""
-    backends = torch.backends
+    backends = torch.backends  # of CUDA alone: other devices have no TF32
     rounds = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
     return _EPS_OF_TF32 if device.type == "cuda" and rounds else 0.0
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
-from recoup._core.generators import fingerprint
+from recoup._core.devices import fingerprint, is_accelerator
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import backward_id, pair_in_force, saving
 from recoup._core.slots import State
@@ -82,8 +82,9 @@ class _Meter:
         self.between = Span()
         self._code = code
         self._clock = 0.0  # at the end of the latest second run
-        is_on_cuda = step.device.type == "cuda"
-        self._state_bytes = 0 if is_on_cuda else torch.get_rng_state().nbytes  # of a random state
+        # Random states are in host memory.
+        on_host = not is_accelerator(step.device)
+        self._state_bytes = torch.get_rng_state().nbytes if on_host else 0
         self._names = {id(module): name for name, module in blocks}
         self._around = enclosing_checkpoints(), backward_id()  # within which it is planned, if any
         self._line = line

@@ -8,12 +8,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.devices import is_accelerator, synchronize
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tiers import existing_folder, tier_for
@@ -25,9 +27,9 @@ from recoup.schedules import Offload, Schedule
 
 __all__ = ["OffloadPlace", "PlanOptions", "checked_budget", "losses_from", "place_of"]
 
-# Work of moving a byte to host memory and back, in bytes moved on the device: twice the bandwidth
-# of its memory over that of the bus. The CPU has no entry: it moves to folders only.
-_MOVED = {"cuda": 2 * 60.0}
+# Work of moving a byte to host memory and back, in bytes moved on an accelerator: twice the
+# bandwidth of its memory over that of the bus.
+_MOVED = 2 * 60.0
 _TRIAL_BYTES = 1 << 25
 
 
@@ -270,12 +272,13 @@ def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) ->
         OffloadError: no file can be made in the folder.
     """
     if offload_to is None or offload_to == "host":
-        if offload_to == "host" and device.type not in _MOVED:
+        is_away = is_accelerator(device)
+        if offload_to == "host" and not is_away:
             raise ValueError(
                 f'`offload_to` is "host", but the model is on the {device.type}, whose memory is '
                 "host memory. Name a folder on a disk, or leave it out."
             )
-        return OffloadPlace("host", _MOVED.get(device.type))
+        return OffloadPlace("host", _MOVED if is_away else None)
     folder = existing_folder(offload_to)
     if folder is None:
         raise ValueError(
@@ -289,7 +292,7 @@ def _work_per_byte(folder: str, device: torch.device) -> float:
     """Return the time of writing and reading a byte over that of moving one on the device."""
     tier = tier_for(folder)
     data = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
-    waits = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    waits = partial(synchronize, device)
     data.clone()
     waits()
     start = time.perf_counter()

@@ -23,8 +23,8 @@ Rule 5. A plan is rehearsed with the loss that it was given. What a training loo
 Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
         as well if the forward or the backward fails, if the graph is freed without a backward, and
         with the next forward.
-Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On CUDA the statistics of
-        the allocator are read, and not reset, since they may be the user's.
+Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On an accelerator the
+        statistics of the allocator are read, and not reset, since they may be the user's.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.allocations import can_follow
+from recoup._core.devices import counter_of, is_accelerator
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup.errors import BudgetError
@@ -236,11 +237,11 @@ class StepWatch:
         self._name = name
         self._budget_bytes = budget_bytes
         self._thread = threading.get_ident()
-        self._line: Timeline | _CudaPeak | None = None
+        self._line: Timeline | _DevicePeak | None = None
         self.is_done = False
         if not is_in_backward() and not is_in_rehearsal():
-            if device.type == "cuda":
-                self._line = _CudaPeak(device)
+            if is_accelerator(device):
+                self._line = _DevicePeak(device)
             elif can_follow():
                 self._line = timeline(device)
         if self._line is not None:
@@ -273,18 +274,18 @@ class StepWatch:
             )
 
 
-class _CudaPeak:
-    """The peak on a CUDA device, if it is higher than any before (See Rule 7); otherwise 0."""
+class _DevicePeak:
+    """The peak on an accelerator, if it is higher than any before (See Rule 7); otherwise 0."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._counter = device, counter_of(device)
         self.peak_bytes = 0
 
     def __enter__(self) -> None:
-        self._before = torch.cuda.memory_allocated(self._device)
-        self._highest = torch.cuda.max_memory_allocated(self._device)
+        self._before = self._counter.memory_allocated(self._device)
+        self._highest = self._counter.max_memory_allocated(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
-        highest = torch.cuda.max_memory_allocated(self._device)
+        highest = self._counter.max_memory_allocated(self._device)
         if highest > self._highest:
             self.peak_bytes = highest - self._before

@@ -46,8 +46,8 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
+from recoup._core.devices import generators_restored
 from recoup._core.fake_values import is_without_values
-from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup.errors import ReplayError

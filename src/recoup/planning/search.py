@@ -123,7 +123,8 @@ def plan(
             from those of the plain step by its tolerance, a thousandth of their norm. A plan
             inverts blocks only where that is faster within the budget.
         offload_to: where the inputs of blocks may wait for backward: "host", or a folder on a disk,
-            whose speed is measured. None for host memory on CUDA, and for no place on the CPU.
+            whose speed is measured. None for host memory on an accelerator, and for no place on
+            the CPU.
         tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
             logits are never there as a whole (an int says in how many), and MLPs within blocks
             along the sequence. The loss and the gradients are then those of the model to rounding,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.devices import autocast_kinds
 from recoup._core.pytree import flatten
 from recoup.memory import format_bytes
 from recoup.planning.forwards import Args
@@ -69,7 +70,7 @@ def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> Argume
     Numbers are left out, since they count steps and batches.
     """
     modules = list(model.modules())
-    family: list[object] = [*map(_autocast, ("cpu", "cuda"))]
+    family: list[object] = [*map(_autocast, autocast_kinds())]
     family.append(
         tuple(p.requires_grad for each in modules for p in each.parameters(recurse=False))
     )

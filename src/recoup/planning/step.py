@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from recoup._core.devices import accelerator, is_accelerator, synchronize
 from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
@@ -274,16 +275,17 @@ def now() -> float:
     """
     if is_without_values():
         return counted_seconds()
-    if not torch.accelerator.is_available():
+    device = accelerator()
+    if device is None:
         return time.thread_time()
-    torch.accelerator.synchronize()
+    synchronize(device)
     return time.perf_counter()
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device whose bytes are counted: the GPU of a model that has a part on one."""
+    """Return the device whose bytes are counted: the accelerator that a part of a model is on."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cuda":
+        if is_accelerator(tensor.device):
             return tensor.device
     return torch.device("cpu")
 

@@ -118,8 +118,8 @@ def timeline(
     The step is run once as the model is, and once as it follows the plan, if there is one. Both
     leave no trace, as the steps of `recoup.plan` do. Bytes are those of `recoup.measure`: the most
     of the planned step are `Plan.rehearsed_peak_bytes`, for the arguments and the random state with
-    which the plan was made. On CUDA, and while a profiler of other code runs, the most and the last
-    bytes of each module are recorded rather than every event.
+    which the plan was made. On an accelerator, and while a profiler of other code runs, the most
+    and the last bytes of each module are recorded rather than every event.
 
     Where blocks run compiled, modules within them are not told apart, nor are others. The plain
     step is left out if there is no room for it. A chain that plans itself does so in its first

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.generators import own_generator
+from recoup._core.devices import own_generator
 from recoup._core.row_check import Found, RowCheck, few_of
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.blocks import Block, named_modules
@@ -187,7 +187,7 @@ def _calls_of(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             return
         generator = own_generator(parameter.device, len(others))
-        noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
+        noise = torch.empty(parameter.shape, device=generator.device).normal_(generator=generator)
         noise /= max(1, *parameter.shape[-1:]) ** 0.5
-        others[name] = parameter.detach() + noise.to(parameter.dtype)
+        others[name] = parameter.detach() + noise.to(parameter.device, parameter.dtype)
     yield partial(torch.func.functional_call, module, others)

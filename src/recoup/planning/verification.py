@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup._core.fake_values import is_without_values
-from recoup._core.generators import States, generator_states, same_states
+from recoup._core import devices
+from recoup._core.devices import States, generator_states, same_states
+from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.sketch import numbers_of, sketch_of
 from recoup.errors import ReplayError
 
@@ -211,10 +212,8 @@ def has_room(device: torch.device, num_bytes: int) -> bool:
     if is_without_values():
         return True
     num_bytes += num_bytes // 4
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return num_bytes <= free + idle
+    if devices.is_accelerator(device):
+        return num_bytes <= devices.free_bytes(device)
     lines = _read("/proc/meminfo").splitlines()
     of_system = [1024 * int(each.split()[1]) for each in lines if each.startswith("MemAvailable:")]
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
@@ -237,7 +236,7 @@ def _distance(a: Summary, b: Summary) -> float:
 
 
 def _summary(tensor: Tensor | None) -> Summary:
-    if tensor is None or is_without_values(tensor):
+    if tensor is None or not has_values(tensor):
         return Summary()
     values: Any = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     if values.layout is not torch.strided:  # sparse

@@ -25,7 +25,8 @@ __all__ = ["Product", "WorkCounter", "counted_seconds", "is_costly", "timed_by_w
 # The approximate number of floating-point operations in the time in which one byte is moved. It
 # weighs products against elementwise operators. Choices depend little on it; a constant keeps them
 # reproducible.
-_FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
+_FLOPS_PER_BYTE = {"cpu": 10.0}
+_FLOPS_PER_BYTE_OF_ACCELERATORS = 100.0
 # Drawing a byte of random numbers takes as long as moving this many bytes.
 _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
 
@@ -210,4 +211,4 @@ def _work(
         num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn_bytes)
     count = _flop_registry().get(getattr(func, "_overloadpacket", func))
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-    return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE["cuda"])
+    return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE_OF_ACCELERATORS)

@@ -36,11 +36,12 @@ def offloading(
     copying is slower than computing. A tensor that is still leaving when backward asks for it is
     taken from memory.
 
-    On CUDA, "host" is pinned host memory, and copies run on a stream of their own. Tensors on the
-    CPU are in host memory already, so "host" leaves them where they are; give a folder on a fast
-    disk to move them out of memory. Its file has no name and is deleted whatever becomes of the
-    process. Tensors that other code holds anyway (a batch, the buffers of a module) are copied too
-    if they are large, and save nothing.
+    On an accelerator, "host" is host memory, pinned where torch can, and copies run on a stream of
+    their own. Tensors on the CPU, or on a device without streams (MPS), are in host memory already,
+    so "host" leaves them where they are; give a folder on a fast disk to move them out of memory.
+    Its file has no name and is deleted whatever becomes of the process. Tensors that other code
+    holds anyway (a batch, the buffers of a module) are copied too if they are large, and save
+    nothing.
 
     Within a call that runs again (`recoup.checkpoint`, torch's checkpoint) nothing is kept, so the
     context does nothing there; around such calls it moves what they keep, their inputs.

@@ -16,16 +16,15 @@ Rule 3. The numbers come from a private generator in the same state, in forward 
 
 from __future__ import annotations
 
-import inspect
 import threading
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recoup._core.generators import hash_of, own_generator, same_states
+from recoup._core import devices
+from recoup._core.devices import hash_of, same_states
 from recoup._core.pytree import tensors_in
 from recoup.errors import ReplayError
 
@@ -62,7 +61,8 @@ class Draws:
         if device.type == "meta":
             return func(*args, **kwargs), None
         if generator is None:
-            stream, generator = device, _default(device, func)
+            devices.refuse_draws(func, device)
+            stream, generator = device, devices.default_generator(device)
         with _lock:
             before = generator.get_state()
             result, after = _run(func, args, kwargs, device, before)
@@ -99,11 +99,11 @@ def _run(
 ) -> tuple[Any, Tensor]:
     """Run an operator from a state; return its result, and the state after it (See Rule 3)."""
     with_generator = _with_generator(func)
-    if with_generator is not None and device.type in ("cpu", "cuda"):  # torch makes generators
-        ours = own_generator(device, 0)
+    if with_generator is not None and devices.makes_generators(device.type):
+        ours = devices.own_generator(device, 0)
         ours.set_state(state)
         return with_generator(*args, **kwargs | {"generator": ours}), ours.get_state()
-    default = _default(device, func)
+    default = devices.default_generator(device)
     with _lock:
         before = default.get_state()
         try:
@@ -111,26 +111,6 @@ def _run(
             return func(*args, **kwargs), default.get_state()
         finally:
             default.set_state(before)
-
-
-def _default(device: torch.device, func: Any) -> Any:
-    """Return the default generator of a device, or what has its methods."""
-    if device.type == "cpu":
-        return torch.default_generator
-    try:
-        module = torch.get_device_module(device)
-        read, write = module.get_rng_state, module.set_rng_state
-    except (RuntimeError, AttributeError):
-        raise ReplayError(
-            f"{func} draws on {device.type}, whose torch module has no `get_rng_state` and "
-            "`set_rng_state` to repeat it in backward. Draw before the block, or on the CPU."
-        ) from None
-    where = (device,) if inspect.signature(read).parameters else ()  # MPS has one device
-
-    def set_state(state: Tensor) -> None:
-        write(state, *where)
-
-    return SimpleNamespace(get_state=lambda: read(*where), set_state=set_state)
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:

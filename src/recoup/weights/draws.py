@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
-from recoup._core.generators import own_generator
+from recoup._core.devices import own_generator
 from recoup._core.rng import hash_seed
 from recoup._core.saved_tensors import untransformed
 
@@ -132,7 +132,8 @@ def dropped(
     zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
 
     def draw(generator: torch.Generator, num: int) -> Tensor:
-        return _kept(torch.empty(num, dtype=zero.dtype, device=zero.device), rate, generator)
+        kept = torch.empty(num, dtype=zero.dtype, device=generator.device)
+        return _kept(kept, rate, generator).to(zero.device)
 
     return _written(weight, seed, draw, partial(torch.addcmul, zero, value=rate.scale), in_place)
 
@@ -244,7 +245,8 @@ def _filling(weight: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) 
     kind = torch.promote_types(weight.dtype, torch.float32)
 
     def draw(generator: torch.Generator, num: int) -> Tensor:
-        return fill(torch.empty(num, dtype=kind, device=weight.device), generator).to(weight.dtype)
+        drawn = fill(torch.empty(num, dtype=kind, device=generator.device), generator)
+        return drawn.to(weight.device, weight.dtype)
 
     return draw
 

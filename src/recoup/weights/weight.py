@@ -34,7 +34,7 @@ from recoup._core import rng
 from recoup._core import saved_tensors as seam
 from recoup._core.call import Call, run_to_value
 from recoup._core.compile import never_compiled
-from recoup._core.generators import fingerprint
+from recoup._core.devices import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
 from recoup.errors import RecoupError, ReplayError
 from recoup.weights.compiled import new_handle

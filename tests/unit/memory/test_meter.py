@@ -226,7 +226,7 @@ def test_the_default_device_is_the_one_in_use():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device": "meta"}, '`device` is "meta", but only "cpu" and CUDA'),
+        ({"device": "meta"}, '`device` is "meta", but torch finds no such device here'),
         ({"device": "gpu"}, '`device` is "gpu", which torch does not know'),
         ({"repeats": -1}, "`repeats` is -1, but must be a whole number, at least 0"),
     ],
@@ -238,7 +238,7 @@ def test_wrong_arguments(arguments, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_a_device():
-    with pytest.raises(ValueError, match="torch finds no such CUDA device"):
+    with pytest.raises(ValueError, match="torch finds no such device here"):
         measure(lambda: None, device="cuda")
 
 
