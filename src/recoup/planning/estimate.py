@@ -35,7 +35,8 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup.errors import RecoupError
 from recoup.memory import format_bytes
 from recoup.planning.forwards import Args, Kwargs
-from recoup.planning.frontier import Frontier, FrontierPoint, frontier_of
+from recoup.planning.frontier import FrontierPoint, frontier_of
+from recoup.planning.largest import largest_of
 from recoup.planning.options import PlanOptions, checked_budget
 
 __all__ = ["Estimate", "estimate"]
@@ -56,6 +57,7 @@ class Estimate:
         peak_bytes: the peak of the fastest step that keeps to the budget; without one, of the plain
             step.
         relative_time: the time of that step, where 1 is the plain one, by its counted work.
+        largest_size: the largest size of a batch that fits; None if it was not asked for.
         table: the plans, as they are printed.
     """
 
@@ -66,6 +68,7 @@ class Estimate:
     budget_bytes: int | None
     peak_bytes: int
     relative_time: float
+    largest_size: int | None
     table: str
 
     def __repr__(self) -> str:
@@ -75,9 +78,10 @@ class Estimate:
     def __str__(self) -> str:
         if self.budget_bytes is None:
             return self.table
+        size = "" if self.largest_size is None else f" The largest size is {self.largest_size}."
         return (
             f"{self.table}\n\nWithin {format_bytes(self.budget_bytes)}: a step of "
-            f"{format_bytes(self.peak_bytes)} in {self.relative_time:.2f} of the plain time."
+            f"{format_bytes(self.peak_bytes)} in {self.relative_time:.2f} of the plain time.{size}"
         )
 
 
@@ -85,6 +89,7 @@ def estimate(
     build: Callable[[], Any],
     budget: int | str | None = None,
     *,
+    build_batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
@@ -109,6 +114,8 @@ def estimate(
             ``(model, *args)``; a dict that ends it has keyword arguments. It is called in that
             mode, so it cannot load weights from files.
         budget: a number of bytes, as an int or a string such as ``"80 GiB"``; None for all budgets.
+        build_batch: a function from a size to the arguments of the model, as for `recoup.largest`:
+            the largest size that fits in the budget is found, too.
         loss: as for `recoup.plan`, as are the arguments that follow.
         blocks: the modules that are kept or recomputed as a whole.
         budget_of: "step", or "total" to count what is alive before a step.
@@ -145,6 +152,10 @@ def estimate(
             "optimizer, such as torch.optim.AdamW."
         )
     budget_bytes = None if budget is None else checked_budget(budget)
+    if build_batch is not None and budget is None:
+        raise ValueError(
+            "`build_batch` is given, and no `budget` in which a size could be largest."
+        )
     with _without_values() as mode:
         model, args, kwargs = _built(build, mode)
         made = None if optimizer is None else optimizer(model.parameters())
@@ -152,17 +163,16 @@ def estimate(
             loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards
         )
         frontier = frontier_of(options.step(model, model, args, kwargs), options)
-        return _estimate_of(frontier, budget_bytes)
-
-
-def _estimate_of(frontier: Frontier, budget_bytes: int | None) -> Estimate:
-    points, least = frontier.points, frontier.least_bytes
-    peak, time = points[-1].peak_bytes, points[-1].relative_time
-    if budget_bytes is not None:
-        plan = frontier.plan(budget_bytes)
-        peak, time = plan.rehearsed_peak_bytes, plan.predicted_time_ratio
-    name, table = type(frontier.model).__name__, str(frontier)
-    return Estimate(name, points[-1].peak_bytes, least, points, budget_bytes, peak, time, table)
+        points, least = frontier.points, frontier.least_bytes
+        whole, time = points[-1].peak_bytes, points[-1].relative_time
+        peak, size = whole, None
+        if budget_bytes is not None:
+            plan = frontier.plan(budget_bytes)
+            peak, time = plan.rehearsed_peak_bytes, plan.predicted_time_ratio
+            if build_batch is not None:
+                size = largest_of(build_batch, model, budget_bytes, options).size
+    name, table = type(model).__name__, str(frontier)
+    return Estimate(name, whole, least, points, budget_bytes, peak, time, size, table)
 
 
 def _built(build: Callable[[], Any], mode: FakeTensorMode) -> tuple[nn.Module, Args, Kwargs]:

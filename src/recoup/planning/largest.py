@@ -17,7 +17,7 @@ from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
 
-__all__ = ["Largest", "largest"]
+__all__ = ["Largest", "largest", "largest_of"]
 
 _NEAR = 0.01  # of the size: the search ends where so little more is left to try
 _MOST_GROWTH = 8  # from one size to the next larger one
@@ -116,6 +116,18 @@ def largest(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards,
     )  # fmt: skip
+    return largest_of(build_batch, model, budget_bytes, options, least, most)
+
+
+def largest_of(
+    build_batch: Callable[[int], Any],
+    model: nn.Module,
+    budget_bytes: int,
+    options: PlanOptions,
+    least: int = 1,
+    most: int | None = None,
+) -> Largest:
+    """Return the largest size, as `largest` does, for a model with options."""
     if not callable(build_batch):
         raise ValueError(
             f"`build_batch` is {build_batch!r}, but must be a function from a size to the "

@@ -73,6 +73,18 @@ def test_no_memory_is_asked_for_what_does_not_fit_anywhere():
     assert error.value.least_bytes == found.least_bytes
 
 
+def test_the_largest_batch_is_that_which_trains():
+    def batch(size):
+        return torch.randn(size, 64)
+
+    found = recoup.estimate(small, "1 MiB", build_batch=batch)
+    real = recoup.largest(batch, blocks(), budget="1 MiB")
+    assert found.largest_size == pytest.approx(real.size, rel=0.05)
+    assert str(found).endswith(f"The largest size is {found.largest_size}.")
+    with pytest.raises(ValueError, match="no `budget`"):
+        recoup.estimate(small, build_batch=batch)
+
+
 def test_bytes_that_stand_count_with_total():
     of_step = recoup.estimate(small)
     of_all = recoup.estimate(small, budget_of="total", optimizer=torch.optim.AdamW)
