@@ -129,6 +129,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    devices.refuse_fake()
     with timeline(device) as line:
         result = fn()
         held = line.mark()

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recoup._core.devices import refuse_fake
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
@@ -397,7 +396,6 @@ def _check_model(model: Any) -> None:
             "`model` has parameters on the meta device. Allocate them first: "
             'model.to_empty(device="cpu").'
         )
-    refuse_fake(model.parameters())
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "

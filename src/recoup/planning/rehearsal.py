@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
-from recoup._core.devices import generators_restored
+from recoup._core.devices import generators_restored, refuse_fake
 from recoup._core.graph_ends import ends_of
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup.errors import ReplayError
@@ -90,8 +90,10 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
 
     Raises:
         ReplayError: a forward changed a parameter.
+        ValueError: there is no memory to measure, under FakeTensorMode.
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
+    refuse_fake(parameters)
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
     values = list(values)
     arguments = [value for value in values if not _is_function(value)]
