@@ -33,7 +33,6 @@ import torch
 from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.fake_values import check_is_in_its_mode
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
@@ -397,7 +396,6 @@ def _check_model(model: Any) -> None:
             "`model` has parameters on the meta device. Allocate them first: "
             'model.to_empty(device="cpu").'
         )
-    check_is_in_its_mode(model.parameters())
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
 from recoup._core.devices import generators_restored
-from recoup._core.fake_values import is_without_values
+from recoup._core.fake_values import check_is_in_its_mode, is_without_values
 from recoup._core.graph_ends import ends_of
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup.errors import ReplayError
@@ -91,8 +91,10 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
 
     Raises:
         ReplayError: a forward changed a parameter.
+        ValueError: the model has no values, outside of its FakeTensorMode.
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
+    check_is_in_its_mode(parameters)
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
     values = list(values)
     arguments = [value for value in values if not _is_function(value)]
