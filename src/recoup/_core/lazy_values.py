@@ -33,7 +33,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import GetSetDescriptorType
 from typing import Any, ClassVar, cast
 
@@ -218,9 +218,9 @@ class Value(Tensor):
                 return _OF_PARAMETERS[func](func, first, *args[1:], **kwargs)
             if func in _LOOKS or not torch.is_grad_enabled() or is_transformed():
                 result = func(*args, **kwargs)
-                if not stands_for and type(first) is not list:
-                    return result
-                _check_unchanged(func, first)
+                _check_unchanged(func, first if type(first) is list else args)
+                if kwargs:
+                    _check_unchanged(func, kwargs.values())
                 if not stands_for:
                     return result
                 value = cast("Value", first)
@@ -232,8 +232,7 @@ class Value(Tensor):
             push_pair(pack, unpack)
             try:
                 result = func(*args, **kwargs)
-                if stands_for or type(first) is list:
-                    _check_unchanged(func, first)
+                _check_unchanged(func, seam.values)
                 return seam.marked(result)
             finally:
                 top = pair_in_force()
@@ -325,9 +324,9 @@ def _is_here(within: object, around: object) -> bool:
     return around is None or around is within
 
 
-def _check_unchanged(func: Any, given: Any) -> None:
+def _check_unchanged(func: Any, given: Iterable[Any]) -> None:
     """Raise if an operator has changed a value that stands for a parameter."""
-    for each in given if type(given) in (list, tuple) else (given,):
+    for each in given:
         source = each._recoup_source if isinstance(each, Value) else None
         if source is not None and source.stands_for and version_of(each) != source._version:
             raise _lost(each, f"`{getattr(func, '__name__', 'an operator')}` changed it")
