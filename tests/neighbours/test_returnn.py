@@ -1,74 +1,18 @@
-"""RETURNN: the cases of its own scope, and our blocks in its parametrizations of weights."""
+"""RETURNN: our blocks in its parametrizations of weights, and its own over our blocks."""
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 
 from recoup._core.storage_tracking import StorageTracker
 from recoup.regions.recomputing import recomputing
-from tests.alive import no_collector
-from tests.oracle import hooks_in_force
 
-SHAPE = (101, 103)
-UNIT = SHAPE[0] * SHAPE[1] * 4
 STATE = torch.get_rng_state().numel()
 SMALL = 64  # losses and seeds
 
-
-class Product(nn.Module):
-    """The product of two parameters, one of them noisy, or both."""
-
-    def __init__(self, context, num_noisy):
-        super().__init__()
-        self.weight, self.given = (nn.Parameter(torch.randn(SHAPE)) for _ in range(2))
-        self.context, self.num_noisy = context, num_noisy
-
-    def noisy(self, parameter):
-        with self.context():
-            return parameter + torch.randn(SHAPE)
-
-    def forward(self):
-        given = self.noisy(self.given) if self.num_noisy == 2 else self.given
-        return self.noisy(self.weight) * given
-
-
-def run_steps(model, num_steps):
-    """Take steps of SGD; return the bytes between forward and backward."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    torch.manual_seed(4)
-    with no_collector(), StorageTracker() as tracker:
-        for _ in range(num_steps):
-            loss = model().sum()
-            held = tracker.current_bytes
-            loss.backward()
-            del loss
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    assert tracker.current_bytes == 0
-    assert hooks_in_force() is None
-    return held
-
-
-@pytest.mark.parametrize("num_noisy", [1, 2])
-def test_steps_with_noisy_parameters(num_noisy):
-    """The cases of RETURNN's tests of its scope, with one block in use and with two."""
-    plain = Product(nullcontext, num_noisy)
-    ours = copy.deepcopy(plain)
-    ours.context = recomputing
-    assert run_steps(plain, 2) >= num_noisy * UNIT
-    assert run_steps(ours, 2) <= num_noisy * STATE + SMALL
-    for got, want in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(got, want)
-
-
-# -- with RETURNN itself --------------------------------------------------------------------------
 
 # It asks torch for things by names of old, and leaves files open when it is imported first.
 WARNINGS = ("DeprecationWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
