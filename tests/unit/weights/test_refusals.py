@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 import recoup
 from recoup.errors import RecoupError
 from recoup.weights import (
+    Draw,
     applied,
     apply,
     disabled,
@@ -251,6 +252,9 @@ REFUSED = [
     (lambda: recoup.weight_dropout(Tied(), "embedding.*", tied="same"),
      lambda m: recoup.weight_dropout(m.decoder, p=0.3, tied="same"),
      "another use of `weight` has weight_dropout"),
+    *((layer, lambda m, p=p: Draw(m.weight, 3).bernoulli(p), "`p` is .*a probability")
+      for p in (1.5, -0.1)),
+    (layer, lambda _: Draw(torch.arange(3), 3), "`weight` is torch.int64, but must be of a float"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
     (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
     (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
