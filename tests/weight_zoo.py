@@ -9,10 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_map
 
@@ -269,9 +267,9 @@ MORE = OURS | {
 }
 
 
-def matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Parameter]]:
+def matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
     """The parameters that a pattern means."""
-    return [pair for pair in module.named_parameters() if re.fullmatch(pattern, pair[0])]
+    return [p for name, p in module.named_parameters() if re.fullmatch(pattern, name)]
 
 
 # -- the plain run ---------------------------------------------------------------------------------
@@ -399,32 +397,3 @@ def compare(
 def dense(x: Tensor) -> Tensor:
     """A tensor without sparse parts."""
     return x.to_dense() if x.is_sparse else x
-
-
-# -- what keeps noisy weights ----------------------------------------------------------------------
-
-Apply = Callable[[nn.Module, str], nn.Module]
-
-
-class _Made(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.forward = make
-
-
-def _kept(make: Callable[[Tensor], Tensor]) -> Apply:
-    """Return what makes weights by torch's parametrizations: whoever saves them keeps them."""
-
-    def apply(module: nn.Module, pattern: str) -> nn.Module:
-        for name, _ in matching(module, pattern):
-            owner, _, key = name.rpartition(".")
-            parametrize.register_parametrization(module.get_submodule(owner), key, _Made(make))
-        return module
-
-    return apply
-
-
-NAIVE = {
-    "dropout, kept": _kept(lambda weight: F.dropout(weight, 0.5)),
-    "noise, kept": _kept(lambda weight: weight + 0.1 * torch.randn_like(weight)),
-}

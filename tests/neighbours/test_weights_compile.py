@@ -70,12 +70,6 @@ def tied():
     return recoup.weight_dropout(tree, ".*weight", tied="same")
 
 
-def half_evaluated():
-    tree = OURS["stacked"](block()).eval()
-    tree[2].train()
-    return tree
-
-
 STACKED = OURS["stacked"]
 RELATIVE = Way({}, {"p": 0.5}, {"std": 0.1, "relative": True})
 MODULES = {
@@ -86,7 +80,6 @@ MODULES = {
     "rows": (lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)), WHOLE),
     "loop": (lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), loop), r".*weight_.."), WHOLE),
     "each its own": (lambda: nn.Sequential(*[STACKED(nn.Linear(8, 8)) for _ in range(2)]), WHOLE),
-    "half evaluated": (half_evaluated, WHOLE),
     "checkpointed": (lambda: STACKED(Tree(checkpointed)), WHOLE),
     "broken": (lambda: STACKED(Tree(broken)), {}),
     "recurrent": (lambda: STACKED(recurrent(), r".*weight.*"), {}),

@@ -211,26 +211,10 @@ def test_an_embedding(is_sparse):
         momentum.step(lambda module, n=number: trained(module, torch.arange(n, n + 9)), number)
 
 
-class MovesFirst(torch.optim.SGD):
-    """An optimizer that moves the weights, evaluates the closure there, and moves them back."""
-
-    @torch.no_grad()
-    def step(self, closure):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for each in parameters:
-            each.add_(1.0)
-        with torch.enable_grad():
-            loss = closure()
-        for each in parameters:
-            each.sub_(1.25)
-        return loss
-
-
 CLOSURES = {
     "adamw": adamw,
     "sgd": OPTIMIZERS["sgd"],
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
-    "moves first": lambda p: MovesFirst(p, lr=0.1),
 }
 
 

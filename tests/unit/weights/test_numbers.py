@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from recoup.weights import applied, same_draw
+from recoup.weights import same_draw
 from tests.oracle import tensors
 from tests.weight_zoo import (
     LAYERS,
@@ -34,6 +34,20 @@ pytestmark = [
 ]
 
 
+def decoded(embedding, ids):
+    """Words by the weight of their embedding."""
+    hidden = embedding(ids)
+    return hidden, F.linear(hidden, embedding.weight)
+
+
+class OfUsers(nn.LSTM):
+    """A recurrent layer with a forward of its own, which flattens its weights first."""
+
+    def forward(self, x, state=None):
+        self.flatten_parameters()
+        return super().forward(x.flip(0), state)
+
+
 def of_type(dtype):
     """A layer and an input of a type."""
     return Kind(
@@ -55,6 +69,12 @@ KINDS = LAYERS | {
         lambda: nn.EmbeddingBag(11, 6, mode="sum", sparse=True),
         lambda: (torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])),
     ),
+    "embedding, its weight read, too": Kind(
+        lambda: Runs(nn.Embedding(9, 4), decoded),
+        lambda: (torch.tensor([[1, 3], [8, 0]]),),
+        ".*weight",
+    ),
+    "lstm of a user": Kind(lambda: OfUsers(4, 5, 2), given((6, 2, 4)), r"weight_hh_l\d"),
     "float64": of_type(torch.float64),
     "bfloat16": of_type(torch.bfloat16),
     "float16": of_type(torch.float16),
@@ -213,24 +233,6 @@ class Shifted(nn.Embedding):
         return super().forward(ids) + 1.0
 
 
-class Decodes(nn.Module):
-    """A model whose decoder reads the weight of its embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-
-    def forward(self, ids):
-        hidden = self.embedding(ids)
-        return hidden, F.linear(hidden, self.embedding.weight)
-
-
-@pytest.mark.parametrize("way", [*ROWS.values(), Way({}, {"p": 0.5, "axes": (1,)})])
-@pytest.mark.parametrize("build", [lambda: Shifted(9, 4), Decodes])
-def test_all_reads_of_a_table_in_one_forward_have_one_draw(build, way):
-    compare(way, build(), (torch.tensor([[1, 3], [8, 0]]),), rtol=1e-5)
-
-
 @pytest.mark.parametrize("way", ROWS)
 @pytest.mark.parametrize(
     ("kind", "how"),
@@ -252,38 +254,3 @@ def test_a_seed_says_the_table_whoever_reads_it_and_however_many_rows(way, kind,
         F.embedding(ids, raw, **how)
         assert torch.equal(embedding.get_parameter("weight"), raw)
         assert torch.equal(rows, table[ids] + float(kind is Shifted))
-
-
-# -- recurrent layers, and the order ---------------------------------------------------------------
-
-
-class OfUsers(nn.LSTM):
-    """A recurrent layer with a forward of its own, which flattens its weights first."""
-
-    def forward(self, x, state=None):
-        self.flatten_parameters()
-        assert len(self.all_weights[0]) == 4
-        output, state = super().forward(x.flip(0), state)
-        return output.flip(0), state
-
-
-def test_a_recurrent_layer_of_a_user():
-    x = torch.randn(6, 2, 4, requires_grad=True)
-    ours, _ = compare(OURS["dropout"], OfUsers(4, 5, 2), (x,), r"weight_hh_l\d")
-    assert all(weight is p for weight, p in zip(ours._flat_weights, ours.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("calls", [*itertools.permutations(("norm", "dropout", "noise", "apply"))])
-def test_norm_then_dropout_then_noise_then_functions_in_whichever_order_they_are_applied(calls):
-    class InThisOrder(Way):
-        def __call__(self, module, pattern):
-            for kind in calls:
-                field = "function" if kind == "apply" else kind
-                Way(**{field: getattr(self, field)})(module, pattern)
-            return module
-
-    way = InThisOrder({}, {"p": 0.5}, {"std": 0.5}, MORE["function"].function)
-    x = torch.randn(3, 30, dtype=torch.float64, requires_grad=True)
-    ours, _ = compare(way, nn.Linear(30, 20, dtype=torch.float64), (x,), rtol=1e-12)
-    kinds = [entry.reparametrization.kind for entry in applied(ours)]
-    assert kinds == ["weight_norm", "weight_dropout", "weight_noise", "apply"]

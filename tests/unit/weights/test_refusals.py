@@ -338,17 +338,6 @@ def test_what_a_function_must_not_do(fn, message, with_graph):
     assert hooks_in_force() is None
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_what_a_function_reads_and_what_changes_is_an_error(is_own):
-    scales, module = Scales(), layer()
-    apply(module, scales if is_own else lambda weight, draw: weight * scales.scale)
-    y = module(torch.ones(1, 2, requires_grad=True)).sum()
-    with torch.no_grad():
-        scales.scale.mul_(2)
-    with pytest.raises(RecoupError):
-        y.backward()
-
-
 # -- what changes between forward and backward -----------------------------------------------------
 
 CHANGES = {
@@ -391,10 +380,6 @@ def test_a_change_that_plain_torch_allows_too():
     loss.backward()
     torch.testing.assert_close(raw.grad, x.sum(0).expand(4, 4) * scales)
     x.requires_grad_()
-    for _ in range(2):
-        linear(x).sum().backward()
-        with torch.no_grad():
-            raw.add_(0.1)
     x.grad = None
     with step(linear):
         loss, weight = linear(x).sum(), used(linear)

@@ -212,10 +212,3 @@ def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
     x = torch.randn(1, 3, 8)
     with torch.no_grad():
         assert not torch.equal(encoder(x), encoder(x))
-
-
-def test_noise_on_a_whole_model():
-    model = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 8), nn.LSTM(8, 8)])
-    recoup.weight_noise(model, std=0.0025)
-    names = [entry.name for entry in recoup.weights.applied(model)]
-    assert names == [name for name, _ in model.named_parameters() if "weight" in name]
