@@ -243,17 +243,6 @@ def test_no_buffer_is_as_large_as_a_large_weight(threads, build, apply, dtype):
     assert num_bytes <= measured.peak_bytes <= num_bytes * 1.35
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (701, 803)], ids=str)
-def test_on_meta_there_is_a_shape(shape):
-    with torch.device("meta"):
-        for module in (weight(1.0, *shape), nn.Embedding(*shape)):
-            recoup.weight_noise(recoup.weight_dropout(module))
-            given = () if isinstance(module, Reads) else (torch.arange(shape[0]),)
-            found = module(*given)
-            assert found.is_meta
-            assert found.shape == shape
-
-
 # -- the draw of a function of a user's ------------------------------------------------------------
 
 
