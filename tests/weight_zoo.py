@@ -65,6 +65,33 @@ def used(module: nn.Module, name: str = "weight") -> Tensor:
         return getattr(module, name) * 1
 
 
+def trained(module: nn.Module, x: Tensor) -> nn.Module:
+    """A module after a step of SGD."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss_of_all(module(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return module
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    """A module whose parameters are others."""
+    for part in module.modules():
+        for key, value in list(part._parameters.items()):
+            setattr(part, key, None if value is None else nn.Parameter(torch.rand_like(value)))
+    return module
+
+
+def loaded(module: nn.Module, **how: Any) -> nn.Module:
+    """A module that has loaded a state of other values."""
+    state = {
+        name: torch.rand_like(value) if value.is_floating_point() else value.clone()
+        for name, value in module.state_dict().items()
+    }
+    assert module.load_state_dict(state, strict=True, **how)
+    return module
+
+
 class Runs(nn.Module):
     """A layer that is run in some way: `run(layer, *args)`."""
 

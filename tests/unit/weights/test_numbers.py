@@ -29,7 +29,6 @@ from tests.weight_zoo import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning"),
 ]
 

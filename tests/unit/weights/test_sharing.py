@@ -16,8 +16,8 @@ from torch import nn
 
 import recoup
 from recoup.weights import applied, remove, step, twin
-from tests.oracle import loss_of_all, tensors
-from tests.weight_zoo import MORE, OURS, Tied, Way, by_name, compare
+from tests.oracle import tensors
+from tests.weight_zoo import MORE, OURS, Tied, Way, by_name, compare, loaded, replaced, trained
 
 IDS = torch.tensor([[1, 2, 3], [3, 4, 8]])
 
@@ -37,13 +37,6 @@ def share(source, target):
     for (_, a), (_, b) in zip(source.named_modules(), target.named_modules(), strict=True):
         for key in list(a._parameters):
             setattr(b, key, a.get_parameter(key) if a._parameters[key] is not None else None)
-
-
-def trained(model, x):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of_all(model(x)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # -- two models ------------------------------------------------------------------------------------
@@ -226,18 +219,6 @@ def test_it_is_the_model_in_evaluation_after_every_step(name, way):
     assert not any(part.training for part in other.modules())
     assert all(entry.reparametrization.mode == "always" for entry in applied(other))
     assert_twins(model, twin(other), x)
-
-
-def replaced(model):
-    for part in model.modules():
-        for key, value in list(part._parameters.items()):
-            if value is not None:
-                setattr(part, key, nn.Parameter(torch.randn_like(value)))
-
-
-def loaded(model, **how):
-    values = {name: each + 1 for name, each in model.state_dict().items()}
-    model.load_state_dict(values, **how)
 
 
 CHANGES = {
