@@ -278,6 +278,17 @@ def multiplied(weight: Tensor, draw: recoup.weights.Draw) -> Tensor:
     return weight * (1 + 0.1 * draw.normal())
 
 
+class Scaled(nn.Module):
+    """A function of a weight with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drop = nn.Parameter(torch.tensor(0.5)), nn.Dropout()
+
+    def forward(self, weight: Tensor, draw: recoup.weights.Draw) -> Tensor:
+        return self.drop(weight) * self.scale
+
+
 OURS = {
     "dropout": Way(dropout={"p": 0.5}),
     "noise": Way(noise={"std": 0.1}),

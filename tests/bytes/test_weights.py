@@ -287,12 +287,8 @@ def recurrent():
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Runs(nn.LSTM(64, 64), first_of))
 
 
-def plainly(module, x):
-    return module(x)
-
-
-def autocast(module, x):
-    with torch.autocast("cpu", torch.bfloat16):
+def plainly(module, x, precision="float32"):
+    with around(precision):
         return module(x)
 
 
@@ -303,7 +299,7 @@ COMPILED = {
         (2, 5, 64),
         plainly,
     ),
-    "autocast": (linear, (4, 64), autocast),
+    "autocast": (linear, (4, 64), functools.partial(plainly, precision="autocast")),
     "checkpoint": (linear, (4, 64), functools.partial(checkpoint, use_reentrant=False)),
     "recurrent": (recurrent, (3, 2, 64), plainly),  # where the graph breaks
 }

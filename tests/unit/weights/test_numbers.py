@@ -82,20 +82,20 @@ WAYS = MORE | {
     "learned entries": Way(noise={"std": 0.3, "learned": "weight"}),
     "learned, relative": Way(noise={"std": 0.3, "learned": "tensor", "relative": True}),
 }
-EXACT = ["dropout", "noise", "norm", "thirds"]
+EXACT = ["dropout", "noise", "norm", "thirds"]  # but where gradients are added in another order:
+ADDED = {"embedding bag, sparse": 1e-6, "embedding, its weight read, too": 1e-5}
+OF_TYPES = {"float64": 1e-6, "bfloat16": 0.05, "float16": 0.05}
 SPARSE = ["dropout", "noise", "thirds", "shared"]  # a norm of torch takes no sparse gradient
+CASES = [(n, w) for n, w in itertools.product(KINDS, WAYS) if "sparse" not in n or w in SPARSE]
 
 
 @pytest.mark.sampled(110)
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(n, w) for n, w in itertools.product(KINDS, WAYS) if "sparse" not in n or w in SPARSE],
-)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_that_of_the_materialised_weights(name, way):
     plain, inputs = built(KINDS[name], dropout=False)
-    rtol = 0.05 if "float16" in name else 1e-6 if "bag, sparse" in name else 1e-4
-    rtol = 0.0 if way in EXACT and "bag, sparse" not in name else rtol
-    compare(WAYS[way], plain, inputs, KINDS[name].pattern, rtol=rtol)
+    rtol = 1e-5 if WAYS[way].noise is not None and WAYS[way].norm is None else 1e-4
+    rtol = 0.0 if way in EXACT else OF_TYPES.get(name, rtol)
+    compare(WAYS[way], plain, inputs, KINDS[name].pattern, rtol=max(rtol, ADDED.get(name, 0.0)))
 
 
 @pytest.mark.parametrize("way", MORE)

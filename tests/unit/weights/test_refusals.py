@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
 from recoup.errors import RecoupError
@@ -30,7 +31,7 @@ from recoup.weights import (
     update,
 )
 from tests.oracle import hooks_in_force, tensors
-from tests.weight_zoo import MORE, Tied, multiplied, used
+from tests.weight_zoo import MORE, Scaled, Tied, multiplied, used
 
 NAN, INF = float("nan"), float("inf")
 KINDS = [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm]
@@ -91,18 +92,7 @@ class Taken(nn.Linear):
     def __init__(self):
         super().__init__(2, 2)
         self.weight_g, self.weight_std = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-        self.weight_scales = nn.Identity()
-
-
-class Scales(nn.Module):
-    """A function of a weight with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, weight, draw):
-        return weight * self.scale
+        self.weight_scaled = nn.Identity()
 
 
 def layer():
@@ -175,12 +165,12 @@ REFUSED = [
                    lambda m: set_step(m, 1), lambda m: update(m, p=0.1))),
     *((layer, lambda _, s=s: same_draw(s), "`seed` is .*from 0") for s in (-1, 0.5, "3", True)),
     *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*from 0") for s in (-1, 0.5, None, True)),
-    *((layer, lambda m, fn=fn: apply(m, fn), "`fn` is") for fn in (Scales, None, 3, "relu")),
+    *((layer, lambda m, fn=fn: apply(m, fn), "`fn` is") for fn in (Scaled, None, 3, "relu")),
     *((noisy, lambda m, k=k: KINDS[k](m), "`weight` has .*already.*remove") for k in (0, 1)),
     (lambda: recoup.weight_norm(layer()), of(2), "`weight_g` exists already"),
     (lambda: apply(layer(), multiplied), lambda m: apply(m, multiplied), "`weight` has apply"),
     (Taken, of(1, learned="row"), "`weight_std` exists already"),
-    (Taken, lambda m: apply(m, Scales()), "`weight_scales` exists already"),
+    (Taken, lambda m: apply(m, Scaled()), "`weight_scaled` exists already"),
     *((lambda: nn.Sequential(nn.LazyLinear(2), layer()), of(k, pattern=r"0\.weight"),
        "`0.weight` has no shape.*batch") for k in range(3)),
     *((lambda: layer().to(torch.float8_e4m3fn), of(k), "`weight` is torch.float8") for k in (0, 1)),
@@ -284,36 +274,15 @@ def test_what_is_in_range(p):
         assert applied(layer()) == []
 
 
-class Sharded(torch.Tensor):
-    """A tensor that wraps another one, as a DTensor does."""
-
-    @staticmethod
-    def __new__(cls, data, requires_grad=True):
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, requires_grad=requires_grad)
-        made.part = data
-        return made
-
-    def __tensor_flatten__(self):
-        return ["part"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Sharded(inner["part"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return cls(args[0].part)
-
-
 def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
-    part = nn.Parameter(Sharded(torch.randn(6, 6)))
+    part = nn.Parameter(TwoTensor(torch.randn(6, 6), torch.randn(6, 6)))  # wraps, as a DTensor does
     plain = nn.Linear(6, 6)
     plain.weight = part
     for apply_to in (*KINDS, lambda m: apply(m, multiplied)):
-        with pytest.raises(ValueError, match=r"a Sharded.*tensor parallelism"):
+        with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
             apply_to(plain)
     noise = recoup.weight_noise(nn.Linear(6, 6))
-    with pytest.raises(ValueError, match=r"a Sharded.*tensor parallelism"):
+    with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
         noise.register_parameter("weight", part)
     noise.__dict__["_parameters"]["weight"] = part
     assert noise.weight is part  # outside of steps it is what FSDP2 looks at
