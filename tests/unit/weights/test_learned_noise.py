@@ -156,7 +156,7 @@ def test_a_parameter_counts_once_unless_its_uses_have_several_deviations():
         if learned:
             assert noised[0].weight_std is noised[1].weight_std
     recoup.weight_noise(model[0], std=0.2), recoup.weight_noise(model[1], std=lambda step: 0.4)
-    recoup.weight_dropout(model)  # of which the last layer has nothing else
+    model = nn.Sequential(recoup.weight_dropout(nn.Linear(3, 3)), model)
     want = kl_by_torch(weight, 0.2, 1.0) + kl_by_torch(weight, 0.4, 1.0)
     torch.testing.assert_close(kl_divergence(model, prior_std=1.0), want)
 

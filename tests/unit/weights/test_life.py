@@ -139,8 +139,10 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     parameters, parts = dict(module.named_parameters()), [*module.modules()]
     kinds, keys = [type(part) for part in parts], [list(vars(part)) for part in parts]
     pointers = [p.data_ptr() for p in parameters.values()]
+    signature = inspect.signature(module.forward)
     assert WAYS[way](module, pattern) is module
     assert all(map(isinstance, module.modules(), kinds))
+    assert inspect.signature(module.forward) == signature
     loss_of_all(module(x)).backward()
     want = {p: p.detach() - 0.1 * p.grad for p in parameters.values()}
     optimizer.step()

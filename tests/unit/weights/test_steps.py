@@ -122,7 +122,7 @@ def test_a_step_is_the_forward_of_what_something_was_applied_to():
     assert differ(a1, a2)
     assert agree(b1, b2)
     layer = reads()
-    names = dropped(Calls(lambda tree: (tree.a(), tree.b()), a=layer, b=layer))
+    names = dropped(Calls(lambda tree: (tree.a(), tree.b()), a=layer, b=layer), "b.weight")
     assert [entry.name for entry in applied(names)] == ["a.weight"]
     assert agree(*names())
 
@@ -288,6 +288,16 @@ def test_a_switch_may_be_entered_again_left_by_an_exception_and_end_before_what_
     assert torch.equal(layer(), raw) is (context is disabled)
     switch.__exit__(None, None, None)
     assert torch.equal(layer(), raw) is (context is enabled)
+
+
+def test_a_context_that_begins_in_a_forward_may_outlive_it():
+    context = same_draw(1)
+    tree = dropped(Calls(lambda tree: context.__enter__(), layer=reads()))
+    tree()
+    assert agree(tree.layer(), tree.layer())
+    context.__exit__(None, None, None)
+    with torch.no_grad():
+        assert tree.layer.weight is tree.layer.get_parameter("weight")
 
 
 # -- schedules -------------------------------------------------------------------------------------
