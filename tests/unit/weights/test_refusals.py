@@ -118,7 +118,7 @@ def parametrized(module):
         parametrize.register_parametrization(module, "weight", nn.Identity())
 
 
-class Asking(nn.Linear):
+class Asking(nn.Sequential):
     """A class whose subclasses must give an argument."""
 
     def __init_subclass__(cls, *, tag):
@@ -223,8 +223,8 @@ REFUSED = [
     (noisy, lambda m: parametrized(m), "`weight` of Linear is to be deleted.*remove"),
     (lambda: recoup.weight_noise(nn.Sequential(nn.Linear(6, 6))),
      lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}), r"weights\.remove"),
-    *((lambda wrap=wrap: wrap(Asking(2, 2)), of(0), r"has a Asking.*a subclass has to give.*'tag'")
-      for wrap in (lambda module: module, nn.Sequential)),
+    *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
+       r"has a Asking.*a subclass has to give.*'tag'") for wrap in (lambda module: module, nn.Sequential)),
     (Tied, of(0, tied="all"), "`tied` is 'all', but must be"),
     (lambda: recoup.weight_dropout(Tied(), "embedding.*", tied="same"),
      lambda m: recoup.weight_dropout(m.decoder, p=0.3, tied="same"),
