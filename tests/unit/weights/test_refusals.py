@@ -224,7 +224,8 @@ REFUSED = [
     (lambda: recoup.weight_noise(nn.Sequential(nn.Linear(6, 6))),
      lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}), r"weights\.remove"),
     *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
-       r"has a Asking.*a subclass has to give.*'tag'") for wrap in (lambda module: module, nn.Sequential)),
+       r"has a Asking.*a subclass has to give.*'tag'")
+      for wrap in (lambda module: module, nn.Sequential)),
     (Tied, of(0, tied="all"), "`tied` is 'all', but must be"),
     (lambda: recoup.weight_dropout(Tied(), "embedding.*", tied="same"),
      lambda m: recoup.weight_dropout(m.decoder, p=0.3, tied="same"),
