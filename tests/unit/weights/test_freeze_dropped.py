@@ -267,3 +267,12 @@ def test_the_end_of_it(way):
     ENDS[way](module, handle)
     assert moves_all(module, optimizer)
     assert not any(entry.reparametrization.records for entry in applied(module))
+
+
+@pytest.mark.parametrize("is_in_order", [False, True])
+def test_two_handles_end_one_by_one(is_in_order):
+    module, _, optimizer, first = frozen_layer()
+    handles = [first, freeze_dropped(optimizer, module)]
+    for handle, are_moved in zip(handles[:: 1 if is_in_order else -1], (False, True), strict=True):
+        handle.remove()
+        assert moves_all(module, optimizer) == are_moved
