@@ -9,10 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_map
 
@@ -32,6 +30,66 @@ class Uses(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(x, self.weight)
+
+
+class Reads(nn.Module):
+    """A forward that returns its weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> Tensor:
+        return self.weight * 1
+
+
+class Tied(nn.Module):
+    """AWD-LSTM in small: a decoder whose weight is that of the embedding."""
+
+    def __init__(self, *, tied: bool = True, recurrent: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.drop = nn.Embedding(12, 6), nn.Dropout(dropout)
+        self.rnn = nn.LSTM(6, 6) if recurrent else None
+        self.decoder = nn.Linear(6, 12, bias=False)
+        if tied:
+            self.decoder.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embedding(ids).tanh())
+        return self.decoder(x if self.rnn is None else self.rnn(x)[0])
+
+
+def used(module: nn.Module, name: str = "weight") -> Tensor:
+    """The weight that a step uses."""
+    with recoup.weights.step(module), torch.no_grad():
+        return getattr(module, name) * 1
+
+
+def trained(module: nn.Module, x: Tensor) -> nn.Module:
+    """A module after a step of SGD."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss_of_all(module(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return module
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    """A module whose parameters are others."""
+    for part in module.modules():
+        for key, value in list(part._parameters.items()):
+            setattr(part, key, None if value is None else nn.Parameter(torch.rand_like(value)))
+    return module
+
+
+def loaded(module: nn.Module, **how: Any) -> nn.Module:
+    """A module that has loaded a state of other values."""
+    state = {
+        name: torch.rand_like(value) if value.is_floating_point() else value.clone()
+        for name, value in module.state_dict().items()
+    }
+    assert module.load_state_dict(state, strict=True, **how)
+    return module
 
 
 class Runs(nn.Module):
@@ -73,12 +131,8 @@ def attending(layer: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
 
 def weighted(bag: nn.Module, ids: Tensor) -> Tensor:
     """Bags of an embedding with a weight for each entry."""
-    return bag(
-        ids,
-        per_sample_weights=torch.full(
-            (3, 4), 0.5, dtype=next(bag.parameters()).dtype, requires_grad=True
-        ),
-    )
+    dtype = next(bag.parameters()).dtype
+    return bag(ids, per_sample_weights=torch.full((3, 4), 0.5, dtype=dtype, requires_grad=True))
 
 
 def without_mkldnn(layer: nn.Module, x: Tensor) -> Any:
@@ -106,43 +160,41 @@ class Kind(NamedTuple):
     pattern: str = r"(.*\.)?weight"
 
 
-def _x(*size: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: (torch.randn(*size, requires_grad=True),)
-
-
-def _kv() -> tuple[Tensor, ...]:
-    sizes = ((5, 2, 64), (6, 2, 48), (6, 2, 40))
-    return tuple(torch.randn(*size, requires_grad=True) for size in sizes)
-
-
-def _ids(num: int) -> tuple[Tensor, ...]:
-    return (torch.randint(200, (3, num)),)
+def given(*sizes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """What makes inputs of these sizes."""
+    return lambda: tuple(torch.randn(size, requires_grad=True) for size in sizes)
 
 
 _RNN = r"(.*\.)?weight_.*"
-_SEQUENCE = _x(5, 3, 48)
+_SEQUENCE = given((5, 3, 48))
+
+
+def _words() -> tuple[Tensor, ...]:
+    return (torch.randint(200, (3, 4)),)
+
+
 LAYERS: dict[str, Kind] = {
-    "linear": Kind(lambda: nn.Linear(128, 96), _x(3, 128)),
-    "linear 3-D": Kind(lambda: nn.Linear(128, 96), _x(2, 3, 128)),
-    "linear, in a loop": Kind(lambda: Runs(nn.Linear(96, 96), repeated), _x(3, 96)),
-    "x @ w.t()": Kind(lambda: Uses(lambda x, w: x @ w.t(), 96, 128), _x(3, 128)),
-    "w.t() @ x": Kind(lambda: Uses(lambda x, w: w.t() @ x, 128, 96), _x(128, 3)),
+    "linear": Kind(lambda: nn.Linear(128, 96), given((3, 128))),
+    "linear 3-D": Kind(lambda: nn.Linear(128, 96), given((2, 3, 128))),
+    "linear, in a loop": Kind(lambda: Runs(nn.Linear(96, 96), repeated), given((3, 96))),
+    "x @ w.t()": Kind(lambda: Uses(lambda x, w: x @ w.t(), 96, 128), given((3, 128))),
+    "w.t() @ x": Kind(lambda: Uses(lambda x, w: w.t() @ x, 128, 96), given((128, 3))),
     "einsum": Kind(
-        lambda: Uses(lambda x, w: torch.einsum("bi,oi->bo", x, w), 96, 128), _x(3, 128)
+        lambda: Uses(lambda x, w: torch.einsum("bi,oi->bo", x, w), 96, 128), given((3, 128))
     ),
     "baddbmm": Kind(
-        lambda: Uses(lambda x, w: torch.baddbmm(x[:, :, :1], x, w), 2, 128, 48), _x(2, 3, 128)
+        lambda: Uses(lambda x, w: torch.baddbmm(x[:, :, :1], x, w), 2, 128, 48), given((2, 3, 128))
     ),
-    "conv1d": Kind(lambda: nn.Conv1d(40, 48, 5), _x(2, 40, 9)),
-    "conv2d": Kind(lambda: nn.Conv2d(40, 48, 3, padding=1), _x(2, 40, 4, 4)),
-    "conv2d transposed": Kind(lambda: nn.ConvTranspose2d(40, 48, 3), _x(2, 40, 3, 3)),
-    "embedding": Kind(lambda: nn.Embedding(200, 80), lambda: _ids(4)),
-    "embedding, sparse": Kind(lambda: nn.Embedding(200, 80, sparse=True), lambda: _ids(4)),
-    "embedding bag, sum": Kind(lambda: nn.EmbeddingBag(200, 80, mode="sum"), lambda: _ids(4)),
+    "conv1d": Kind(lambda: nn.Conv1d(40, 48, 5), given((2, 40, 9))),
+    "conv2d": Kind(lambda: nn.Conv2d(40, 48, 3, padding=1), given((2, 40, 4, 4))),
+    "conv2d transposed": Kind(lambda: nn.ConvTranspose2d(40, 48, 3), given((2, 40, 3, 3))),
+    "embedding": Kind(lambda: nn.Embedding(200, 80), _words),
+    "embedding, sparse": Kind(lambda: nn.Embedding(200, 80, sparse=True), _words),
+    "embedding bag, sum": Kind(lambda: nn.EmbeddingBag(200, 80, mode="sum"), _words),
     "embedding bag, weighted": Kind(
-        lambda: Runs(nn.EmbeddingBag(200, 80, mode="sum"), weighted), lambda: _ids(4)
+        lambda: Runs(nn.EmbeddingBag(200, 80, mode="sum"), weighted), _words
     ),
-    "bilinear": Kind(lambda: nn.Bilinear(24, 20, 28), lambda: (*_x(3, 24)(), *_x(3, 20)())),
+    "bilinear": Kind(lambda: nn.Bilinear(24, 20, 28), given((3, 24), (3, 20))),
     "lstm": Kind(lambda: nn.LSTM(48, 56), _SEQUENCE, _RNN),
     "lstm, mkldnn off": Kind(lambda: Runs(nn.LSTM(48, 56), without_mkldnn), _SEQUENCE, _RNN),
     "lstm of layers, both ways": Kind(
@@ -151,19 +203,21 @@ LAYERS: dict[str, Kind] = {
     "lstm with projection": Kind(lambda: nn.LSTM(48, 56, proj_size=40), _SEQUENCE, _RNN),
     "lstm, packed": Kind(lambda: Runs(nn.LSTM(48, 56, 2), packed), _SEQUENCE, _RNN),
     "gru": Kind(lambda: nn.GRU(48, 56), _SEQUENCE, _RNN),
-    "lstm cell": Kind(lambda: nn.LSTMCell(48, 56), _x(3, 48), _RNN),
-    "gru cell": Kind(lambda: nn.GRUCell(48, 56), _x(3, 48), _RNN),
-    "rnn cell": Kind(lambda: nn.RNNCell(96, 112), _x(3, 96), _RNN),
+    "lstm cell": Kind(lambda: nn.LSTMCell(48, 56), given((3, 48)), _RNN),
+    "gru cell": Kind(lambda: nn.GRUCell(48, 56), given((3, 48)), _RNN),
+    "rnn cell": Kind(lambda: nn.RNNCell(96, 112), given((3, 96)), _RNN),
     "lstm cell, in a loop": Kind(lambda: Runs(nn.LSTMCell(48, 56), looped), _SEQUENCE, _RNN),
     "attention to itself": Kind(
-        lambda: Runs(nn.MultiheadAttention(64, 4), attending), _x(5, 2, 64), r".*weight"
+        lambda: Runs(nn.MultiheadAttention(64, 4), attending), given((5, 2, 64)), r".*weight"
     ),
     "attention to other widths": Kind(
-        lambda: Runs(nn.MultiheadAttention(64, 4, kdim=48, vdim=40), attending), _kv, r".*weight"
+        lambda: Runs(nn.MultiheadAttention(64, 4, kdim=48, vdim=40), attending),
+        given((5, 2, 64), (6, 2, 48), (6, 2, 40)),
+        r".*weight",
     ),
     "encoder layer": Kind(
         lambda: nn.TransformerEncoderLayer(64, 4, 96, batch_first=True),
-        _x(2, 5, 64),
+        given((2, 5, 64)),
         r".*(in_proj|out_proj\.|linear\d\.)_?weight",
     ),
 }  # fmt: skip
@@ -173,10 +227,16 @@ LAYERS: dict[str, Kind] = {
 PRECISIONS = ("float32", "bfloat16", "autocast")
 
 
-def built(kind: Kind, precision: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The plain layer in training mode, and its inputs."""
+def built(
+    kind: Kind, precision: str = "float32", *, dropout: bool = True
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The plain layer in training mode, with dropout of activations or without, and its inputs."""
     torch.manual_seed(3)
     module, inputs = kind.build(), kind.inputs()
+    for part in module.modules() if not dropout else ():
+        name = "p" if isinstance(part, nn.Dropout) else "dropout"
+        if isinstance(getattr(part, name, None), float):
+            setattr(part, name, 0.0)
     if precision != "bfloat16":
         return module, inputs
     return module.bfloat16(), tree_map(
@@ -218,6 +278,17 @@ def multiplied(weight: Tensor, draw: recoup.weights.Draw) -> Tensor:
     return weight * (1 + 0.1 * draw.normal())
 
 
+class Scaled(nn.Module):
+    """A function of a weight with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drop = nn.Parameter(torch.tensor(0.5)), nn.Dropout()
+
+    def forward(self, weight: Tensor, draw: recoup.weights.Draw) -> Tensor:
+        return self.drop(weight) * self.scale
+
+
 OURS = {
     "dropout": Way(dropout={"p": 0.5}),
     "noise": Way(noise={"std": 0.1}),
@@ -234,9 +305,9 @@ MORE = OURS | {
 }
 
 
-def matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Parameter]]:
+def matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
     """The parameters that a pattern means."""
-    return [pair for pair in module.named_parameters() if re.fullmatch(pattern, pair[0])]
+    return [p for name, p in module.named_parameters() if re.fullmatch(pattern, name)]
 
 
 # -- the plain run ---------------------------------------------------------------------------------
@@ -364,32 +435,3 @@ def compare(
 def dense(x: Tensor) -> Tensor:
     """A tensor without sparse parts."""
     return x.to_dense() if x.is_sparse else x
-
-
-# -- what keeps noisy weights ----------------------------------------------------------------------
-
-Apply = Callable[[nn.Module, str], nn.Module]
-
-
-class _Made(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.forward = make
-
-
-def _kept(make: Callable[[Tensor], Tensor]) -> Apply:
-    """Return what makes weights by torch's parametrizations: whoever saves them keeps them."""
-
-    def apply(module: nn.Module, pattern: str) -> nn.Module:
-        for name, _ in matching(module, pattern):
-            owner, _, key = name.rpartition(".")
-            parametrize.register_parametrization(module.get_submodule(owner), key, _Made(make))
-        return module
-
-    return apply
-
-
-NAIVE = {
-    "dropout, kept": _kept(lambda weight: F.dropout(weight, 0.5)),
-    "noise, kept": _kept(lambda weight: weight + 0.1 * torch.randn_like(weight)),
-}

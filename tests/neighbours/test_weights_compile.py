@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup.weights import applied, same_draw
-from tests.weight_zoo import MORE, OURS, Way
+from tests.weight_zoo import MORE, OURS, Runs, Way, first_of
 
 # What the compiler does on its own account.
 pytestmark = [
@@ -21,64 +21,53 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 WHOLE = {"fullgraph": True}
 
 
-class Between(nn.Module):
-    """A recurrent layer, where the graph breaks, between two that do not."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.lstm, self.after = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = self.after(self.lstm(self.before(x).unsqueeze(0))[0].tanh()).squeeze(0)
-        return x
-
-
-class Loops(nn.Module):
-    """A cell over time: many reads in one forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(8, 8)
-
-    def forward(self, x):
-        h = x.sin()
-        for _ in range(3):
-            h = self.cell(x, h)
-        return h
-
-
 def block():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
-class Checkpointed(nn.Module):
-    """A tree of which parts run in checkpoints, one of them twice, and one outside, too."""
+class Tree(nn.Module):
+    """A block and a layer that are run in some way: `run(block, layer, x)`."""
 
-    def __init__(self):
+    def __init__(self, run):
         super().__init__()
-        self.a, self.c = block(), nn.Linear(8, 8)
+        self.block, self.layer, self.run = block(), nn.Linear(8, 8), run
 
     def forward(self, x):
-        x = self.c(x).tanh()
-        for part in (self.a, self.a, self.c):
-            x = checkpoint(part, x, use_reentrant=False).tanh()
-        return self.c(x).tanh()
+        return self.run(self.block, self.layer, x)
 
 
-class Broken(Checkpointed):
-    """A tree with a break of the graph between reads of the same weights."""
+def checkpointed(block, layer, x):
+    """Parts of a tree in checkpoints, one of them twice, and one outside, too."""
+    x = layer(x).tanh()
+    for part in (block, block, layer):
+        x = checkpoint(part, x, use_reentrant=False).tanh()
+    return layer(x).tanh()
 
-    def forward(self, x):
-        x = self.c(self.a(x))
-        torch._dynamo.graph_break()
-        return self.c(self.a(x))
+
+def broken(block, layer, x):
+    """A break of the graph between reads of the same weights."""
+    x = layer(block(x))
+    torch._dynamo.graph_break()
+    return layer(block(x))
 
 
-def half_evaluated():
-    tree = OURS["stacked"](block()).eval()
-    tree[2].train()
-    return tree
+def recurrent():
+    """A recurrent layer, where the graph breaks, between two that do not."""
+    return nn.Sequential(nn.Linear(8, 8), Runs(nn.LSTM(8, 8), first_of), nn.Linear(8, 8))
+
+
+def loop(cell, x):
+    """A cell over time: many reads in one forward."""
+    h = x.sin()
+    for _ in range(3):
+        h = cell(x, h)
+    return h
+
+
+def tied():
+    tree = Tree(lambda block, layer, x: layer(block(x)))
+    tree.layer.weight = tree.block[0].weight
+    return recoup.weight_dropout(tree, ".*weight", tied="same")
 
 
 STACKED = OURS["stacked"]
@@ -89,20 +78,15 @@ MODULES = {
     "norm": (lambda: OURS["norm"](block()), WHOLE),
     "relative": (lambda: RELATIVE(nn.Linear(8, 8)), WHOLE),
     "rows": (lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)), WHOLE),
-    "loop": (lambda: OURS["dropout"](Loops(), r".*weight_.."), WHOLE),
+    "loop": (lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), loop), r".*weight_.."), WHOLE),
     "each its own": (lambda: nn.Sequential(*[STACKED(nn.Linear(8, 8)) for _ in range(2)]), WHOLE),
-    "half evaluated": (half_evaluated, WHOLE),
-    "checkpointed": (lambda: STACKED(Checkpointed()), WHOLE),
-    "broken": (lambda: STACKED(Broken()), {}),
-    "recurrent": (lambda: STACKED(Between(), r".*weight.*"), {}),
+    "checkpointed": (lambda: STACKED(Tree(checkpointed)), WHOLE),
+    "broken": (lambda: STACKED(Tree(broken)), {}),
+    "recurrent": (lambda: STACKED(recurrent(), r".*weight.*"), {}),
+    "tied": (tied, {}),
     "function": (lambda: MORE["function"](block()), {}),
     "learned": (lambda: MORE["learned"](block()), {}),
     "all": (lambda: MORE["all"](block()), {}),
-}
-CALLS = {
-    "once": lambda module: module,
-    "twice": lambda module: lambda x: module(module(x)),
-    "in a checkpoint": lambda module: lambda x: checkpoint(module, x, use_reentrant=False),
 }
 
 
@@ -117,7 +101,7 @@ def results_of(module, call, x, seed):
     return [y.detach(), *gradients, torch.get_rng_state(), torch.tensor(num_steps)]
 
 
-def equal_steps(module, call, backend="aot_eager", **how):
+def equal_steps(module, call=lambda module: module, backend="aot_eager", **how):
     """Compare steps of compiled code, and their number, with those of eager code."""
     x = torch.randint(8, (4, 3)) if isinstance(module, nn.Embedding) else X
     compiled = torch.compile(call(module), backend=backend, **how)
@@ -135,19 +119,25 @@ def equal_steps(module, call, backend="aot_eager", **how):
 def test_compiled_code_draws_anew_in_each_call_as_eager_code_does(name):
     build, how = MODULES[name]
     torch.manual_seed(0)
-    assert equal_steps(build(), CALLS["once"], **how) == (name != "norm")
+    assert equal_steps(build(), **how) == (name != "norm")
+
+
+TOGETHER = {
+    "twice": lambda module: lambda x: module(module(x)),
+    "in a checkpoint": lambda module: lambda x: checkpoint(module, x, use_reentrant=False),
+}
 
 
 @pytest.mark.parametrize("name", ["stacked", "each its own"])
-@pytest.mark.parametrize("call", ["twice", "in a checkpoint"])
+@pytest.mark.parametrize("call", TOGETHER)
 def test_forwards_that_are_compiled_together(call, name):
-    assert equal_steps(MODULES[name][0](), CALLS[call], fullgraph=True)
+    assert equal_steps(MODULES[name][0](), TOGETHER[call], fullgraph=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stacked", "checkpointed", "recurrent"])
 def test_the_optimizing_backend_does_not_fold_the_noise(name):
-    assert equal_steps(MODULES[name][0](), CALLS["once"], "inductor", **MODULES[name][1])
+    assert equal_steps(MODULES[name][0](), backend="inductor", **MODULES[name][1])
 
 
 def test_a_schedule_counts_compiled_forwards():
@@ -176,13 +166,12 @@ def test_contexts_around_a_compiled_module_and_a_compiled_part_of_an_eager_tree(
     torch.testing.assert_close(compiled(X), plain)
     with recoup.weights.enabled(module):
         assert not torch.equal(compiled(X), compiled(X))
-    layer = nn.Linear(8, 8)
-    tree = OURS["dropout"](nn.Sequential(layer, layer), r"0.weight")
-    with same_draw(seed=2):
-        want = tree(X)
-    layer.compile(fullgraph=True, backend="aot_eager")
-    with same_draw(seed=2):
-        torch.testing.assert_close(tree(X), want)
+    tree, found = OURS["dropout"](nn.Sequential(layer := nn.Linear(8, 8), layer)), []
+    for _ in range(2):
+        with same_draw(seed=2):
+            found.append(tree(X))
+        layer.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(*found)
 
 
 def test_evaluation_has_nothing_of_ours_in_the_graph_and_is_exported_as_the_plain_module():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +17,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.weights import same_draw
-from tests.neighbours.workers import report
+from tests.neighbours.workers import report, said
 from tests.weight_zoo import Way
 
-PATTERN = r"(.*\.)?(weight|in_proj_weight|weight_hh_l0)"
 STEPS = 3
 
 
@@ -55,142 +56,99 @@ class Model(nn.Module):
 
 CALLS: dict[str, Callable[..., Any]] = {
     "plainly": lambda module, x: module(x),
-    "torch": lambda module, x: torch_checkpoint(module, x, use_reentrant=False),
-    "reentrant": lambda module, x: torch_checkpoint(module, x, use_reentrant=True),
+    "torch": functools.partial(torch_checkpoint, use_reentrant=False),
+    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True),
     "ours": recoup.checkpoint,
 }
+ALL, LAYERS = r"(.*\.)?(weight|in_proj_weight|weight_hh_l0)", r"blocks\.\d\.linear\.weight"
 WAYS = {
-    "rows": Way(dropout={"p": 0.5, "axes": (1,)}),
-    "both": Way(dropout={"p": 0.3}, noise={"std": 0.1}),
-    "stacked": Way({}, {"p": 0.3}, {"std": 0.1}),
-    "learned": Way(noise={"std": 0.1, "learned": "row", "relative": True}),
+    "rows": (Way(dropout={"p": 0.5, "axes": (1,)}), r"words\.weight"),
+    "both": (Way(dropout={"p": 0.3}, noise={"std": 0.1}), ALL),
+    "stacked": (Way({}, {"p": 0.3}, {"std": 0.1}), LAYERS),
+    "learned": (Way(noise={"std": 0.1, "learned": "row", "relative": True}), ALL),
 }
 ADDING = ("stacked", "learned")  # parameters, which a wrapper has to know
 
 
-def apply(way: str, model: nn.Module, prefix: str = "") -> None:
-    pattern = r"words\.weight" if way == "rows" else PATTERN
-    pattern = r"blocks\.\d\.linear\.weight" if way == "stacked" else pattern
-    WAYS[way](model, prefix + pattern)
+def apply(way: str, model: nn.Module, prefix: str = "") -> nn.Module:
+    apply_to, pattern = WAYS[way]
+    return apply_to(model, prefix + pattern)
 
 
 def build(way: str | None = None, *, recurrent: bool = False) -> Model:
     torch.manual_seed(0)
-    model = Model(recurrent)
-    if way is not None:
-        apply(way, model)
-    return model
+    model: Any = Model(recurrent)
+    return model if way is None else apply(way, model)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, which: slice = slice(None)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(12, (4, 5), generator=generator)
-    return ids, torch.randint(12, (4, 5), generator=generator)
+    ids, target = (torch.randint(12, (4, 5), generator=generator) for _ in range(2))
+    return ids[which], target[which]
 
 
 def loss_of(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), target.flatten())
 
 
-def whole_steps(model: nn.Module, draw: Callable[[int], Any]) -> list[dict[str, Tensor]]:
-    """The gradients of the whole batch, in one process."""
-    found = []
-    for step in range(STEPS):
-        model.zero_grad()
-        with draw(step):
-            loss_of(model, *batch(step)).backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return found
-
-
-def my_steps(model: nn.Module, rank: int, draw: Callable[[int], Any]) -> list[dict[str, Tensor]]:
-    """The gradients of the half of the batch that belongs to this rank, as they are reduced."""
-    found = []
-    for step in range(STEPS):
-        model.zero_grad()
-        mine = tuple(part[2 * rank : 2 * rank + 2] for part in batch(step))
-        with draw(step):
-            loss = loss_of(model, *mine)
-        loss.backward()
-        found.append(
-            {
-                name.removeprefix("module."): whole(p.grad).clone()
-                for name, p in model.named_parameters()
-            }
-        )
-    return found
-
-
 def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def difference(got: list[dict[str, Tensor]], want: list[dict[str, Tensor]]) -> float:
-    """The largest difference, relative to the largest entry of each gradient."""
-    worst = 0.0
-    for mine, theirs in zip(got, want, strict=True):
+def seeded(step: int) -> Any:
+    """The same draw on every rank: the default generator at the step."""
+    torch.manual_seed(100 + step)
+    return nullcontext()
+
+
+def steps_of(model: nn.Module, draw: Callable[[int], Any], which: slice) -> list[dict[str, Tensor]]:
+    """The gradients of a part of each batch, as they are reduced."""
+    found = []
+    for step in range(STEPS):
+        model.zero_grad()
+        with draw(step):
+            loss = loss_of(model, *batch(step, which))
+        loss.backward()
+        named = model.named_parameters()
+        found.append({n.removeprefix("module."): whole(p.grad).clone() for n, p in named})
+    return found
+
+
+def difference(
+    plain: Model, model: nn.Module, call: str, draw: Callable[[int], Any], rank: int
+) -> float:
+    """The largest difference of gradients from those of the whole batch in one process.
+
+    It is relative to the largest entry of all gradients of a step.
+    """
+    want, worst = steps_of(plain, draw, slice(None)), 0.0
+    (model.module if isinstance(model, DistributedDataParallel) else model).call = CALLS[call]
+    for mine, theirs in zip(
+        steps_of(model, draw, slice(2 * rank, 2 * rank + 2)), want, strict=True
+    ):
         assert set(mine) == set(theirs), (sorted(mine), sorted(theirs))
-        scale = max(float(value.detach().abs().max()) for value in theirs.values())
-        for name, value in theirs.items():
-            apart = (mine[name].detach().float() - value.detach()).abs().max()
-            worst = max(worst, float(apart) / scale)
+        scale = max(float(value.abs().max()) for value in theirs.values())
+        apart = [float((mine[n].float() - value).abs().max()) for n, value in theirs.items()]
+        worst = max(worst, *(each / scale for each in apart))
     return worst
 
 
-class Seeded:
-    """The same draw on every rank: the default generator at the step."""
-
-    def __init__(self, step: int) -> None:
-        torch.manual_seed(100 + step)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def by_seed(step: int) -> Any:
-    return same_draw(seed=step)
-
-
-DRAWS: dict[str, Callable[[int], Any]] = {"manual_seed": Seeded, "same_draw": by_seed}
-
-
-def said(case: Callable[..., float], *args: Any) -> float | str:
-    """What a case finds, or the error that it ends with on every rank."""
-    try:
-        return case(*args)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-
-
-# -- DistributedDataParallel -----------------------------------------------------------------------
-
-
-def ddp(way: str, when: str, draw: str, call: str, rank: int) -> float:
-    """How far gradients are from those of the whole batch with the same noise."""
-    want = whole_steps(build(way, recurrent=True), DRAWS[draw])
+def ddp(way: str, when: str) -> nn.Module:
     if when == "before":
-        model = DistributedDataParallel(build(way, recurrent=True))
+        return DistributedDataParallel(build(way, recurrent=True))
+    model = DistributedDataParallel(build(recurrent=True))
+    if when == "after":
+        apply(way, model, r"module\.")
     else:
-        model = DistributedDataParallel(build(recurrent=True))
-        if when == "after":
-            apply(way, model, r"module\.")
-        else:
-            apply(way, model.module)
-    model.module.call = CALLS[call]
-    return difference(my_steps(model, rank, DRAWS[draw]), want)
+        apply(way, model.module)
+    return model
 
 
 def ddp_of_what_comes_late(added: str, rank: int) -> str:
     """A parameter that the wrapper does not know would not be reduced."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
-    try:
-        if added == "weight_g":
-            recoup.weight_norm(model, r"module\.0\.weight")
-        else:
-            recoup.weight_noise(model, r"module\.0\.weight", learned="row")
-    except ValueError as error:
-        return str(error)
+    way = Way({}) if added == "weight_g" else Way(noise={"learned": "row"})
+    way(model, r"module\.0\.weight")
     model(torch.randn(4, 8) + rank).square().sum().backward()
     mine = model.module[0].get_parameter(added).grad
     both = [torch.empty_like(mine) for _ in range(2)]
@@ -198,31 +156,21 @@ def ddp_of_what_comes_late(added: str, rank: int) -> str:
     return "reduced" if torch.equal(*both) else "silently not reduced"
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------
-
-
 def sharded(model: Model, how: str, mesh: Any, **settings: Any) -> Model:
-    if how == "layers":
-        for block in model.blocks:
-            fully_shard(block.linear, mesh=mesh, **settings)
-            fully_shard(block, mesh=mesh, **settings)
-        fully_shard(model.time, mesh=mesh, **settings)
+    blocks = [part for block in model.blocks for part in (block.linear, block)]
+    for part in [*blocks, model.time] if how == "layers" else []:
+        fully_shard(part, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)
 
 
-def fsdp(way: str, how: str, when: str, draw: str, call: str, rank: int, mesh: Any) -> float:
-    """How far gradients are from those of the whole batch with the same noise."""
-    want = whole_steps(build(way), DRAWS[draw])
+def fsdp(way: str, how: str, when: str, call: str, rank: int, mesh: Any) -> float:
     settings = {"reshard_after_forward": call != "kept"}
     if when == "before":
         model = sharded(build(way), how, mesh, **settings)
     else:
-        model = sharded(build(), how, mesh, **settings)
-        apply(way, model)
-    names = list(model.state_dict())
-    assert names == list(build(way).state_dict()), names
-    model.call = CALLS.get(call, CALLS["plainly"])
-    return difference(my_steps(model, rank, DRAWS[draw]), want)
+        model = apply(way, sharded(build(), how, mesh, **settings))
+    assert list(model.state_dict()) == list(build(way).state_dict())
+    return difference(build(way), model, "plainly" if call == "kept" else call, seeded, rank)
 
 
 def ddp_with_a_twin(when: str, rank: int) -> bool:
@@ -231,31 +179,22 @@ def ddp_with_a_twin(when: str, rank: int) -> bool:
     twin = recoup.weights.twin(inner) if when == "before" else None
     model = DistributedDataParallel(inner)
     twin = twin or recoup.weights.twin(model.module)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    is_equal = True
+    optimizer, is_equal = torch.optim.SGD(model.parameters(), 0.1), True
     for step in range(STEPS):
-        ids, target = batch(step)
         optimizer.zero_grad()
-        loss_of(model, ids[rank::2], target[rank::2]).backward()
+        loss_of(model.train(), *batch(step, slice(rank, None, 2))).backward()
         optimizer.step()
-        got = twin(ids)
-        is_equal &= torch.equal(got, model.eval()(ids)) and not twin.training
-        model.train()
+        ids, _ = batch(step)
+        is_equal &= torch.equal(twin(ids), model.eval()(ids)) and not twin.training
     return is_equal
 
 
-def fsdp_with_a_twin(when: str, rank: int, mesh: Any) -> str:
+def fsdp_with_a_twin(when: str, mesh: Any) -> str:
     """What is said where a model is sharded, and its twin cannot be."""
     model = build("both")
-    try:
-        if when == "before":
-            twin = recoup.weights.twin(model)
-            sharded(model, "layers", mesh)
-        else:
-            twin = recoup.weights.twin(sharded(model, "layers", mesh))
-        twin(batch(0)[0])
-    except (ValueError, RuntimeError) as error:
-        return str(error)
+    twin = recoup.weights.twin(model) if when == "before" else None
+    sharded(model, "layers", mesh)
+    (twin or recoup.weights.twin(model))(batch(0)[0])
     return "nothing"
 
 
@@ -263,26 +202,26 @@ def cases(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {}
     for way in WAYS:
+        plain = build(way, recurrent=True)
         for when in ("before", "after", "inside"):
-            if way in ADDING and when != "before":
-                continue
-            found[f"ddp {way} {when}"] = said(ddp, way, when, "manual_seed", "plainly", rank)
+            if way not in ADDING or when == "before":
+                model = ddp(way, when)
+                name = f"ddp {way} {when}"
+                found[name] = said(difference, plain, model, "plainly", seeded, rank)
         for call in CALLS:
-            found[f"ddp {way} {call}"] = said(ddp, way, "before", "same_draw", call, rank)
+            model = ddp(way, "before")
+            found[f"ddp {way} {call}"] = said(difference, plain, model, call, same_draw, rank)
+        for how in ("layers", "root"):
+            for when, suffix in (("before", ""), ("after", " late")):
+                run = said(fsdp, way, how, when, "plainly", rank, mesh)
+                found[f"fsdp {way} {how}{suffix}"] = run
+        for call in ("torch", "ours", "kept"):
+            found[f"fsdp {way} {call}"] = said(fsdp, way, "layers", "before", call, rank, mesh)
     for added in ("weight_g", "weight_std"):
-        found[f"ddp late {added}"] = ddp_of_what_comes_late(added, rank)
+        found[f"ddp late {added}"] = said(ddp_of_what_comes_late, added, rank)
     for when in ("before", "after"):
         found[f"ddp twin {when}"] = ddp_with_a_twin(when, rank)
-        found[f"fsdp twin {when}"] = fsdp_with_a_twin(when, rank, mesh)
-    for way in WAYS:
-        for how in ("layers", "root"):
-            seeded = said(fsdp, way, how, "before", "manual_seed", "plainly", rank, mesh)
-            found[f"fsdp {way} {how}"] = seeded
-            late = said(fsdp, way, how, "after", "manual_seed", "plainly", rank, mesh)
-            found[f"fsdp {way} {how} late"] = late
-        for call in ("torch", "ours", "kept"):
-            name = f"fsdp {way} {call}"
-            found[name] = said(fsdp, way, "layers", "before", "manual_seed", call, rank, mesh)
+        found[f"fsdp twin {when}"] = said(fsdp_with_a_twin, when, mesh)
     return found
 
 

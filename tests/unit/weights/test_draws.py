@@ -7,7 +7,10 @@ can be drawn alone. What both are is computed here a second time, without thread
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 import recoup
 from recoup.weights import Draw, same_draw
 from tests.chance import are_even, are_gaussian, has_share
+from tests.weight_zoo import Reads
 
 CHUNK, PIECE, MASK_64 = 2**17, 2**15, 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
@@ -72,43 +76,26 @@ def kept_by(words, p):
 
 
 def read(module, seed):
-    """The weight of a module in a step of a seed."""
+    """The weight of a module in a step of a seed; of an embedding, by rows."""
+    given = () if isinstance(module, Reads) else (torch.arange(module.num_embeddings),)
     with same_draw(seed), torch.no_grad():
-        return (
-            module() if isinstance(module, Reads) else module(torch.arange(module.num_embeddings))
-        )
+        return module(*given)
 
 
-class Reads(nn.Module):
-    """A forward that returns its weight."""
-
-    def __init__(self, value, *shape, dtype=torch.float32):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full(shape, value, dtype=dtype))
-
-    def forward(self):
-        return self.weight * 1
+def weight(value, *shape, dtype=torch.float32):
+    return Reads(torch.full(shape, value, dtype=dtype))
 
 
-def table(value, num_rows, width, dtype=torch.float32):
-    """An embedding, all of one value."""
-    return nn.Embedding(num_rows, width, _weight=torch.full((num_rows, width), value, dtype=dtype))
+def table(value, *shape, dtype=torch.float32):
+    return nn.Embedding(*shape, _weight=torch.full(shape, value, dtype=dtype))
 
 
-def mask(numel, seed, p, dtype=torch.float32):
-    return read(recoup.weight_dropout(Reads(1.0, numel, dtype=dtype), p=p), seed)
+def mask(seed, p, *shape, build=weight, dtype=torch.float32):
+    return read(recoup.weight_dropout(build(1.0, *shape, dtype=dtype), p=p), seed)
 
 
-def noise(numel, seed, dtype=torch.float32, std=1.0):
-    return read(recoup.weight_noise(Reads(0.0, numel, dtype=dtype), std=std), seed)
-
-
-def row_mask(num_rows, width, seed, p, dtype=torch.float32):
-    return read(recoup.weight_dropout(table(1.0, num_rows, width, dtype), p=p), seed)
-
-
-def row_noise(num_rows, width, seed, dtype=torch.float32):
-    return read(recoup.weight_noise(table(0.0, num_rows, width, dtype), std=1.0), seed)
+def noise(seed, *shape, build=weight, dtype=torch.float32):
+    return read(recoup.weight_noise(build(0.0, *shape, dtype=dtype), std=1.0), seed)
 
 
 @pytest.mark.sampled(20)
@@ -121,7 +108,7 @@ def test_masks_are_what_the_note_says(numel, seed, p):
         words = torch.empty(-(-size * bits_for(p) // 64), dtype=torch.int64)
         words.random_(-(2**63), None, generator=generator)
         is_kept.append(kept_by(words, p)[:size])
-    found = mask(numel, seed, p)
+    found = mask(seed, p, numel)
     assert torch.equal(found != 0, torch.cat(is_kept))
     assert not found.any() or found.max().item() == pytest.approx(
         1 / (1 - round(p * 65536) / 65536)
@@ -138,14 +125,14 @@ def test_noise_is_what_the_note_says(numel, seed, dtype):
         for start in range(0, size, PIECE):
             piece = torch.empty(min(PIECE, size - start), dtype=dtype)
             pieces.append(piece.normal_(0.0, 1.0, generator=generator))
-    assert torch.equal(noise(numel, seed, dtype), torch.cat(pieces))
+    assert torch.equal(noise(seed, numel, dtype=dtype), torch.cat(pieces))
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 13, 64])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("p", [0.3, 0.5, 65535 / 65536])
 def test_masks_of_tables_are_what_the_note_says(width, seed, p):
-    found, num_words = row_mask(5, width, seed, p), -(-width * bits_for(p) // 64)
+    found, num_words = mask(seed, p, 5, width, build=table), -(-width * bits_for(p) // 64)
     start = hash_of(seed_of(seed, "weight weight_dropout"))
     numbers = [split_mix((start + place * STEP) & MASK_64) for place in range(5 * num_words)]
     words = torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers]).view(5, num_words)
@@ -158,7 +145,7 @@ def test_noise_of_tables_is_what_the_note_says():
     halves = torch.tensor([[n & (2**32 - 1), n >> 32] for n in words], dtype=torch.float64)
     numbers = (halves + 2**31).remainder(2**32)  # as signed integers, from the least
     want = torch.special.ndtri((numbers + 0.5) / 2**32).view(5, 16)
-    assert torch.equal(row_noise(5, 16, 7, torch.float64), want)
+    assert torch.equal(noise(7, 5, 16, build=table, dtype=torch.float64), want)
 
 
 # -- what a draw depends on, and what not ----------------------------------------------------------
@@ -176,7 +163,7 @@ def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
         (lambda m: recoup.weight_dropout(m, p=p), 1.0, torch.mul),
         (lambda m: recoup.weight_noise(m, std=p), 0.0, torch.add),
     ):
-        module = apply(Reads(start, *shape, dtype=dtype))
+        module = apply(weight(start, *shape, dtype=dtype))
         drawn = read(module, 11)
         module.get_parameter("weight").data.copy_(raw)
         found = read(module, 11)
@@ -187,99 +174,73 @@ def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
         assert torch.equal(module.get_parameter("weight"), raw)
 
 
-def draws_of_all_kinds(num_rows=701, width=803):
+def draws_of_all_kinds(shape=(701, 803)):
     """Masks and noise, of a weight of several pieces and of a table."""
-    return [
-        mask(num_rows * width, 6, 0.3),
-        noise(num_rows * width, 6),
-        noise(num_rows * width, 6, torch.float64),
-        row_mask(num_rows, width, 6, 0.3),
-        row_noise(num_rows, width, 6),
-        Draw(torch.zeros(num_rows, width, dtype=torch.float32), 6).uniform(),
-    ]
+    masks = [mask(6, 0.3, *shape, build=build) for build in (weight, table)]
+    double = noise(6, *shape, dtype=torch.float64)
+    normals = [noise(6, *shape, build=build) for build in (weight, table)]
+    return [*masks, double, *normals, Draw(torch.zeros(shape, dtype=torch.float32), 6).uniform()]
 
 
-def test_threads_and_settings_of_torch_make_no_difference(threads):
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [nullcontext, default_dtype, torch.inference_mode, partial(torch.autocast, "cpu")],
+)
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_and_settings_of_torch_make_no_difference(threads, num_threads, setting):
     threads(1)
     want = draws_of_all_kinds()
-
-    def with_default_dtype():
-        torch.set_default_dtype(torch.float64)
-        try:
-            return draws_of_all_kinds()
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-    found = []
-    for num_threads in (2, 3):
-        threads(num_threads)
-        found += draws_of_all_kinds()
-    found += with_default_dtype()
-    with torch.inference_mode():
-        found += draws_of_all_kinds()
-    with torch.autocast("cpu", torch.bfloat16):
-        found += draws_of_all_kinds()
-    for place, value in enumerate(found):
-        assert torch.equal(value, want[place % len(want)])
+    threads(num_threads)
+    with setting():
+        assert all(map(torch.equal, draws_of_all_kinds(), want))
 
 
 @pytest.mark.parametrize("numel", [4096, 2**19])
 def test_the_type_does_not_change_which_entries_are_dropped(numel):
-    kept = mask(numel, 6, 0.3) != 0
-    rows = row_mask(numel // 64, 64, 6, 0.3) != 0
-    for dtype in DTYPES:
-        assert torch.equal(mask(numel, 6, 0.3, dtype) != 0, kept)
-        assert torch.equal(row_mask(numel // 64, 64, 6, 0.3, dtype) != 0, rows)
-        scale = torch.tensor(65536 / (65536 - 19661)).to(dtype).item()
-        found = {
-            mask(numel, 6, 0.3, dtype).max().item(),
-            row_mask(4, 64, 6, 0.3, dtype).max().item(),
-        }
-        assert found == {scale} or found == {65536 / (65536 - 19661)}
+    scale = 65536 / (65536 - 19661)
+    for build, shape in ((weight, (numel,)), (table, (numel // 64, 64))):
+        kept = mask(6, 0.3, *shape, build=build) != 0
+        for dtype in DTYPES:
+            found = mask(6, 0.3, *shape, build=build, dtype=dtype)
+            assert torch.equal(found != 0, kept)
+            assert found.max().item() in (torch.tensor(scale).to(dtype).item(), scale)
 
 
 def test_a_draw_repeats_for_its_seed_and_moves_no_random_state():
-    state, python = torch.get_rng_state(), random.getstate()
-    layers = [recoup.weight_noise(recoup.weight_dropout(Reads(1.0, 2**n))) for n in (12, 17)]
-    found = []
+    python, found = random.getstate(), []
+    layers = [recoup.weight_noise(recoup.weight_dropout(weight(1.0, 2**n))) for n in (12, 17)]
     for seed in (*SEEDS, *SEEDS):
         with same_draw(seed):
             stream = torch.get_rng_state()
-            found.append([layer().detach() for layer in layers])
+            found.append(torch.cat([layer().detach() for layer in layers]))
             assert torch.equal(torch.get_rng_state(), stream)
     assert random.getstate() == python
-    assert not torch.equal(state, stream)  # `same_draw` moves it, so that it would be seen
-    for i in range(8):
-        for j in range(i):
-            for a, b in zip(found[i], found[j], strict=True):
-                assert torch.equal(a, b) == (i - j == 4)
+    for i, j in itertools.combinations(range(8), 2):
+        assert torch.equal(found[i], found[j]) == (j - i == 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise])
-@pytest.mark.parametrize("build", [lambda: Reads(1.0, 2**21), lambda: table(1.0, 2**15, 64)])
+@pytest.mark.parametrize("build", [lambda: weight(1.0, 2**21), lambda: table(1.0, 2**15, 64)])
 def test_no_buffer_is_as_large_as_a_large_weight(threads, build, apply, dtype):
     threads(1)  # bytes are counted in one
     module = apply(build().to(dtype))
+
+    num_bytes = module.get_parameter("weight").nbytes
 
     def draw():
         with recoup.weights.step(module), torch.no_grad():
             return module.weight
 
-    num_bytes = module.get_parameter("weight").nbytes
     measured = recoup.measure(draw, repeats=0)
     assert num_bytes <= measured.peak_bytes <= num_bytes * 1.35
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (701, 803)], ids=str)
-def test_on_meta_there_is_a_shape(shape):
-    with torch.device("meta"):
-        for module in (Reads(1.0, *shape), nn.Embedding(*shape)):
-            recoup.weight_noise(recoup.weight_dropout(module))
-            given = () if isinstance(module, Reads) else (torch.arange(shape[0]),)
-            found = module(*given)
-            assert found.is_meta
-            assert found.shape == shape
 
 
 # -- the draw of a function of a user's ------------------------------------------------------------
@@ -309,8 +270,3 @@ def test_draws_have_their_distributions():
     assert has_share(bernoulli == 1, 1 - round(0.7 * 65536) / 65536)
     assert draw.bernoulli(0.0).sum() == 0
     assert draw.bernoulli(1.0, (7,)).sum() == 7
-    for p in (1.5, -0.1):
-        with pytest.raises(ValueError, match=rf"`p` is {p}, but must be a probability"):
-            draw.bernoulli(p)
-    with pytest.raises(ValueError, match=r"`weight` is torch.int64, but must be of a floating"):
-        Draw(torch.arange(3), 3)

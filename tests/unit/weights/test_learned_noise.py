@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import recoup
 from recoup.errors import ChangedError
-from recoup.weights import applied, apply, disabled, kl_divergence, same_draw, step, update
-from tests.weight_zoo import Way, compare
+from recoup.weights import applied, apply, kl_divergence, same_draw, step, update
+from tests.weight_zoo import Way, compare, used
 
 LEARNED = ["tensor", "row", "weight"]
 
@@ -26,23 +26,6 @@ def noisy(layer, learned="row", std=0.3, **more):
 
 
 # -- deviations ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("learned", [*LEARNED, None])
-@pytest.mark.parametrize("kind", ["linear", "conv2d", "embedding", "lstm"])
-def test_gradients_are_those_of_the_written_out_noise(kind, learned, relative):
-    plain, x = {
-        "linear": (nn.Linear(6, 5), torch.randn(4, 6, requires_grad=True)),
-        "conv2d": (nn.Conv2d(2, 3, 3), torch.randn(2, 2, 5, 5, requires_grad=True)),
-        "embedding": (nn.Embedding(7, 4), torch.randint(7, (3, 2))),
-        "lstm": (nn.LSTM(4, 3), torch.randn(5, 2, 4, requires_grad=True)),
-    }[kind]
-    way = Way(noise={"std": 0.3, "learned": learned, "relative": relative})
-    ours, found = compare(way, plain, (x,), r"weight.*", rtol=1e-5)
-    stds = [g for name, g in found.items() if name.endswith("_std")]
-    assert len(stds) == (len(applied(ours)) if learned else 0)
-    assert all(g.abs().sum() > 0 for g in stds)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (1, 4), (5, 1), (5, 4)])
@@ -87,37 +70,30 @@ def test_a_relative_deviation_is_in_units_of_the_root_mean_square_of_what_is_lef
     layer.weight.data.normal_(0, 7)
     raw = layer.weight.detach().clone()
     recoup.weight_noise(layer, std=0.1, relative=True)
-    with step(layer):
-        used = layer.weight
-        used.sum().backward()
     scale = 0.1 * float(raw.double().square().mean().sqrt())
-    assert abs(float((used.detach() - raw).std()) / scale - 1) < 0.01
+    assert abs(float((used(layer) - raw).std()) / scale - 1) < 0.01
+    layer.weight.sum().backward()
     assert (layer.get_parameter("weight").grad == 1).all()  # a constant for the gradient
     recoup.weight_norm(layer)
     layer.weight_g.data.mul_(100)
-    with step(layer):
-        noise = layer.weight.detach() - 100 * raw
-    assert abs(float(noise.std() / (100 * scale)) - 1) < 0.01
+    assert abs(float((used(layer) - 100 * raw).std() / (100 * scale)) - 1) < 0.01
     recoup.weight_dropout(layer, p=1.0)
-    with step(layer):
-        assert torch.count_nonzero(layer.weight) == 0
+    assert torch.count_nonzero(used(layer)) == 0
+
+
+def test_a_relative_deviation_of_many_numbers_is_exact():
     large = recoup.weight_noise(nn.Linear(500, 20_000, bias=False), std=1.0, relative=True)
-    exact = float(large.get_parameter("weight").detach().double().square().mean().sqrt())
-    with same_draw(1):
-        drawn = (large.weight - large.get_parameter("weight")).detach() / exact
-    large.get_parameter("weight").data.fill_(1.0)
-    with same_draw(1):
-        torch.testing.assert_close(large.weight.detach() - 1, drawn, rtol=1e-3, atol=1e-3)
+    raw, drawn = large.get_parameter("weight"), []
+    exact = float(raw.detach().double().square().mean().sqrt())
+    for scale in (exact, 1.0):
+        with same_draw(1):
+            drawn.append((large.weight - raw).detach() / scale)
+        raw.data.fill_(1.0)
+    torch.testing.assert_close(*drawn, rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_off_frozen_or_updated():
+def test_what_is_frozen_or_updated():
     layer, x = noisy(nn.Linear(4, 4)), torch.randn(2, 4)
-    raw = F.linear(x, layer.get_parameter("weight"), layer.bias)
-    with disabled(layer):
-        assert torch.equal(layer(x), raw)
-    assert torch.equal(layer.eval()(x), raw)
-    with torch.no_grad():
-        assert not torch.equal(layer.train()(x), raw)
     for frozen in ("weight", "weight_std"):
         layer.zero_grad()
         layer.get_parameter(frozen).requires_grad_(False)
@@ -136,9 +112,8 @@ def test_what_is_off_frozen_or_updated():
 
 def kl_by_torch(weight, std, prior_std, prior_mean=0.0):
     numbers = [torch.as_tensor(x, dtype=weight.dtype) for x in (std, prior_mean, prior_std)]
-    return kl_of_torch(
-        Normal(weight, numbers[0].abs().expand_as(weight)), Normal(*numbers[1:])
-    ).sum()
+    noisy = Normal(weight, numbers[0].abs().expand_as(weight))
+    return kl_of_torch(noisy, Normal(*numbers[1:])).sum()
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -181,6 +156,7 @@ def test_a_parameter_counts_once_unless_its_uses_have_several_deviations():
         if learned:
             assert noised[0].weight_std is noised[1].weight_std
     recoup.weight_noise(model[0], std=0.2), recoup.weight_noise(model[1], std=lambda step: 0.4)
+    model = nn.Sequential(recoup.weight_dropout(nn.Linear(3, 3)), model)
     want = kl_by_torch(weight, 0.2, 1.0) + kl_by_torch(weight, 0.4, 1.0)
     torch.testing.assert_close(kl_divergence(model, prior_std=1.0), want)
 
@@ -196,21 +172,24 @@ def test_limits_of_the_divergence():
     assert [kl_divergence(empty, prior_std=prior) for prior in (1.0, None)] == [0, 0]
     half = recoup.weight_noise(nn.Linear(3, 2).bfloat16(), std=0.5)
     assert kl_divergence(half, prior_std=1.0).dtype is torch.float32
+    scheduled = recoup.weight_noise(nn.Linear(3, 2), std=lambda step: 0.1 + step)
+    got = kl_divergence(recoup.weights.set_step(scheduled, 2), prior_std=1.0)
+    torch.testing.assert_close(got, kl_by_torch(scheduled.get_parameter("weight"), 2.1, 1.0))
 
 
 # -- functions of users ----------------------------------------------------------------------------
 
 
-def quantised(weight, draw):
-    return weight + ((weight * 8 + draw.uniform()).floor() / 8 - weight).detach()
-
-
 def rows_dropped(weight, draw):
-    return weight * draw.bernoulli(0.7, (len(weight), *[1] * (weight.dim() - 1))) / 0.7
+    return weight * draw.bernoulli(0.7, (len(weight), 1)) / 0.7
 
 
 def narrowed(weight, draw):
     return weight[:, :3]
+
+
+def by_torch(weight, draw):
+    return weight * torch.rand_like(weight)
 
 
 class LoRA(nn.Module):
@@ -225,11 +204,8 @@ class LoRA(nn.Module):
         return weight + self.b @ self.a
 
 
-FUNCTIONS = [quantised, rows_dropped, narrowed]
-
-
 @pytest.mark.parametrize("mode", ["training", "always"])
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("fn", [rows_dropped, narrowed])
 def test_gradients_are_those_of_the_weight_that_a_function_returns(fn, mode):
     width = 3 if fn is narrowed else 6
     x = torch.randn(4, width, dtype=torch.float64, requires_grad=True)
@@ -279,10 +255,10 @@ def test_draws_of_torch_within_a_function_are_repeated_and_a_buffer_counts_once(
             return weight * self.scale.clone()
 
     layer, x = nn.Linear(3, 3, bias=False), torch.eye(3, requires_grad=True)
-    used = apply(layer, lambda w, draw: w * torch.rand_like(w))(x).T  # the weight of forward
+    made = apply(layer, by_torch)(x).T  # the weight of forward
     torch.rand(5)
-    used.sum().backward()
-    torch.testing.assert_close(x.grad, used.detach().sum(0).expand(3, 3))
+    made.sum().backward()
+    torch.testing.assert_close(x.grad, made.detach().sum(0).expand(3, 3))
     layer, counts = nn.Linear(2, 2), Counts()
     apply(layer, counts)(torch.ones(1, 2)).sum().backward()
     assert counts.scale == 2

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
 from recoup.errors import RecoupError
 from recoup.weights import (
+    Draw,
     applied,
     apply,
     disabled,
@@ -27,8 +30,8 @@ from recoup.weights import (
     twin,
     update,
 )
-from tests.oracle import hooks_in_force
-from tests.weight_zoo import MORE, multiplied
+from tests.oracle import hooks_in_force, tensors
+from tests.weight_zoo import MORE, Scaled, Tied, multiplied, used
 
 NAN, INF = float("nan"), float("inf")
 KINDS = [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm]
@@ -46,21 +49,19 @@ def names(module):
     return [each.name for each in applied(module)]
 
 
-@pytest.mark.parametrize(
-    ("where", "expected"),
-    [
-        ("1.0.weight", ["1.0.weight"]),
-        (r"1\..*weight", ["1.0.weight", "1.1.weight"]),
-        (re.compile("2.WEIGHT_hh_l0", re.IGNORECASE), ["2.weight_hh_l0"]),
-        (nn.Linear, ["1.0.weight"]),
-        (nn.RNNBase, ["2.weight_ih_l0", "2.weight_hh_l0"]),
-        ([nn.Linear, nn.Embedding], ["0.weight", "1.0.weight"]),
-        ((nn.Linear, "2.weight_hh_l0"), ["1.0.weight", "2.weight_hh_l0"]),
-        (["2.weight_hh_l0", nn.Linear, "1.0.*"], ["1.0.weight", "1.0.bias", "2.weight_hh_l0"]),
-        (lambda name, p, module: p.dim() > 1 and name < "2", ["0.weight", "1.0.weight"]),
-        (lambda name, p, module: isinstance(module, nn.LayerNorm), ["1.1.weight", "1.1.bias"]),
-    ],
-)
+CHOSEN = [
+    ("1.0.weight", ["1.0.weight"]),
+    (r"1\..*weight", ["1.0.weight", "1.1.weight"]),
+    (re.compile("2.WEIGHT_hh_l0", re.IGNORECASE), ["2.weight_hh_l0"]),
+    (nn.RNNBase, ["2.weight_ih_l0", "2.weight_hh_l0"]),
+    ((nn.Linear, "2.weight_hh_l0"), ["1.0.weight", "2.weight_hh_l0"]),
+    (["2.weight_hh_l0", nn.Linear, "1.0.*"], ["1.0.weight", "1.0.bias", "2.weight_hh_l0"]),
+    (lambda name, p, module: p.dim() > 1 and name < "2", ["0.weight", "1.0.weight"]),
+    (lambda name, p, module: isinstance(module, nn.LayerNorm), ["1.1.weight", "1.1.bias"]),
+]
+
+
+@pytest.mark.parametrize(("where", "expected"), CHOSEN)
 def test_what_is_chosen(where, expected):
     found = recoup.weight_noise(tree(), where)
     assert names(found) == expected
@@ -72,14 +73,12 @@ def test_what_a_pattern_and_a_type_leave_out():
     module[0].weight.requires_grad_(False)
     module[2].weight_count = nn.Parameter(torch.ones(1, dtype=torch.int64), requires_grad=False)
     recoup.weight_noise(module, std=0.1)
-    kinds = {(entry.name, entry.reparametrization.kind) for entry in applied(module)}
     weights = ["1.0.weight", "1.1.weight", "2.weight_ih_l0", "2.weight_hh_l0"]
-    assert kinds == {("1.0.weight", "weight_norm"), *((name, "weight_noise") for name in weights)}
+    assert names(module) == ["1.0.weight", *weights]
     recoup.weight_dropout(module, ["0.weight", "1.0.weight_g"])  # named in full
     assert {"0.weight", "1.0.weight_g"} < set(names(module))
-    asked = []
-    recoup.weight_noise(tree(), lambda name, *_: asked.append(name) or True)
-    assert asked == [name for name, _ in tree().named_parameters()]
+    frozen = layer().requires_grad_(False)
+    assert names(recoup.weight_dropout(frozen, lambda *_: True)) == ["weight", "bias"]
     both = recoup.weight_noise(recoup.weight_norm(tree(), nn.Linear), nn.Linear)
     assert names(both) == ["1.0.weight", "1.0.weight"]
 
@@ -93,26 +92,11 @@ class Taken(nn.Linear):
     def __init__(self):
         super().__init__(2, 2)
         self.weight_g, self.weight_std = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-        self.weight_scales = nn.Identity()
-
-
-class Scales(nn.Module):
-    """A function of a weight with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, weight, draw):
-        return weight * self.scale
+        self.weight_scaled = nn.Identity()
 
 
 def layer():
     return nn.Linear(2, 2)
-
-
-def layers():
-    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
 
 
 def noisy():
@@ -134,51 +118,59 @@ def parametrized(module):
         parametrize.register_parametrization(module, "weight", nn.Identity())
 
 
+class Asking(nn.Sequential):
+    """A class whose subclasses must give an argument."""
+
+    def __init_subclass__(cls, *, tag):
+        super().__init_subclass__()
+
+
+def twice():
+    module = nn.Sequential(layer(), layer())
+    module[1].weight = module[0].weight
+    return recoup.weight_norm(module, ".*weight")
+
+
+def step_of(module):
+    module(torch.ones(1, 2))
+
+
 def of(number, **how):
     return lambda m: KINDS[number](m, **how)
 
 
-def each(*values):
-    return list(values)
-
-
 REQUIRES = torch.tensor(0.5, requires_grad=True)
-RATES = each(-0.1, 1.1, 1 + 1e-9, NAN, INF, None, "0.5", True, 0.5j, [0.5],
-             torch.tensor([0.5, 0.5]), torch.tensor(-1.0), torch.tensor(NAN), torch.tensor(True),
-             lambda _: -1.0,
-             lambda _: "0.5", lambda _: torch.tensor([0.1, 0.2]))  # fmt: skip
+RATES = [-0.1, NAN, INF, None, "0.5", True, 0.5j, [0.5], torch.tensor([0.5, 0.5]),
+         torch.tensor(-1.0), torch.tensor(NAN), torch.tensor(True), lambda _: -1.0,
+         lambda _: "0.5", lambda _: torch.tensor([0.1, 0.2])]  # fmt: skip
 REFUSED = [
-    *((layer, of(0, p=p), "`p` is .* from 0 to 1") for p in RATES),
-    *((layer, of(1, std=s), "`std` is .* 0 or more") for s in RATES[:1] + RATES[3:]),
+    *((layer, of(0, p=p), "`p` is .* from 0 to 1") for p in (1.1, 1 + 1e-9, *RATES)),
+    *((layer, of(1, std=s), "`std` is .* 0 or more") for s in RATES),
     *((layer, of(k, **{n: r}), f"`{n}` requires a .*detach") for k, n in ((0, "p"), (1, "std"))
       for r in (REQUIRES, REQUIRES.square(), lambda _: REQUIRES)),
-    *((layer, of(k, mode=mode), '`mode` is .*"training".*"always"') for k in (0, 1)
-      for mode in ("train", "Training", "", None, True, 1)),
+    *((layer, of(k, mode="train"), '`mode` is .*"training".*"always"') for k in (0, 1)),
     *((layer, of(0, axes=axes), "`axes` is") for axes in
-      ((2,), (-3,), (0, 5), [7], 1, "0", ("a",), (1.0,), (None,), None, (True,))),
-    (layers, of(0, pattern=".*weight", axes=(1,)), r"`axes` .*`1\.weight` has shape \(2,\)"),
+      ((2,), (-3,), 1, "0", (1.0,), None, (True,))),
+    (tree, of(0, axes=(1,)), r"`axes` .*`1\.1\.weight` has shape \(4,\)"),
     *((layer, of(2, dim=dim), "`dim` is .*or None") for dim in (2, -3, 1.0, "0", (0,), True)),
     *((layer, of(k, pattern=p), "`pattern`") for k in range(3) for p in
-      ("*", "(", None, 3, b"weight", [], ["weight", 3], [["weight"]], r"w", "eight", nn.Conv2d,
-       lambda *_: False, [nn.Linear, nn.Conv2d], ["a", "b"])),
+      ("(", None, b"weight", [], ["weight", 3], [["weight"]], "w", "eight", nn.Conv2d,
+       lambda *_: False, [nn.Linear, nn.Conv2d])),
     (lambda: nn.Sequential(*[layer() for _ in range(9)]), of(0, pattern="weight"),
      r"'weight' matches no parameter of Sequential.*whole.*0\.weight, .*3\.bias, \.\.\."),
     (nn.ReLU, of(1, pattern=".*"), "there are: none$"),
     *((layer, lambda _, call=call, m=m: call(m), "`module` is .*nn.Module")
-      for m in (None, 3, nn.Linear, "linear", [layer()], torch.ones(2))
+      for m in (None, nn.Linear, [layer()])
       for call in (*KINDS, applied, remove, disabled, enabled, twin,
                    lambda m: set_step(m, 1), lambda m: update(m, p=0.1))),
-    *((layer, lambda _, seed=seed: same_draw(seed), "`seed` is .*from 0") for seed in
-      (-1, 0.5, "3", True, False, (1,))),
-    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*from 0") for s in
-      (-1, 0.5, "3", True, False, None)),
-    *((layer, lambda m, fn=fn: apply(m, fn), "`fn` is") for fn in (Scales, None, 3, "relu")),
+    *((layer, lambda _, s=s: same_draw(s), "`seed` is .*from 0") for s in (-1, 0.5, "3", True)),
+    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*from 0") for s in (-1, 0.5, None, True)),
+    *((layer, lambda m, fn=fn: apply(m, fn), "`fn` is") for fn in (Scaled, None, 3, "relu")),
     *((noisy, lambda m, k=k: KINDS[k](m), "`weight` has .*already.*remove") for k in (0, 1)),
     (lambda: recoup.weight_norm(layer()), of(2), "`weight_g` exists already"),
     (lambda: apply(layer(), multiplied), lambda m: apply(m, multiplied), "`weight` has apply"),
-    (Taken, of(2), "`weight_g` exists already"),
     (Taken, of(1, learned="row"), "`weight_std` exists already"),
-    (Taken, lambda m: apply(m, Scales()), "`weight_scales` exists already"),
+    (Taken, lambda m: apply(m, Scaled()), "`weight_scaled` exists already"),
     *((lambda: nn.Sequential(nn.LazyLinear(2), layer()), of(k, pattern=r"0\.weight"),
        "`0.weight` has no shape.*batch") for k in range(3)),
     *((lambda: layer().to(torch.float8_e4m3fn), of(k), "`weight` is torch.float8") for k in (0, 1)),
@@ -188,20 +180,17 @@ REFUSED = [
     # deviations that are learned, and relative ones
     *((layer, of(1, **how), text) for how, text in (
         ({"learned": "column"}, "`learned` is 'column'"),
-        ({"learned": True}, "`learned` is True"),
         ({"learned": "row", "std": lambda step: 0.1}, "the number `std`"),
-        ({"learned": "row", "std": torch.tensor(0.1)}, "the number `std`"),
         ({"learned": "row", "std": nn.Parameter(torch.ones(()))}, "is a Parameter itself"),
         ({"learned": "row", "std": None}, "`std` is None"),
         ({"learned": "row", "std": -0.1}, "`std` is -0.1, but must be 0 or more"),
-        ({"learned": "row", "std": True}, "`std` is True"),
         ({"std": nn.Parameter(torch.ones(3))}, r"shape \(3,\), but .*broadcast to that of"),
         ({"std": nn.Parameter(torch.ones(1, 2, 2))}, r"shape \(1, 2, 2\), but"),
         ({"std": nn.UninitializedParameter()}, r"shape \(\), but"),
         ({"std": nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))}, "floating-point numbers"),
         ({"relative": 1}, "`relative` is 1"))),
     # what is changed, removed and measured
-    *((layer, lambda m: remove(m), "`pattern` .*applied") for _ in range(1)),
+    (layer, lambda m: remove(m), "`pattern` .*applied"),
     *((noisy, lambda m, p=p: remove(m, p), "`pattern`") for p in ("bias", "weigh", "(")),
     (noisy, update, "Neither `p` nor `std` is given"),
     (noisy, lambda m: update(m, p=0.1, std=-1.0), "`std` is -1.0"),
@@ -214,7 +203,6 @@ REFUSED = [
         (-1, "`std` is -1"), (NAN, "`std` is nan"))),
     *((noisy, lambda m, how=how: kl_divergence(m, **how), text) for how, text in (
         ({"prior_std": 0.0}, "`prior_std` is 0.0, but must be a number above 0"),
-        ({"prior_std": -1}, "`prior_std` is -1"),
         ({"prior_std": "one"}, "`prior_std` is 'one'"),
         ({"prior_std": True}, "`prior_std` is True"),
         ({"prior_std": NAN}, "`prior_std` is nan"),
@@ -233,10 +221,30 @@ REFUSED = [
     (noisy, lambda m: freeze_dropped(torch.optim.SGD(m.parameters()), 3), "`module` is int"),
     (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
     (noisy, lambda m: parametrized(m), "`weight` of Linear is to be deleted.*remove"),
+    (lambda: recoup.weight_noise(nn.Sequential(nn.Linear(6, 6))),
+     lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}), r"weights\.remove"),
+    *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
+       r"has a Asking.*a subclass has to give.*'tag'")
+      for wrap in (lambda module: module, nn.Sequential)),
+    (Tied, of(0, tied="all"), "`tied` is 'all', but must be"),
+    (lambda: recoup.weight_dropout(Tied(), "embedding.*", tied="same"),
+     lambda m: recoup.weight_dropout(m.decoder, p=0.3, tied="same"),
+     "another use of `weight` has weight_dropout"),
+    *((layer, lambda m, p=p: Draw(m.weight, 3).bernoulli(p), "`p` is .*a probability")
+      for p in (1.5, -0.1)),
+    (layer, lambda _: Draw(torch.arange(3), 3), "`weight` is torch.int64, but must be of a float"),
+    *((lambda fn=fn: apply(layer(), fn), step_of, text) for fn, text in (
+        (lambda weight, draw: None, "returned NoneType"),
+        (lambda weight, draw: weight > 0, "returned torch.bool"),
+        (lambda weight, draw: weight.detach().mul_(2), "in place"))),
+    (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
+    (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
+    (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("place", range(len(REFUSED)))
 def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
     build, call, words = REFUSED[place]
@@ -245,83 +253,37 @@ def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
     def snapshot():
         parts = [*module.modules()]
         ids = [{name: id(p) for name, p in part._parameters.items()} for part in parts]
-        return (
-            [*map(type, parts)],
-            [sorted(vars(part)) for part in parts],
-            ids,
-            repr(applied(module)),
-        )
+        keys = [sorted(vars(part)) for part in parts]
+        return [*map(type, parts)], keys, ids, repr(applied(module))
 
     before, stream = snapshot(), torch.get_rng_state()
     values = {n: p.detach().clone() for n, p in module.named_parameters() if not is_lazy(p)}
     with pytest.raises(ValueError, match=f"(?s){words}"):
         call(module)
     assert snapshot() == before
-    for name, value in values.items():
-        assert torch.equal(value.double(), module.get_parameter(name).double())
-    if call.__code__.co_name != "same_draw":
+    if call is not step_of:  # a function of a user's has drawn by then
         assert torch.equal(stream, torch.get_rng_state())
+        for name, value in module.named_parameters():
+            assert name not in values or torch.equal(value.double(), values[name].double())
 
 
-def test_what_is_in_range():
-    for p in (0, 1, 0.0, 1.0, torch.tensor(0.5), torch.tensor(1), lambda _: 0, torch.tensor(1 / 3)):
-        recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2)).sum().backward()
-    np = pytest.importorskip("numpy")
-    for p in (np.float32(0.5), np.float64(0.5), np.int64(1)):
-        recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2))
+@pytest.mark.parametrize("p", [0, 1, 1.0, np.float32(0.5), np.int64(1), torch.tensor(0.5),
+                               torch.tensor(1), lambda _: 0])  # fmt: skip
+def test_what_is_in_range(p):
+    recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2)).sum().backward()
     with same_draw(np.int64(3)), disabled(layer()), enabled(layer()):
         assert applied(layer()) == []
-    lazy = nn.Sequential(nn.LazyLinear(2))
-    lazy(torch.ones(1, 3))
-    assert names(recoup.weight_dropout(lazy, r"0\.weight")) == ["0.weight"]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_scripts_and_quantization():
-    script = torch.jit.script(layer())
-    for module, pattern in ((script, "weight"), (nn.Sequential(script), r"0\.weight")):
-        with pytest.raises(ValueError, match=r"`module` has a .*Script"):
-            recoup.weight_dropout(module, pattern)
-    with pytest.raises(ValueError, match=r"`module\.0` is a .*Script"):
-        twin(nn.Sequential(script))
-    model = recoup.weight_noise(nn.Sequential(nn.Linear(6, 6)))
-    quantize = torch.ao.quantization.quantize_dynamic
-    with pytest.raises(ValueError, match=r"weights\.remove"):
-        quantize(model, {nn.Linear})
-    assert not isinstance(quantize(twin(model), {nn.Linear})[0], nn.Linear)
-
-
-class Sharded(torch.Tensor):
-    """A tensor that wraps another one, as a DTensor does."""
-
-    @staticmethod
-    def __new__(cls, data, requires_grad=True):
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, requires_grad=requires_grad)
-        made.part = data
-        return made
-
-    def __tensor_flatten__(self):
-        return ["part"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Sharded(inner["part"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return cls(args[0].part)
 
 
 def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
-    part = nn.Parameter(Sharded(torch.randn(6, 6)))
+    part = nn.Parameter(TwoTensor(torch.randn(6, 6), torch.randn(6, 6)))  # wraps, as a DTensor does
     plain = nn.Linear(6, 6)
     plain.weight = part
     for apply_to in (*KINDS, lambda m: apply(m, multiplied)):
-        with pytest.raises(ValueError, match=r"a Sharded.*tensor parallelism"):
+        with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
             apply_to(plain)
     noise = recoup.weight_noise(nn.Linear(6, 6))
-    with pytest.raises(ValueError, match=r"a Sharded.*tensor parallelism"):
+    with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
         noise.register_parameter("weight", part)
     noise.__dict__["_parameters"]["weight"] = part
     assert noise.weight is part  # outside of steps it is what FSDP2 looks at
@@ -329,56 +291,12 @@ def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
         noise(torch.ones(1, 6))
 
 
-def test_a_norm_of_two_uses_of_one_parameter_cannot_be_removed():
-    twice = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    twice[1].weight = twice[0].weight
-    recoup.weight_norm(twice, ".*weight")
-    x = torch.randn(2, 3)
-    before = twice(x)
-    with pytest.raises(ValueError, match=r"`0\.weight` and `1\.weight` are one parameter"):
-        remove(twice)
-    assert torch.equal(twice(x), before)
-
-
-# -- functions of users ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (lambda weight, draw: None, "returned NoneType"),
-        (lambda weight, draw: weight > 0, "returned torch.bool"),
-        (lambda weight, draw: weight.data.int(), "returned torch.int32"),
-        (lambda weight, draw: weight.detach().mul_(2), "in place"),
-    ],
-)
-@pytest.mark.parametrize("with_graph", [True, False])
-def test_what_a_function_must_not_do(fn, message, with_graph):
-    module = apply(layer(), fn)
-    with torch.set_grad_enabled(with_graph), pytest.raises(ValueError, match=message), step(module):
-        module(torch.ones(1, 2))
-    assert hooks_in_force() is None
-
-
-@pytest.mark.parametrize("what", ["tensor", "number", "own"])
-def test_what_a_function_reads_and_what_changes_is_an_error(what):
-    scale, power, scales, module = torch.full((2, 2), 3.0), [2.0], Scales(), layer()
-    apply(module, scales if what == "own" else lambda weight, draw: weight * scale ** power[0])
-    y = module(torch.ones(1, 2, requires_grad=True)).sum()
-    with torch.no_grad():
-        scales.scale.mul_(2), scale.mul_(3 if what == "tensor" else 1)
-    power[0] = 3.0 if what == "number" else 2.0
-    with pytest.raises(RecoupError):
-        y.backward()
-
-
-# -- raw weights that change between forward and backward ------------------------------------------
+# -- what changes between forward and backward -----------------------------------------------------
 
 CHANGES = {
     "add_": lambda p: p.add_(1.0),
-    "a detached view": lambda p: p.detach().view(-1)[:3].mul_(2.0),
+    "a detached view": lambda p: p.detach().view(-1)[:1].mul_(2.0),
     "init": nn.init.zeros_,
-    "norm of an embedding": lambda p: torch.embedding_renorm_(p, torch.tensor([0]), 1e-3, 2.0),
 }
 CHANGED = {
     "linear": (lambda: nn.Linear(4, 4), "weight", (3, 4)),
@@ -390,63 +308,34 @@ CHANGED = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("way", MORE)
-def test_a_raw_weight_that_is_changed_before_backward_is_an_error(way, name, change):
+def test_what_a_weight_is_made_of_must_not_change_before_backward(way, name, change):
     build, parameter, size = CHANGED[name]
-    module = MORE[way](build(), re.escape(parameter))
-    output = module(torch.randn(size, requires_grad=True))
-    loss = (output[0] if isinstance(output, tuple) else output).sum()
-    with torch.no_grad():
-        CHANGES[change](module.get_parameter(parameter))
-    with pytest.raises(RecoupError, match=rf"`{parameter}` of \w+.* changed in place"):
-        loss.backward()
-    assert hooks_in_force() is None
-
-
-@pytest.mark.parametrize("dim", [0, None])
-@pytest.mark.parametrize("name", ["weight", "weight_g", "weight_std"])
-def test_what_a_norm_and_a_deviation_need_is_watched_too(name, dim):
-    linear = recoup.weight_norm(nn.Linear(4, 4), dim=dim)
-    recoup.weight_noise(linear, learned="row") if name == "weight_std" else None
-    losses = [linear(torch.randn(3, 4, requires_grad=True)).sum() for _ in range(2)]
-    losses[1].backward(retain_graph=True)
-    with torch.no_grad():
-        linear.get_parameter(name).mul_(2.0)
-    for loss in losses:
-        with pytest.raises(RecoupError, match="`weight"):
+    suffixes = {"norm": ["", "_g"], "learned": ["", "_std"], "all": ["", "_g", "_std"]}
+    for suffix in suffixes.get(way, [""]):
+        module = MORE[way](build(), re.escape(parameter))
+        loss = tensors(module(torch.randn(size, requires_grad=True)))[0].sum()
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            CHANGES[change](module.get_parameter(parameter + suffix))
+        with pytest.raises(RecoupError, match=rf"`{parameter}` of \w+.* changed in place"):
             loss.backward()
-
-
-def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
-    linear = parametrize.register_parametrization(
-        nn.Linear(4, 4, bias=False), "weight", nn.Identity()
-    )
-    recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
-    assert torch.count_nonzero(linear(torch.eye(4))) == 0
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    recoup.weight_dropout(encoder, r"self_attn\.in_proj_weight", mode="always")
-    x = torch.randn(1, 3, 8)
-    with torch.no_grad():
-        assert not torch.equal(encoder(x), encoder(x))
+        assert hooks_in_force() is None
 
 
 def test_a_change_that_plain_torch_allows_too():
     """Where backward needs no weight, it may change; and after backward; and past its version."""
     linear, x = recoup.weight_dropout(nn.Linear(4, 4), p=0.3), torch.randn(3, 4)
+    raw = linear.get_parameter("weight")
     with step(linear):
-        loss, weight = linear(x).sum(), linear.weight.detach()
-    scales = (weight != 0) / (1 - round(0.3 * 65536) / 65536)
+        loss, scales = linear(x).sum(), used(linear) / raw.detach()
     with torch.no_grad():
-        linear.get_parameter("weight").add_(1.0)
+        raw.add_(1.0)
     loss.backward()
-    torch.testing.assert_close(linear.get_parameter("weight").grad, x.sum(0).expand(4, 4) * scales)
+    torch.testing.assert_close(raw.grad, x.sum(0).expand(4, 4) * scales)
     x.requires_grad_()
-    for _ in range(2):
-        linear(x).sum().backward()
-        with torch.no_grad():
-            linear.get_parameter("weight").add_(0.1)
     x.grad = None
     with step(linear):
-        loss, weight = linear(x).sum(), linear.weight.detach().clone()
-    linear.get_parameter("weight").data.mul_(2.0)  # torch does not count it, and uses new values
+        loss, weight = linear(x).sum(), used(linear)
+    raw.data.mul_(2.0)  # torch does not count it, and uses new values
     loss.backward()
     torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(3, -1))

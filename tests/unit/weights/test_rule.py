@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from recoup.errors import RecoupError
+from tests.weight_zoo import MORE, OURS, materialised
 
 
 class Model(nn.Module):
-    """Methods of every name, and a function beside them, read one weight."""
+    """Methods, and functions beside them, read one weight."""
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(6, 6)
+        self.layer = nn.Linear(6, 6, bias=False)
 
     def forward(self, read):
         return read(self)
@@ -25,7 +28,7 @@ class Model(nn.Module):
     def encode(self):
         return self.layer.weight
 
-    reset_encoding = on_encode = encode
+    on_encode = encode
 
 
 def of_function(model):
@@ -34,61 +37,74 @@ def of_function(model):
 
 READERS = {
     "a method": Model.encode,
-    "reset_encoding": Model.reset_encoding,
     "on_encode": Model.on_encode,
     "a function": of_function,
     "getattr": lambda model: getattr(model.layer, "weight"),  # noqa: B009
-    "a product": lambda model: model.layer.weight * 1,
-    "a sum": lambda model: (model.layer.weight * 1).sum(0),
-    "a norm": lambda model: model.layer.weight.norm(),
-}
-APPLY = {
-    "dropout": lambda m, **how: recoup.weight_dropout(m, p=0.5, **how),
-    "noise": lambda m, **how: recoup.weight_noise(m, std=0.5, **how),
-    "function": lambda m, **how: recoup.weights.apply(m, lambda w, draw: w + draw.normal(), **how),
+    "the layer": lambda model: model.layer(torch.eye(6)).T,
 }
 PLACES = {
     "forward": lambda model, read: model(read),
     "step": lambda model, read: recoup.weights.step(model)(read)(model),
     "outside": lambda model, read: read(model),
 }
+CHECKPOINTS = {
+    "none": lambda call, x: call(x),
+    "torch": lambda call, x: torchs(call, x, use_reentrant=False),
+    "reentrant": lambda call, x: torchs(call, x, use_reentrant=True),
+    "ours": recoup.checkpoint,
+}
 
 
+@pytest.mark.sampled(450)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("kind", APPLY)
+@pytest.mark.parametrize("kind", ["dropout", "noise", "function"])
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", ["training", "always"])
-def test_a_read_is_noisy_or_raw(mode, training, grad, place, kind, reader):
-    model, read = APPLY[kind](Model(), mode=mode).train(training), READERS[reader]
-    with torch.no_grad():
-        raw = read(functional_model(model))
+def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
+    mode, training, grad, checkpoint, place, kind, reader
+):
+    plain, read = Model().train(training), READERS[reader]
+    way = MORE[kind]._replace(how={"mode": mode})
+    model, x = way(copy.deepcopy(plain)), torch.randn(6, requires_grad=True)
+    raw = model.get_parameter("layer.weight")
+    torch.manual_seed(7)
     with torch.set_grad_enabled(grad):
-        got = PLACES[place](model, read)
-    is_noisy = (training or mode == "always") and (grad or place != "outside")
-    assert torch.equal(got, raw) is not is_noisy
+        got = PLACES[place](model, lambda m: CHECKPOINTS[checkpoint](lambda x: read(m) * x, x))
+
+    torch.manual_seed(7)
+    builds_graph = grad and checkpoint != "reentrant"
+    is_noisy = (training or mode == "always") and (builds_graph or place != "outside")
+    weight = raw
+    if is_noisy:
+        weight = materialised(way, plain, "layer.weight", {"layer.weight": raw})["layer.weight"]
+    assert torch.equal(weight, raw) is not is_noisy
+    del plain.layer.weight
+    plain.layer.weight = weight
+    want = read(plain) * x
+    assert torch.equal(got, want)
+    if grad:
+        gradients = []
+        for y in (want, got):
+            x.grad = raw.grad = None
+            y.sin().sum().backward()
+            gradients.append((x.grad, raw.grad))
+        torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def functional_model(model):
-    plain = Model()
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
-@pytest.mark.parametrize("kind", APPLY)
+@pytest.mark.parametrize("kind", OURS)
 @pytest.mark.parametrize("training", [True, False])
 def test_the_parameter_is_read_by_its_names(kind, training):
     model = Model()
     raw = model.layer.weight
-    APPLY[kind](model).train(training)
+    OURS[kind](model).train(training)
     with recoup.weights.step(model):
-        for got in (
-            model.get_parameter("layer.weight"),
-            model.layer.get_parameter("weight"),
-            dict(model.named_parameters())["layer.weight"],
-        ):
-            assert got is raw
+        assert model.get_parameter("layer.weight") is raw
+        assert model.layer.get_parameter("weight") is raw
+        assert dict(model.named_parameters())["layer.weight"] is raw
     assert torch.equal(model.state_dict()["layer.weight"], raw)
 
 
@@ -106,7 +122,7 @@ def test_a_norm_is_no_noise(training, grad):
 # -- nothing is lost -------------------------------------------------------------------------------
 
 
-def write_to(weight):
+def add(weight):
     weight += 1
 
 
@@ -129,7 +145,7 @@ WRITES = {
     "data": lambda weight: weight.data,
     "set data": set_data,
     "copy": lambda weight: weight.copy_(torch.zeros(6, 6)),
-    "add": write_to,
+    "add": add,
     "detached": lambda weight: weight.detach().zero_(),
     "a view without a graph": without_graph,
     "out": lambda weight: torch.zeros(6, 6, out=weight),
@@ -141,38 +157,52 @@ WRITES = {
 }
 
 
+WHERE = {"step": recoup.weights.step, "outside": lambda model: nullcontext()}
+
+
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("kind", [*APPLY, "norm", "learned"])
-@pytest.mark.parametrize("in_step", [True, False])
-def test_a_write_to_a_computed_weight_is_an_error(in_step, kind, write):
-    apply = APPLY | {
-        "norm": recoup.weight_norm,
-        "learned": lambda m: recoup.weight_noise(m, learned="row"),
-    }
-    model = apply[kind](Model())
+@pytest.mark.parametrize("kind", ["dropout", "noise", "norm", "learned", "function"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_write_to_a_computed_weight_is_an_error(where, kind, write):
+    model = MORE[kind](Model())
     before = model.get_parameter("layer.weight").clone()
-    with (
-        recoup.weights.step(model) if in_step else nullcontext(),
-        pytest.raises((RecoupError, TypeError), match=r"get_parameter\(.*recoup.weights.disabled"),
-    ):
-        WRITES[write](model.layer.weight)
+    for has_graph in (True, False) if where == "step" and write in ("copy", "add") else (True,):
+        with (
+            WHERE[where](model),
+            torch.set_grad_enabled(has_graph),
+            pytest.raises((RecoupError, TypeError), match=r"get_parameter\(.*weights.disabled"),
+        ):
+            WRITES[write](model.layer.weight)
     assert torch.equal(model.get_parameter("layer.weight"), before)
 
 
-def test_a_write_without_a_graph_in_a_step_is_an_error_too():
-    model = recoup.weight_noise(Model())
-    with recoup.weights.step(model), torch.no_grad():
-        with pytest.raises(RecoupError, match="get_parameter"):
-            model.layer.weight.mul_(2)
-        with pytest.raises(RecoupError, match="get_parameter"):
-            torch.optim.SGD([model.layer.weight], lr=0.1)
+UNSEEN = {
+    "parts without a graph": lambda weight: weight.chunk(2)[0].zero_(),
+    "a plain alias": lambda weight: weight.as_subclass(torch.Tensor).zero_(),
+}
 
 
-# -- whole models ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["dropout", "noise", "norm"])
+@pytest.mark.parametrize("write", UNSEEN)
+def test_of_a_write_that_no_operator_shows_backward_knows_nothing(write, kind):
+    layer, x = OURS[kind](nn.Linear(6, 6)), torch.randn(3, 6, requires_grad=True)
+    with recoup.weights.step(layer):
+        weight = layer.weight
+        want = weight.detach().clone().sum(0).expand(3, 6)
+        loss = nn.functional.linear(x, weight).sum()
+        with torch.no_grad():
+            UNSEEN[write](weight)
+    assert weight.as_subclass(torch.Tensor)[:3].eq(0).all()  # it was written to
+    (got,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(got, want.as_subclass(torch.Tensor))
 
 
-def test_noise_on_a_whole_model():
-    model = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 8), nn.LSTM(8, 8)])
-    recoup.weight_noise(model, std=0.0025)
-    names = [entry.name for entry in recoup.weights.applied(model)]
-    assert names == [name for name, _ in model.named_parameters() if "weight" in name]
+def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
+    linear = nn.utils.parametrize.register_parametrization(Model().layer, "weight", nn.Identity())
+    recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
+    assert torch.count_nonzero(linear(torch.eye(6))) == 0
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    recoup.weight_dropout(encoder, r"self_attn\.in_proj_weight", mode="always")
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        assert not torch.equal(encoder(x), encoder(x))

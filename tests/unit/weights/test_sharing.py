@@ -1,4 +1,4 @@
-"""One parameter under several names: each use has its own policy and draw, or all share one.
+"""One parameter in several places: under the names of a model, in two models, and in a twin.
 
 Training and evaluation models over the same parameters are what
 https://github.com/dmlc/gluon-nlp/issues/1060 asks for.
@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from recoup.weights import applied, enabled, remove, step
-from tests.weight_zoo import OURS, compare
-
-
-class Tied(nn.Module):
-    """AWD-LSTM in small: embedding, recurrent layer, decoder."""
-
-    def __init__(self, *, tied=True, recurrent=True):
-        super().__init__()
-        self.embedding = nn.Embedding(12, 6)
-        self.rnn = nn.LSTM(6, 6) if recurrent else None
-        self.decoder = nn.Linear(6, 12, bias=False)
-        if tied:
-            self.decoder.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids).tanh()
-        return self.decoder(x if self.rnn is None else self.rnn(x)[0])
-
+from recoup.weights import applied, remove, step, twin
+from tests.oracle import tensors
+from tests.weight_zoo import (
+    MORE,
+    OURS,
+    Scaled,
+    Tied,
+    Way,
+    by_name,
+    compare,
+    loaded,
+    replaced,
+    trained,
+)
 
 IDS = torch.tensor([[1, 2, 3], [3, 4, 8]])
 
@@ -55,9 +50,8 @@ def share(source, target):
             setattr(b, key, a.get_parameter(key) if a._parameters[key] is not None else None)
 
 
-# -- a training model and an evaluation model ------------------------------------------------------
+# -- two models ------------------------------------------------------------------------------------
 
-ORDERS = ["as", "sa", "sai", "ais", "asi", "asl", "sae", "ars"]
 LIFE = {
     "a": lambda train, evaluate: reparametrize(train),
     "s": share,
@@ -69,7 +63,7 @@ LIFE = {
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["as", "sa", "sai", "ais", "asi", "asl", "sae", "ars"])
 def test_two_models_share_in_whatever_order_they_are_applied_shared_run_and_initialised(
     order, tied
 ):
@@ -77,13 +71,9 @@ def test_two_models_share_in_whatever_order_they_are_applied_shared_run_and_init
     for letter in order:
         LIFE[letter](train, evaluate)
     evaluate.eval()
-    optimizer = torch.optim.SGD(train.parameters(), lr=0.5)
-    for _ in range(3):
+    for _ in range(2):
         before = evaluate(IDS)
-        loss = F.cross_entropy(train(IDS).flatten(0, 1), IDS.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        trained(train, IDS)
         plain = Tied(tied=tied).eval()
         plain.load_state_dict(train.state_dict())
         assert torch.equal(evaluate(IDS), plain(IDS))
@@ -104,60 +94,42 @@ def test_gradients_are_the_sums_of_those_of_the_uses(tied, pattern, way):
     ours, _ = compare(way, Tied(recurrent=False), (IDS,), pattern, rtol=1e-6)
     assert is_tied(ours)
     assert ours.decoder.get_parameter("weight").grad is ours.embedding.get_parameter("weight").grad
-    table = recoup.weights.twin(ours).embedding.weight
+    table = twin(ours).embedding.weight
     with step(ours), torch.no_grad():
         first, second = ours.embedding.weight, ours.decoder.weight
-        is_same = tied == "same" and pattern.startswith(".*")
-        assert torch.equal(first, second) is is_same
+        assert torch.equal(first, second) is (tied == "same" and pattern.startswith(".*"))
         assert torch.equal(first, table) is pattern.startswith("dec")
 
 
-KINDS = {
-    "dropout": lambda m, **how: recoup.weight_dropout(m, p=0.5, **how),
-    "rows": lambda m, **how: recoup.weight_dropout(m, p=0.5, axes=(1,), **how),
-    "noise": lambda m, **how: recoup.weight_noise(m, std=0.5, **how),
-    "learned": lambda m, **how: recoup.weight_noise(m, std=0.5, learned="row", **how),
-}
+@pytest.mark.parametrize("way", [MORE[way] for way in ("dropout", "noise", "shared", "learned")])
+def test_uses_that_share_have_one_draw_also_by_several_calls_in_a_copy_and_after_removal(way):
+    model, way = Tied(recurrent=False), way._replace(how={"tied": "same"})
+    way(model.embedding), way(model.decoder)
 
+    def tables_of(model):
+        return model.embedding(torch.arange(12)), model.decoder(torch.eye(6)).T
 
-def tables_of(model):
-    """The weights that the embedding and the decoder use."""
-    rows = model.embedding(torch.arange(12))
-    return rows, model.decoder(torch.eye(6)).T
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_uses_that_share_have_one_draw_also_by_several_calls_in_a_copy_and_after_removal(kind):
-    model, apply = Tied(recurrent=False), KINDS[kind]
-    apply(model.embedding, tied="same")
-    apply(model.decoder, tied="same")
-    assert len({each.reparametrization for each in applied(model)}) == 1
     for each in (model, copy.deepcopy(model)):
+        assert len({entry.reparametrization for entry in applied(each)}) == 1
         with step(each):
             a, b = tables_of(each)
             assert torch.equal(a, b)
             (a.sum() + b.sum()).backward()
         with step(each):
             assert not torch.equal(tables_of(each)[0], a)
-        if kind == "learned":
-            assert each.embedding.weight_std is each.decoder.weight_std
-            assert each.embedding.weight_std.grad is not None
+        for name in ("weight_std",) if "learned" in (way.noise or ()) else ():
+            std = each.embedding.get_parameter(name)
+            assert std is each.decoder.get_parameter(name)
+            assert std.grad is not None
     remove(model.embedding)
     raw = model.decoder.get_parameter("weight")
     assert torch.equal(tables_of(model)[0], raw)
     assert not torch.equal(tables_of(model)[1], raw)
 
 
-def test_what_a_tie_refuses_and_forgets():
-    with pytest.raises(ValueError, match="`tied` is 'all', but must be"):
-        recoup.weight_dropout(Tied(), ".*weight", tied="all")
-    model = Tied()
-    recoup.weight_dropout(model.embedding, p=0.5, tied="same")
-    with pytest.raises(ValueError, match="another use of `weight` has weight_dropout"):
-        recoup.weight_dropout(model.decoder, p=0.3, tied="same")
-    assert applied(model.decoder) == []
+def test_a_tie_is_forgotten_with_its_module():
     parameter = nn.Parameter(torch.ones(4, 4))
-    for p in (0.5, 0.3):  # the module of the first one is gone
+    for p in (0.5, 0.3):
         layer = nn.Linear(4, 4)
         layer.weight = parameter
         recoup.weight_dropout(layer, p=p, tied="same")
@@ -165,39 +137,176 @@ def test_what_a_tie_refuses_and_forgets():
         gc.collect()
 
 
-@pytest.mark.parametrize("applied_first", [True, False])
-def test_ties_last_through_steps_conversion_copies_loading_and_removal(applied_first):
-    model = Tied(tied=False)
-    if applied_first:
-        reparametrize(model)
-    model.decoder.weight = model.embedding.get_parameter("weight")
-    if not applied_first:
-        reparametrize(model)
-    model(IDS).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for change in (
-        lambda m: m.double().float(),
-        copy.deepcopy,
-        lambda m: m.load_state_dict(Tied().state_dict(), strict=True) and m,
-        remove,
-    ):
-        model = change(model)
-        assert is_tied(model)
-        assert len(list(model.parameters())) == 5
-        model(IDS)
-    assert model.state_dict().keys() == Tied().state_dict().keys()
+# -- a twin ----------------------------------------------------------------------------------------
 
 
-def test_what_torch_unties_can_be_tied_again():
-    model = recoup.weight_dropout(Tied(recurrent=False), r"embedding\.weight", p=1.0)
-    model.load_state_dict(Tied(recurrent=False).state_dict(), assign=True)
-    assert not is_tied(model)
-    model.to("meta").to_empty(device="cpu")
-    model.decoder.weight = model.embedding.get_parameter("weight")
-    nn.init.ones_(model.embedding.get_parameter("weight"))
-    assert torch.count_nonzero(model(IDS)) == 0
-    assert torch.count_nonzero(model.decoder(torch.ones(1, 6))) == 12
-    with enabled(model.eval().decoder):
-        assert torch.count_nonzero(model(IDS)) > 0
-    with enabled(model.embedding):
-        assert torch.count_nonzero(model(IDS)) == 0
+class Hidden(nn.Module):
+    """Has a module, a tensor and a function that torch does not know of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.hidden = [{"layer": nn.Sequential(nn.Linear(4, 4))}]
+        self.table, self.scales = torch.ones(4), [torch.ones(4)]
+        self.call, self.ways = self.layer.forward, [self.layer]
+
+    def forward(self, x):
+        x = self.ways[0](x) + self.call(x)
+        return self.hidden[0]["layer"](x) * self.table * self.scales[0]
+
+
+def convolutions():
+    layers = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(), nn.Conv2d(4, 2, 1))
+    return nn.Sequential(*layers)
+
+
+MODELS = {
+    "convolutions": (convolutions, torch.randn(3, 2, 6, 6), r".*\.weight"),
+    "lstm": (lambda: nn.LSTM(4, 5, 2, dropout=0.5), torch.randn(6, 2, 4), r"weight_hh_l\d"),
+    "tied": (lambda: Tied(dropout=0.4), IDS, r"embedding\.weight|rnn\.weight_hh_l0"),
+}
+DROPOUT, ALWAYS = OURS["dropout"], {"mode": "always"}
+WAYS = {
+    "plain": Way(),
+    "dropout": DROPOUT,
+    "norm": Way({}, {"p": 0.5}),
+    "function": lambda m, p: Way(function=Scaled(), how=ALWAYS)(DROPOUT(m, p), p),
+    "always": lambda m, p: Way(noise={"std": lambda step: 0.1 + step}, how=ALWAYS)(
+        DROPOUT(m, p), p
+    ),
+}
+
+
+def built(name, way="dropout"):
+    build, x, pattern = MODELS[name]
+    return WAYS[way](build(), pattern), x
+
+
+def output_of(model, x):
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(3)
+        return tensors(model(x))
+
+
+def assert_twins(model, other, x):
+    """`other` computes what `model` does in evaluation, bit by bit, over the same tensors."""
+    modes = [part.training for part in model.modules()]
+    got, want = output_of(other, x), output_of(model.eval(), x)
+    for part, mode in zip(model.modules(), modes, strict=True):
+        part.training = mode
+    assert all(map(torch.equal, got, want))
+    for named in (by_name, lambda each: dict(each.named_buffers(remove_duplicate=False))):
+        theirs = named(other)
+        assert theirs.keys() == named(model).keys()
+        assert all(value is theirs[name] for name, value in named(model).items())
+    assert model.state_dict().keys() == other.state_dict().keys()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_the_model_in_evaluation_after_every_step(name, way):
+    model, x = built(name, way)
+    other = twin(model)
+    kind = type(MODELS[name][0]())
+    assert type(other) is kind if way in ("plain", "dropout") else isinstance(other, kind)
+    seen = [output_of(other, x)[0]]
+    for _ in range(2):
+        trained(model, x)
+        assert all(part.training for part in model.modules())
+        assert_twins(model, other, x)
+        seen.append(output_of(other, x)[0])
+        assert not torch.equal(seen[-1], seen[-2])
+    model.eval().train()
+    assert not any(part.training for part in other.modules())
+    assert all(entry.reparametrization.mode == "always" for entry in applied(other))
+    assert_twins(model, twin(other), x)
+
+
+CHANGES = {
+    "setattr": replaced,
+    "assign": lambda model: loaded(model, assign=True),
+    "load": loaded,
+    "to": lambda model: model.to(torch.float64),
+    "to_empty": lambda model: model.to("meta").to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("name", ["convolutions", "lstm"])
+def test_it_follows_what_replaces_parameters(name, side, change):
+    model, x = built(name)
+    pair = model, twin(model)
+    CHANGES[change](pair[side])
+    if change == "to_empty":
+        loaded(pair[side], assign=True)
+        for each in (*model.parameters(), *model.buffers()):
+            each.data.fill_(1)
+    assert_twins(*pair, x.to(next(model.parameters()).dtype))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("way", ["dropout", "norm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_of_both_is_another_pair_and_a_copy_of_one_is_a_model_of_its_own(name, way, copied):
+    model, x = built(name, way)
+    theirs, other = copied((model, twin(model)))
+    assert next(theirs.parameters()) is not next(model.parameters())
+    trained(theirs, x)
+    replaced(theirs)
+    assert_twins(theirs, other, x)
+    alone, want = copied(other), output_of(other, x)
+    replaced(theirs)
+    assert all(map(torch.equal, output_of(alone, x), want))
+    pair = nn.ModuleList([model, twin(model)])
+    assert len(list(pair.parameters())) == len(list(model.parameters()))
+
+
+def test_a_rate_a_schedule_and_a_draw_of_the_model_are_those_of_its_twin():
+    model = recoup.weight_noise(nn.Linear(6, 5), std=lambda step: float(step), mode="always")
+    other, x = twin(model), torch.randn(3, 6)
+    for _ in range(3):
+        model(x)
+    assert applied(other)[0].step == 3
+    recoup.weights.update(model, std=0.5)
+    assert repr(applied(other)) == repr(applied(model))
+    with recoup.weights.same_draw():
+        assert torch.equal(model(x), other(x))
+    assert not torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_norm_that_is_removed_from_one(first):
+    model, x = Way({})(nn.Linear(6, 5)), torch.randn(3, 6)
+    pair = (model, twin(model))
+    want = output_of(pair[1], x)[0]
+    remove(pair[first])
+    with pytest.raises(ValueError, match=r"no magnitude `weight_g` any more.*remove"):
+        pair[1 - first](x)
+    remove(pair[1 - first])
+    assert_twins(*pair, x)
+    assert torch.allclose(output_of(model, x)[0], want)
+    for each in pair:
+        with pytest.raises(ValueError, match=r"adds a parameter to `weight`.*twin"):
+            recoup.weight_norm(each)
+
+
+def test_what_is_not_registered_is_shared_too():
+    model, x = DROPOUT(Hidden()), torch.randn(3, 4)
+    other = twin(model)
+    assert other.ways[0] is other.layer is other.call.__self__ is not model.layer
+    hidden = model.hidden[0]["layer"][0]
+    assert other.hidden[0]["layer"][0] is not hidden
+    with torch.no_grad():
+        hidden.get_parameter("weight").add_(1)
+    hidden.bias = nn.Parameter(torch.ones(4))
+    model.table.mul_(2)
+    model.scales[0].mul_(3)
+    assert_twins(model, other, x)
+
+
+def test_lazy_layers():
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), torch.randn(3, 5)
+    other = twin(model)
+    model(x)
+    assert_twins(model, other, x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 
 import pytest
@@ -13,17 +12,7 @@ from torch.func import functional_call
 
 import recoup
 from recoup.weights import applied, disabled, enabled, same_draw, set_step, step, update
-
-
-class Reads(nn.Module):
-    """A forward that returns its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) + 3.0)
-
-    def forward(self):
-        return self.weight * 1
+from tests.weight_zoo import Reads
 
 
 class Calls(nn.Module):
@@ -37,6 +26,10 @@ class Calls(nn.Module):
 
     def forward(self, *args):
         return self.call(self, *args)
+
+
+def reads(value=3.0):
+    return Reads(torch.full((16, 16), value))
 
 
 def dropped(module, pattern=r"(.*\.)?weight", **settings):
@@ -53,30 +46,15 @@ def agree(*tensors):
 
 def num_seeds(call):
     """How many seeds a call takes from the default generator."""
-    reads, num, before = dropped(Reads()), 0, torch.get_rng_state()
+    layer, num, before = dropped(reads()), 0, torch.get_rng_state()
     call()
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     while not torch.equal(torch.get_rng_state(), after):
-        reads()
+        layer()
         num += 1
         assert num < 10, "something else is drawn"
     return num
-
-
-def in_threads(*calls):
-    """Run each call in a thread of its own, and return what they return."""
-    results = [None] * len(calls)
-
-    def run(place, call):
-        results[place] = call()
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -99,11 +77,11 @@ def without_graphs(tree):
     with step(tree):
         with torch.no_grad():
             logged = tree.layer.weight  # alive while the next ones are made
-        used = tree.layer()
+        made = tree.layer()
         with torch.no_grad():
             again = tree.layer.weight
-        assert (logged.requires_grad, used.requires_grad) == (False, True)
-        return [logged, used, again, tree.layer()]
+        assert (logged.requires_grad, made.requires_grad) == (False, True)
+        return [logged, made, again, tree.layer()]
 
 
 def deeper(tree):
@@ -113,7 +91,7 @@ def deeper(tree):
 
 @pytest.mark.parametrize("way", [nn.Module.__call__, in_a_block, decorated, without_graphs, deeper])
 def test_all_reads_of_a_step_have_one_draw_and_the_next_step_has_another(way):
-    tree = dropped(Calls(both_ways, layer=Reads()))
+    tree = dropped(Calls(both_ways, layer=reads()))
     first, second = way(tree), way(tree)
     assert agree(*first)
     assert agree(*second)
@@ -124,38 +102,36 @@ def test_all_reads_of_a_step_have_one_draw_and_the_next_step_has_another(way):
 
 
 def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
-    layer = dropped(Reads())
+    layer = dropped(reads())
     with step(layer):
         alive = weakref.ref(layer.weight)
         assert layer.weight is alive()
 
 
 def test_a_step_is_the_forward_of_what_something_was_applied_to():
-    twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=Reads())
+    twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=reads())
     dropped(twice.layer)
     assert differ(*twice())  # here each call of the layer
     with step(twice):
         assert agree(*twice())
-    inner = Calls(lambda tree: (tree.a(), tree.b()), a=Reads(), b=Reads())
+    inner = Calls(lambda tree: (tree.a(), tree.b()), a=reads(), b=reads())
     outer = Calls(lambda tree: (*tree.inner(), *tree.inner()), inner=inner)
     dropped(inner, "a.weight")
     dropped(outer, r"inner\.b\.weight")
     a1, b1, a2, b2 = outer()
     assert differ(a1, a2)
     assert agree(b1, b2)
-    layer = Reads()
-    names = dropped(Calls(lambda tree: (tree.a(), tree.b()), a=layer, b=layer))
-    assert len(applied(names)) == 1
+    layer = reads()
+    names = dropped(Calls(lambda tree: (tree.a(), tree.b()), a=layer, b=layer), "b.weight")
+    assert [entry.name for entry in applied(names)] == ["a.weight"]
     assert agree(*names())
 
 
 def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
-    tree = dropped(Calls(lambda tree: tree.layer(), layer=Reads()))
+    tree = dropped(Calls(lambda tree: tree.layer(), layer=reads()))
     raw = tree.layer.get_parameter("weight")
     with step(tree):
         first = tree()
-        assert dict(tree.named_parameters())["layer.weight"] is raw
-        assert torch.equal(tree.state_dict()["layer.weight"], raw)
         assert torch.equal(copy.deepcopy(tree.layer).get_parameter("weight"), raw)
         assert torch.equal(functional_call(tree, {"layer.weight": 2 * raw}, ()), 2 * first)
         assert torch.equal(tree(), first)
@@ -166,18 +142,17 @@ def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
 
 
 def test_an_exception_ends_a_step_and_holds_no_weight():
-    def fails(tree, error):
+    def fails(tree):
         made.extend(weakref.ref(tree.layer.weight) for _ in range(2))
-        if error is not None:
-            raise error
+        raise KeyError("x")
 
-    made, tree = [], dropped(Calls(fails, layer=Reads()))
+    made, tree = [], dropped(Calls(fails, layer=reads()))
     with pytest.raises(KeyError) as caught:
-        tree(KeyError("x"))
+        tree()
     assert caught.value.__traceback__ is not None
     assert [ref() for ref in made] == [None, None]
     with pytest.raises(KeyError), step(tree):
-        tree(KeyError("x"))
+        tree()
     with torch.no_grad():
         assert tree.layer.weight is tree.layer.get_parameter("weight")
 
@@ -197,63 +172,59 @@ def test_hooks_in_backward_may_look_at_the_parameter(before):
 # -- one draw for several steps --------------------------------------------------------------------
 
 
+class Other(Calls):
+    """A tree of another class."""
+
+
+def tree_of(kind, wrap=lambda tree: tree):
+    tree = kind(lambda tree, names: [getattr(tree, name)() for name in names],
+                a=reads(), b=reads(), c=reads())  # fmt: skip
+    return dropped(wrap(tree))
+
+
 def test_same_draw_goes_by_qualified_names_alone():
-    """Another process, a copy, or a model of another class, whatever ran before."""
-
-    class Other(Calls):
-        pass
-
-    def build(kind):
-        call = lambda tree, names: [getattr(tree, name)() for name in names]  # noqa: E731
-        tree = kind(call, **{name: Reads() for name in "abc"})
-        for parameter in tree.parameters():
-            nn.init.ones_(parameter)
-        return dropped(tree)
-
-    tree, other = build(Calls), build(Other)
+    """Whatever class it has, whatever ran before, and whatever trainers wrap it in."""
+    tree, other = tree_of(Calls), tree_of(Other)
+    wrapped = tree_of(Calls, lambda tree: Calls(lambda whole, *args: whole.module(*args),
+                                                module=tree))  # fmt: skip
     other(["a"])
-    with same_draw(8):
-        a, b, c = tree(["a", "b", "c"])
-    with same_draw(8):
-        c2, a2 = other(["c", "a"])
-    assert differ(a, b, c)
-    assert agree(a, a2)
-    assert agree(c, c2)
+    found = []
+    for run, names in ((tree, "abc"), (other, "cab"), (wrapped, "abc")):
+        with same_draw(8):
+            made = dict(zip(names, run(names), strict=True))
+        found.append([made[name] for name in "abc"])
+    assert differ(*found[0])
+    for other_found in found[1:]:
+        assert all(map(torch.equal, found[0], other_found))
 
 
-def test_weights_of_one_name_and_kinds_on_one_weight_have_draws_of_their_own():
-    layers = [dropped(nn.Linear(8, 8, bias=False)) for _ in range(2)]
-    for layer in layers:
-        nn.init.ones_(layer.get_parameter("weight"))
+def test_weights_of_one_name_and_of_one_tree_have_draws_of_their_own():
+    layers = [dropped(reads()) for _ in range(2)]
     with same_draw(seed=0):
-        first, second = (layer(torch.eye(8)).detach() for layer in layers)
-    assert not torch.equal(first, second)
+        first, second = (layer().detach() for layer in layers)
+    assert differ(first, second)
     with same_draw(seed=0):
-        assert torch.equal(layers[0](torch.eye(8)), first)
-    tree = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(2)))
-    for parameter in tree.parameters():
-        nn.init.ones_(parameter)
-    dropped(tree)
-    with step(tree):
-        kept = [layer.weight > 0 for layer in tree]
+        assert torch.equal(layers[0](), first)
+    with step(tree := tree_of(Calls)):
+        kept = [layer.weight > 0 for layer in (tree.a, tree.b)]
     assert abs((kept[0] == kept[1]).double().mean() - 0.5) < 0.15
 
 
 def test_same_draw_may_be_nested_entered_again_left_by_an_exception_or_within_a_forward():
-    reads, context = dropped(Reads()), same_draw(1)
+    layer, context = dropped(reads()), same_draw(1)
     with context:
-        outer = reads()
+        outer = layer()
         with same_draw(2):
-            inner = reads()
+            inner = layer()
             with same_draw(1):
-                again = reads()
+                again = layer()
         with context:
-            within = reads()
-        after = reads()
+            within = layer()
+        after = layer()
     with pytest.raises(RuntimeError, match="on purpose"), context:
         raise RuntimeError("on purpose")
     assert agree(outer, again, within, after)
-    assert differ(outer, inner, reads(), reads())
+    assert differ(outer, inner, layer(), layer())
 
     def call(tree):
         before = tree.layer()
@@ -261,7 +232,7 @@ def test_same_draw_may_be_nested_entered_again_left_by_an_exception_or_within_a_
             within = tree.layer()
         return before, within, tree.layer()
 
-    before, within, after = dropped(Calls(call, layer=Reads()))()
+    before, within, after = dropped(Calls(call, layer=reads()))()
     assert agree(before, after)
     assert differ(before, within)
 
@@ -270,75 +241,72 @@ def test_same_draw_may_be_nested_entered_again_left_by_an_exception_or_within_a_
 
 
 def test_disabled_and_enabled():
-    reads = dropped(Reads())
-    raw = reads.get_parameter("weight")
+    layer, other = dropped(reads()), dropped(reads())
+    raw = layer.get_parameter("weight")
 
     def run():
-        with disabled(reads):
-            assert torch.equal(reads(), raw)
-            with enabled(reads):
-                assert differ(reads(), reads(), raw)
-                with disabled(reads):
-                    assert torch.equal(reads(), raw)
-                assert differ(reads(), raw)
-            assert torch.equal(reads(), raw)
+        with disabled(layer):
+            assert torch.equal(layer(), raw)
+            with enabled(layer):
+                assert differ(layer(), layer(), raw)
+                with disabled(layer):
+                    assert torch.equal(layer(), raw)
+                assert differ(layer(), raw)
+            assert torch.equal(layer(), raw)
 
     assert num_seeds(run) == 3
-    assert differ(reads(), raw)
-    reads.eval()
-    with enabled(reads):
-        assert differ(reads(), reads(), raw)
+    with disabled(other):
+        assert differ(layer(), raw)
+    layer.eval()
+    with enabled(layer):
+        assert differ(layer(), layer(), raw)
         with same_draw(1), torch.no_grad():
-            assert agree(reads(), reads())
-    assert torch.equal(reads(), raw)
-    always = dropped(Reads(), mode="always").eval()
+            assert agree(layer(), layer())
+    assert torch.equal(layer(), raw)
+    always = dropped(reads(), mode="always").eval()
     with disabled(always):
-        assert torch.equal(always(), always.get_parameter("weight"))
-    assert differ(always(), always(), always.get_parameter("weight"))
+        assert torch.equal(always(), raw)
+    assert differ(always(), always(), raw)
 
 
 @pytest.mark.parametrize("context", [disabled, enabled])
-def test_a_switch_may_be_entered_again_and_left_by_an_exception(context):
-    reads = dropped(Reads()).train(context is disabled)
-    raw, switch = reads.get_parameter("weight"), context(reads)
+def test_a_switch_may_be_entered_again_left_by_an_exception_and_end_before_what_is_within(context):
+    layer = dropped(reads()).train(context is disabled)
+    raw, switch = layer.get_parameter("weight"), context(layer)
     for _ in range(2):
         with switch:
             with switch:
-                assert torch.equal(reads(), raw) is (context is disabled)
-            assert torch.equal(reads(), raw) is (context is disabled)
+                assert torch.equal(layer(), raw) is (context is disabled)
+            assert torch.equal(layer(), raw) is (context is disabled)
         with pytest.raises(RuntimeError, match="on purpose"), switch:
             raise RuntimeError("on purpose")
-        assert torch.equal(reads(), raw) is (context is enabled)
+        assert torch.equal(layer(), raw) is (context is enabled)
+    other = enabled(layer) if context is disabled else disabled(layer)
+    other.__enter__()
+    switch.__enter__()
+    other.__exit__(None, None, None)  # a generator that is left open ends when it likes
+    assert torch.equal(layer(), raw) is (context is disabled)
+    switch.__exit__(None, None, None)
+    assert torch.equal(layer(), raw) is (context is enabled)
 
 
-def test_contexts_that_do_not_end_in_order():
-    """A generator that is left open ends when it likes: it takes away its own context only."""
-    reads = dropped(Reads()).eval()
-    raw, off, on = reads.get_parameter("weight"), disabled(reads), enabled(reads)
-    off.__enter__()
-    on.__enter__()
-    off.__exit__(None, None, None)
-    try:
-        assert differ(reads(), raw)
-    finally:
-        on.__exit__(None, None, None)
-    assert torch.equal(reads(), raw)
-
-
-# -- threads ---------------------------------------------------------------------------------------
+def test_a_context_that_begins_in_a_forward_may_outlive_it():
+    context = same_draw(1)
+    tree = dropped(Calls(lambda tree: context.__enter__(), layer=reads()))
+    tree()
+    assert agree(tree.layer(), tree.layer())
+    context.__exit__(None, None, None)
+    with torch.no_grad():
+        assert tree.layer.weight is tree.layer.get_parameter("weight")
 
 
 # -- schedules -------------------------------------------------------------------------------------
 
 
-def recording(seen, value=0.1):
-    return lambda step: seen.append(step) or value
-
-
 def test_a_schedule_is_given_the_number_of_steps_in_training():
     seen = []
-    tree = Calls(lambda tree: [tree.a(), tree.a(), tree.b(), tree.a()], a=Reads(), b=Reads())
-    recoup.weight_noise(tree, ".*", std=recording(seen))
+    tree = Calls(lambda tree: [tree.a(), tree.a(), tree.b(), tree.a()], a=reads(), b=reads())
+    recoup.weight_noise(tree, ".*", std=lambda step: seen.append(step) or 0.1)
 
     def expect(call, *steps):
         seen.clear()
