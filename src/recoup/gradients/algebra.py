@@ -9,14 +9,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_flag, is_real
+from recoup._arguments import check_flag
 from recoup.errors import GradientError
 from recoup.gradients import arithmetic
 from recoup.gradients.accumulation import check_fits, scaled
 from recoup.gradients.container import Container
-from recoup.gradients.targets import described
+from recoup.gradients.targets import described, number_in, weight_in
 
-__all__ = ["Algebra", "check_is_store", "check_scales", "check_weight"]
+__all__ = ["Algebra", "check_is_store", "check_scales"]
+
+_BOUND = "a number of at least 0"
 
 
 class Algebra(Container):
@@ -60,23 +62,23 @@ class Algebra(Container):
         self._check_is_whole()
         check_flag(consume=consume)
         factor, counted = _factors(weight, alpha)
-        counts: dict[Container, int] = {}
         for other in others:
             check_is_store("others", other)
             other._check_is_whole()
-            counts[other] = counts.get(other, 0) + 1
         check_scales(self, *others)
-        num_own = counts.pop(self, 0)
+        num_own = sum(other is self for other in others)
         if num_own:
             # Before the others are added, or they would be multiplied too.
             self._map(lambda gradient: scaled(gradient, 1 + factor * num_own))
             self.weight *= 1 + counted * num_own
-        for other, count in counts.items():
-            self._extend_by(other, factor * count, counted * count, consume=consume)
+        for other in dict.fromkeys(others):
+            if other is not self:
+                count = others.count(other)
+                self._extend_by(other, factor * count, counted * count, consume=consume)
         return self
 
     def _extend_by(self, other: Container, factor: float, counted: float, *, consume: bool) -> None:
-        gradients = other._entries.gradients
+        gradients = other._gradients
         for each, gradient in gradients.items():
             check_fits(gradient, each)
         if gradients:
@@ -86,12 +88,12 @@ class Algebra(Container):
             with self._guarded():
                 for each in list(gradients):
                     gradient = gradients.pop(each) if consume else gradients[each]
-                    self._entries.add(each, gradient, factor, is_ours=consume)
+                    self._add(each, gradient, factor, is_ours=consume)
         except BaseException as error:
             if len(gradients) < num_before:
                 other._damage = f"{type(error).__name__}: {error}"
             raise
-        self._entries.are_local |= other._entries.are_local
+        self._is_local |= other._is_local
         self.weight += counted * other.weight
         self.params = self.params or other.params
         if consume:
@@ -101,7 +103,7 @@ class Algebra(Container):
 
     def scale_(self, factor: float | Tensor) -> Self:
         """Multiply all gradients by a number; the weight stays, so that `mean_` is scaled too."""
-        factor = _number(factor, "factor")
+        factor = _factor_in(factor, "factor")
         return self._map(lambda gradient: scaled(gradient, factor))
 
     def mean_(self) -> Self:
@@ -185,12 +187,11 @@ class Algebra(Container):
         Raises:
             ValueError: `norm_type` is not above zero.
         """
-        order = float(norm_type) if isinstance(norm_type, Real) else math.nan  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not order > 0:
-            raise ValueError(
-                f"`norm_type` is {norm_type!r}, but the order of a norm is a number above zero: 2 "
-                "for the Euclidean one, math.inf for the largest entry."
-            )
+        order = number_in(
+            "a number above zero: 2 for the Euclidean norm, math.inf for the largest entry",
+            lambda number: number > 0,
+            norm_type=norm_type,
+        )
         return arithmetic.norm(self.coalesce_().values(), order)
 
     def cosine(self, other: Algebra) -> Tensor:
@@ -224,7 +225,7 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        max_norm = _check_bound("max_norm", max_norm)
+        max_norm = number_in(_BOUND, _is_bound, max_norm=max_norm)
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -246,7 +247,7 @@ class Algebra(Container):
             ValueError: `clip_value` is not a number, or below 0.
         """
         self._check_is_whole()
-        clip_value = _check_bound("clip_value", clip_value)
+        clip_value = number_in(_BOUND, _is_bound, clip_value=clip_value)
         for each, gradient in self.items():
             if gradient.is_complex():
                 raise GradientError(
@@ -268,6 +269,10 @@ class Algebra(Container):
 # -- arguments -------------------------------------------------------------------------------------
 
 
+def _is_bound(number: float) -> bool:
+    return number >= 0
+
+
 def check_is_store(argument: str, given: object) -> None:
     """Raise if `given` is not a store."""
     if not isinstance(given, Container):
@@ -279,59 +284,30 @@ def check_is_store(argument: str, given: object) -> None:
 
 def check_scales(*stores: Container) -> None:
     """Raise if the gradients of stores do not have one scale."""
-    holders = [store for store in stores if store._entries.gradients]
+    holders = [store for store in stores if store._gradients]
     for store in holders[1:]:
         holders[0]._check_scale(store._scale, "Another store")
 
 
 def _factors(weight: object, alpha: object) -> tuple[float, float]:
     """Return the factor of `extend_` for gradients, and its factor for weights."""
-    counted = float(_number(weight, "weight"))
-    if alpha is not None:
-        if counted != 1:
-            raise ValueError(
-                f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
-                "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
-            )
-        return float(_number(alpha, "alpha")), 0.0
-    check_weight(counted)
-    return counted, counted
-
-
-def check_weight(weight: object) -> None:
-    """Raise unless `weight` is a finite number above zero."""
-    number = math.nan
-    if is_real(weight):
-        number = float(weight)
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        number = float(weight)
-    if not (math.isfinite(number) and number > 0):
+    counted = weight_in(weight)
+    if alpha is None:
+        return counted, counted
+    if counted != 1:
         raise ValueError(
-            f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
-            "nothing is left out."
+            f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
+            "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
         )
+    return float(_factor_in(alpha, "alpha")), 0.0
 
 
-def _check_bound(argument: str, given: object) -> float:
-    """Return the bound of a clip as a number, or raise; for a tensor this waits for the device."""
-    number = math.nan
-    if isinstance(given, Real) or (isinstance(given, Tensor) and given.numel() == 1):
-        number = float(given)
-    if not number >= 0:
-        raise ValueError(f"`{argument}` is {given!r}, but must be a number of at least 0.")
-    return number
-
-
-def _number(factor: object, argument: str) -> float | Tensor:
-    if isinstance(factor, Tensor):
-        if factor.numel() == 1 and not factor.is_complex():
-            return factor.reshape(())
-        kind = f"tensor of shape {tuple(factor.shape)} and type {factor.dtype}"
-    elif is_real(factor):
-        return float(factor)
-    else:
-        kind = type(factor).__name__
-    raise ValueError(
-        f"`{argument}` is a {kind}, but must be a single real number that scales all gradients. To "
-        "scale them one by one, change `store[param]` in place."
+def _factor_in(given: object, argument: str) -> float | Tensor:
+    """Return a factor for all gradients; a tensor stays one, so that nothing waits for it."""
+    if isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex():
+        return given.reshape(())
+    needed = (
+        "a single real number that scales all gradients. To scale them one by one, change "
+        "`store[param]` in place"
     )
+    return number_in(needed, lambda number: not math.isnan(number), **{argument: given})

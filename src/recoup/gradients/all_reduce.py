@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries, as_dense, is_sharded
+from recoup.gradients.accumulation import as_dense, is_sharded
 from recoup.gradients.container import UNSCALED, Container
 
 __all__ = ["UNORDERED", "Op", "all_reduce"]
@@ -33,13 +33,13 @@ UNORDERED = (
 )
 # A sparse gradient is one more than the number of its sparse dimensions.
 _ABSENT, _DENSE = 0, 255
+_SCALES: dict[float, float | str | None] = {-1.0: None, -2.0: UNSCALED}
 
 
 class _Description(NamedTuple):
     """The description that a process sends to the others (See Rule 1), in numbers."""
 
     has_error: float
-    num_targets: float
     declared: float
     layouts: float
     has_gradients: float
@@ -57,36 +57,36 @@ def all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None:
             "There are no processes to reduce over. Call torch.distributed.init_process_group, or "
             "leave `all_reduce_` out."
         )
-    entries, targets = store._entries, store.params
-    declared = [(tuple(each.shape), _dtype_in(entries, each)) for each in targets]
-    layouts = bytes(_layout(entries.gradients.get(each), group) for each in targets)
+    targets, gradients = store.params, store._gradients
+    dtypes = [gradients[t].dtype if t in gradients else store._dtype_for(t) for t in targets]
+    declared = [(tuple(t.shape), dtype) for t, dtype in zip(targets, dtypes, strict=True)]
+    layouts = bytes(_layout(gradients.get(each), group) for each in targets)
     error = _why_not(store)
     mine = _Description(
         has_error=error is not None,
-        num_targets=len(targets),
         declared=zlib.crc32(repr((op, bucket_bytes, declared)).encode()),
         layouts=zlib.crc32(layouts),
         has_gradients=any(layouts),
         weight=store.weight,
-        scale=_as_number(store._scale),
+        scale=next((n for n, scale in _SCALES.items() if scale == store._scale), store._scale),
     )
     device = targets[0].device
     everyone = _gathered(mine, device, group)
     if error is not None:
         raise error
-    _check_agree(mine, everyone)
+    _check_agree(everyone)
     if len({each.layouts for each in everyone}) > 1:
         found = torch.tensor(list(layouts), dtype=torch.uint8, device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         layouts = bytes(cast("list[int]", found.tolist()))
-    entries.num_changes += 1  # an error from here on leaves a partial reduction
+    store._num_changes += 1  # an error from here on leaves a partial reduction
     factor = 1 / len(everyone) if op == "mean" else 1.0
-    _reduce(entries, targets, layouts, factor, bucket_bytes, group)
-    entries.are_local = False
+    _reduce(store, layouts, factor, bucket_bytes, group)
+    store._is_local = False
     store.weight = sum(each.weight for each in everyone) * factor
     for each in everyone:
         if each.has_gradients:
-            store._scale = {-1.0: None, -2.0: UNSCALED}.get(each.scale, each.scale)
+            store._scale = _SCALES.get(each.scale, each.scale)
 
 
 # -- agreeing --------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _why_not(store: Container) -> Exception | None:
         store._check_is_whole()
     except GradientError as error:
         return error
-    gradients, known = store._entries.gradients, set(map(id, store.params))
+    gradients, known = store._gradients, set(map(id, store.params))
     if any(id(each) not in known for each in gradients):
         return ValueError(UNORDERED)
     if is_sharded(*gradients.values()):
@@ -113,23 +113,12 @@ def _why_not(store: Container) -> Exception | None:
     return None
 
 
-def _dtype_in(entries: Entries, target: Tensor) -> torch.dtype:
-    gradient = entries.gradients.get(target)
-    return entries.dtype_of(target) if gradient is None else gradient.dtype
-
-
 def _layout(gradient: Tensor | None, group: Any) -> int:
     if gradient is None:
         return _ABSENT
     # Of torch's backends, only gloo sums sparse tensors.
     is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
     return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
-
-
-def _as_number(scale: float | str | None) -> float:
-    if scale is None:
-        return -1.0
-    return -2.0 if isinstance(scale, str) else scale
 
 
 def _gathered(mine: _Description, device: torch.device, group: Any) -> list[_Description]:
@@ -140,24 +129,19 @@ def _gathered(mine: _Description, device: torch.device, group: Any) -> list[_Des
     return [_Description(*numbers) for numbers in rows]
 
 
-def _check_agree(mine: _Description, everyone: Sequence[_Description]) -> None:
+def _check_agree(everyone: Sequence[_Description]) -> None:
     failed = [rank for rank, each in enumerate(everyone) if each.has_error]
     if failed:
         raise GradientError(
             f"Process {failed[0]} of the group could not take part in `all_reduce_`; its own "
             "error has the reason. Nothing was reduced."
         )
-    numbers = [int(each.num_targets) for each in everyone]
-    if len({*numbers}) > 1:
-        raise GradientError(
-            f"This process has {int(mine.num_targets)} targets, and others have {min(numbers)} to "
-            f"{max(numbers)}. Make the store of each process with the same parameters."
-        )
     if len({each.declared for each in everyone}) > 1:
         raise GradientError(
-            "The processes called `all_reduce_` with targets of other shapes or types or in "
-            "another order, or with another `op` or `bucket_bytes`. Make the store of each process "
-            "with the same parameters in the same order, and call it alike."
+            "The processes called `all_reduce_` with another number of targets, or with targets of "
+            "other shapes or types or in another order, or with another `op` or `bucket_bytes`. "
+            "Make the store of each process with the same parameters in the same order, and call "
+            "it alike."
         )
     if len({each.scale for each in everyone if each.has_gradients}) > 1:
         raise GradientError(
@@ -170,55 +154,41 @@ def _check_agree(mine: _Description, everyone: Sequence[_Description]) -> None:
 
 
 def _reduce(
-    entries: Entries,
-    targets: Sequence[Tensor],
-    layouts: bytes,
-    factor: float,
-    bucket_bytes: int,
-    group: Any,
+    store: Container, layouts: bytes, factor: float, bucket_bytes: int, group: Any
 ) -> None:
     dense: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for target, layout in zip(targets, layouts, strict=True):
+    for target, layout in zip(store.params, layouts, strict=True):
         if layout == _ABSENT:
             continue
-        gradient = _in_layout(entries, target, layout)
+        gradient = store._gradients.get(target)
+        if gradient is None:
+            device = target.device if store._device is None else store._device
+            gradient = torch.zeros(target.shape, dtype=store._dtype_for(target), device=device)
         if layout == _DENSE:
+            gradient = store._gradients[target] = as_dense(gradient)
             dense.setdefault((gradient.dtype, gradient.device), []).append(gradient)
             continue
+        if not gradient.is_sparse or 1 + gradient.sparse_dim() != layout:
+            gradient = as_dense(gradient).to_sparse(layout - 1)
         gradient = gradient.coalesce() * factor
         dist.all_reduce(gradient, group=group)
-        entries.put(target, gradient.coalesce())
+        store._put(target, gradient.coalesce(), is_ours=True)
     for gradients in dense.values():
         for bucket in _buckets(gradients, bucket_bytes):
             _reduce_bucket(bucket, factor, group)
 
 
-def _in_layout(entries: Entries, target: Tensor, layout: int) -> Tensor:
-    gradient = entries.gradients.get(target)
-    if gradient is None:
-        device = target.device if entries.device is None else entries.device
-        gradient = torch.zeros(target.shape, dtype=entries.dtype_of(target), device=device)
-    if layout == _DENSE:
-        gradient = as_dense(gradient)
-    elif not gradient.is_sparse or 1 + gradient.sparse_dim() != layout:
-        gradient = as_dense(gradient).to_sparse(layout - 1)
-    entries.gradients[target] = gradient
-    return gradient
-
-
 def _buckets(gradients: Iterable[Tensor], least_bytes: int) -> Iterator[list[Tensor]]:
     """Yield the gradients that are reduced in one message; a large one is alone, to save a copy."""
     bucket: list[Tensor] = []
-    num_bytes = 0
     for gradient in gradients:
         if gradient.nbytes >= least_bytes:
             yield [gradient]
             continue
         bucket.append(gradient)
-        num_bytes += gradient.nbytes
-        if num_bytes >= least_bytes:
+        if sum(each.nbytes for each in bucket) >= least_bytes:
             yield bucket
-            bucket, num_bytes = [], 0
+            bucket = []
     if bucket:
         yield bucket
 

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from recoup.gradients.accumulation import is_sharded
 
-__all__ = ["are_finite", "dot", "norm", "whole"]
+__all__ = ["are_finite", "dot", "norm"]
 
 
 def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
@@ -26,38 +26,16 @@ def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
     sharded: list[Tensor] = []
     for gradient in gradients:
         value = _values(gradient)
-        if value.numel() or not math.isinf(order):  # the largest of no entries is undefined
-            (sharded if is_sharded(value) else plain).append(value)
-    totals = [whole(_total_norm(plain, order))] if plain else []
-    if sharded and order == math.inf:
-        totals += _largest(sharded)
-    elif sharded:
-        totals.append(whole(_total_norm(sharded, order)))
+        if math.isinf(order):
+            if value.numel() == 0:
+                continue  # the largest of no entries is undefined
+            if is_sharded(value):  # torch raises in a process without entries, and others wait
+                value = _whole(value).abs().max()
+        (sharded if is_sharded(value) else plain).append(value)
+    totals = [_whole(_total_norm(values, order)) for values in (plain, sharded) if values]
     if not totals:
         return torch.zeros(())
     return totals[0] if len(totals) == 1 else _total_norm(totals, order)
-
-
-def _largest(sharded: Iterable[Tensor]) -> list[Tensor]:
-    """Return the largest entries of sharded tensors, one for each way to shard.
-
-    torch raises in a process without entries, while the other processes wait.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    found: dict[Any, list[Tensor]] = {}
-    for each in cast("Iterable[Any]", sharded):
-        part = each.to_local().detach().abs()
-        part = part.max() if part.numel() else part.new_zeros(())
-        found.setdefault((each.device_mesh, each.placements), []).append(part)
-    return [
-        DTensor.from_local(
-            torch.stack(parts).max(),
-            mesh,
-            [Partial("max") if each.is_shard() else Replicate() for each in placements],
-        ).full_tensor()
-        for (mesh, placements), parts in found.items()
-    ]
 
 
 def _total_norm(values: list[Tensor], order: float) -> Tensor:
@@ -90,7 +68,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
         product = one.conj() * other if one.is_sparse else other * one.conj()
         total = _values(product.coalesce()).sum()
     elif is_sharded(one):
-        total = whole((one.conj() * other).sum())
+        total = _whole((one.conj() * other).sum())
     else:
         total = torch.vdot(one.flatten(), other.flatten())
     return total.real if total.is_complex() else total
@@ -100,12 +78,12 @@ def are_finite(gradients: Iterable[Tensor]) -> Tensor:
     """Return whether all entries are finite, as a tensor, so that nothing waits for the device."""
     found: Tensor | None = None
     for gradient in gradients:
-        is_finite = whole(_values(gradient).isfinite().all())
+        is_finite = _whole(_values(gradient).isfinite().all())
         found = is_finite if found is None else found & is_finite.to(found.device)
     return torch.tensor(True) if found is None else found
 
 
-def whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, and any other tensor itself."""
     return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 

@@ -1,4 +1,4 @@
-"""The mapping from targets to owned gradients, and its state after errors."""
+"""The mapping from targets to the gradients that a store owns, and its state after errors."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._arguments import check_flag, check_real
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensor_arguments import check_place
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries, as_dense, check_fits, coalesced, shared
+from recoup.gradients.accumulation import as_dense, check_fits, coalesced, owned, total
+from recoup.gradients.reducers import check_ddp
 from recoup.gradients.targets import described, parameters_of, tensors_in
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
 
 UNSCALED = "unscaled"
+_LOW = (torch.float16, torch.bfloat16)
 
 
 class Container(MutableMapping[Tensor, Tensor]):
@@ -30,25 +32,112 @@ class Container(MutableMapping[Tensor, Tensor]):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        ddp: nn.Module | bool | None = None,
     ) -> None:
         check_place(dtype=dtype, is_real=True)
+        check_ddp(ddp)
         self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
         self.weight = 0.0
-        self._entries = Entries(dtype, None if device is None else device_of(device))
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._dtype = dtype
+        self._device = None if device is None else device_of(device)
+        self._ddp = ddp
+        self._is_local = False  # parts of a sum over processes that no reducer has seen
         self._scale: float | str | None = None
         self._damage: str | None = None
+        self._num_changes = 0
+
+    # -- sums ------------------------------------------------------------------------------
+
+    def _add(
+        self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
+    ) -> None:
+        """Add ``alpha * gradient`` to the gradient of `target`, or raise and change nothing.
+
+        Args:
+            target: the tensor that the gradient belongs to.
+            gradient: a gradient.
+            alpha: a factor.
+            is_ours: whether the caller hands it over.
+        """
+        check_fits(gradient, target)
+        into = self._gradients.get(target)
+        if into is not None and into.shape != gradient.shape:
+            raise ValueError(
+                f"The store holds a gradient of shape {tuple(into.shape)} of what is "
+                f"{described(target)} now. Drop it (`discard`) when a tensor is resized."
+            )
+        self._num_changes += 1
+        if into is None or into.is_sparse:
+            gradient = self._adopted(target, gradient, is_ours=is_ours)
+        elif gradient.device != into.device or gradient.is_sparse:
+            gradient = gradient.to(device=into.device, dtype=into.dtype)
+        self._gradients[target] = total(into, gradient, alpha)
+
+    def _put(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> None:
+        """Replace the gradient of `target`; arguments as in `_add`."""
+        self._num_changes += 1
+        self._gradients[target] = self._adopted(target, gradient, is_ours=is_ours)
+
+    def _adopted(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
+        """Return an owned tensor with the values of `gradient`, where that of `target` is summed.
+
+        It is `gradient` itself if that was handed over, and fits.
+        """
+        device = target.device if self._device is None else self._device
+        dtype = self._dtype_for(target)
+        if gradient.dtype is not dtype or gradient.device != device:
+            return owned(gradient.to(device=device, dtype=dtype))
+        return owned(gradient) if is_ours else gradient.clone()
+
+    def _dtype_for(self, target: Tensor) -> torch.dtype:
+        """Return the type that the gradient of `target` is summed in."""
+        own = target.dtype
+        if self._dtype is not None:
+            return self._dtype.to_complex() if own.is_complex else self._dtype
+        chosen = target.grad_dtype if target.is_leaf else None
+        if chosen is not None and chosen is not own:
+            return chosen
+        return torch.float32 if own in _LOW else own
+
+    def _elsewhere(self, targets: Iterable[Tensor]) -> set[int]:
+        """Return the ids of the targets whose gradients are summed on another device."""
+        if self._device is None:
+            return set()
+        return {id(target) for target in targets if target.device != self._device}
+
+    def _accumulator(self, target: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Return the gradient of `target` if autograd may sum into it, in that type.
+
+        To a sparse one, autograd would only append entries.
+        """
+        gradient = self._gradients.get(target)
+        if gradient is None or gradient.requires_grad or gradient.is_sparse:
+            return None
+        fits = gradient.dtype is dtype and gradient.device == target.device
+        return gradient if fits and gradient.shape == target.shape else None
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        self._check_is_whole()
+        with self._guarded():
+            for each, gradient in self._gradients.items():
+                self._num_changes += 1
+                self._gradients[each] = function(gradient)
+        return self
+
+    # -- errors ----------------------------------------------------------------------------
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
         """On an error within, mark the store as damaged if its gradients have changed."""
-        was_empty = not self._entries.gradients
-        num_changes = self._entries.num_changes
+        was_empty = not self._gradients
+        num_changes = self._num_changes
         try:
             yield
         except BaseException as error:
-            if self._entries.num_changes != num_changes:
+            if self._num_changes != num_changes:
                 if was_empty:
-                    self._entries.gradients.clear()
+                    self._gradients.clear()
                 else:
                     self._damage = f"{type(error).__name__}: {error}"
             raise
@@ -68,7 +157,7 @@ class Container(MutableMapping[Tensor, Tensor]):
             )
 
     def _check_scale(self, scale: float | str | None, source: str) -> None:
-        if self._entries.gradients and scale != self._scale:
+        if self._gradients and scale != self._scale:
             raise GradientError(
                 f"{source} brings gradients that are {scaled_by(scale)}, but the gradients in the "
                 f"store are {scaled_by(self._scale)}. Collect all with one scale, and call "
@@ -78,15 +167,10 @@ class Container(MutableMapping[Tensor, Tensor]):
     # -- a mapping -------------------------------------------------------------------------
 
     def __getitem__(self, target: Tensor) -> Tensor:
-        found = self.get(target)
-        if found is None:
-            raise KeyError(f"The store has no gradient of {_shown(target)}.")
-        return found
-
-    def get(self, target: Tensor, default: Any = None) -> Any:
-        """Return the gradient of `target`, or `default` if there is none."""
         self._check_is_whole()
-        return self._entries.gradients[target] if target in self else default
+        if target not in self:
+            raise KeyError(f"The store has no gradient of {described(target)}.")
+        return self._gradients[target]
 
     def __setitem__(self, param: Tensor, grad: Tensor) -> None:
         """Replace the gradient of `param` by a copy of `grad`; the weight stays as it is.
@@ -94,23 +178,22 @@ class Container(MutableMapping[Tensor, Tensor]):
         Raises:
             ValueError: `grad` cannot be a gradient of `param`.
         """
-        self._check_is_whole()
-        tensors_in("param", [param])
-        tensors_in("grad", [grad])
+        self._check_pair(param, grad)
         check_fits(grad, param)
-        self._entries.put(param, shared(grad))
+        self._put(param, grad.detach(), is_ours=False)
 
     def __delitem__(self, param: Tensor) -> None:
-        self.pop(param)
+        self.__getitem__(param)  # or an error
+        del self._gradients[param]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._entries.gradients)
+        return iter(self._gradients)
 
     def __len__(self) -> int:
-        return len(self._entries.gradients)
+        return len(self._gradients)
 
     def __contains__(self, target: object) -> bool:
-        return isinstance(target, Tensor) and target in self._entries.gradients
+        return isinstance(target, Tensor) and target in self._gradients
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -135,46 +218,36 @@ class Container(MutableMapping[Tensor, Tensor]):
         Raises:
             ValueError: `grad` cannot be a gradient of `param`.
         """
-        self._check_is_whole()
-        tensors_in("param", [param])
-        tensors_in("grad", [grad])
-        if grad.shape != param.shape:
-            raise ValueError(
-                f"`grad` has shape {tuple(grad.shape)}, but must have that of `param`, "
-                f"{tuple(param.shape)}."
-            )
+        self._check_pair(param, grad)
         check_real(alpha=alpha)
         check_flag(own=own)
         with self._guarded():
-            grad = grad.detach() if grad.requires_grad else grad
-            self._entries.add(param, grad, float(alpha), is_ours=own)
+            self._add(param, grad.detach(), float(alpha), is_ours=own)
         return self
 
-    _NOTHING = object()
-
-    def pop(self, param: Tensor, default: Any = _NOTHING) -> Tensor:
-        """Remove the gradient of `param`, and return it."""
+    def _check_pair(self, param: object, grad: object) -> None:
         self._check_is_whole()
-        if default is Container._NOTHING and param not in self:
-            raise KeyError(f"The store has no gradient of {_shown(param)}.")
-        return self._entries.gradients.pop(param, default)
+        tensors_in("param", [param])
+        tensors_in("grad", [grad])
 
     def popitem(self) -> tuple[Tensor, Tensor]:
         """Remove the gradient that came last, and return it with its target."""
         self._check_is_whole()
-        return self._entries.gradients.popitem()
+        return self._gradients.popitem()
 
     def discard(self, param: Tensor) -> None:
         """Remove the gradient of `param`, if there is one."""
-        self._entries.gradients.pop(param, None)
+        self._gradients.pop(param, None)
 
     def clear(self) -> None:
         """Remove everything; a store that a failed call has left unusable is usable again."""
-        self._entries.gradients.clear()
-        self._entries.are_local = False
+        self._gradients.clear()
+        self._is_local = False
         self.weight = 0.0
         self._scale = None
         self._damage = None
+
+    # -- other stores from this one --------------------------------------------------------
 
     def clone(self) -> Self:
         """Return a copy that shares no memory with the store."""
@@ -215,16 +288,14 @@ class Container(MutableMapping[Tensor, Tensor]):
     def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]], **changes: Any) -> Self:
         """Return a store with other gradients and the settings, weight and scale of this one."""
         self._check_is_whole()
-        settings: dict[str, Any] = {
-            "dtype": self._entries.dtype,
-            "device": self._entries.device,
-            **changes,
-        }
+        settings = {"dtype": self._dtype, "device": self._device, "ddp": self._ddp} | changes
         store = type(self)(settings.pop("params", self.params), **settings)
-        store._entries.gradients.update(pairs)
-        store._entries.are_local = self._entries.are_local
+        store._gradients.update(pairs)
+        store._is_local = self._is_local
         store.weight, store._scale = self.weight, self._scale
         return store
+
+    # -- layouts ---------------------------------------------------------------------------
 
     def detach_(self) -> Self:
         """Detach the gradients from the graphs that ``create_graph`` has left."""
@@ -233,7 +304,7 @@ class Container(MutableMapping[Tensor, Tensor]):
 
     def coalesce_(self) -> Self:
         """Coalesce sparse gradients: sum the entries that they list more than once."""
-        return self._map(lambda each: coalesced(each) if each.is_sparse else each)
+        return self._map(coalesced)
 
     def densify_(self) -> Self:
         """Make sparse gradients dense, for an optimizer that does not take them."""
@@ -241,15 +312,7 @@ class Container(MutableMapping[Tensor, Tensor]):
 
     def nbytes(self) -> int:
         """Return the bytes of the gradients; of a sharded one, of its part in this process."""
-        return sum(bytes_of([gradient]) for gradient in self._entries.gradients.values())
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        self._check_is_whole()
-        with self._guarded():
-            for each, gradient in self._entries.gradients.items():
-                self._entries.num_changes += 1
-                self._entries.gradients[each] = function(gradient)
-        return self
+        return sum(bytes_of([gradient]) for gradient in self._gradients.values())
 
 
 def device_of(device: torch.device | str) -> torch.device:
@@ -263,7 +326,3 @@ def scaled_by(scale: float | str | None) -> str:
     if scale is None:
         return "as autograd made them"
     return "unscaled" if scale == UNSCALED else f"scaled by {scale}"
-
-
-def _shown(target: object) -> str:
-    return described(target) if isinstance(target, Tensor) else f"a {type(target).__name__}"

@@ -14,10 +14,9 @@ from recoup._core.callable_chain import Otherwise, executor_for, run_through, va
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode
-from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
-from recoup.gradients.targets import tensors_in
+from recoup.gradients.targets import tensors_in, weight_in
 from recoup.planning.budget import Budget, is_bytes
 from recoup.schedules.memory import Memory
 
@@ -135,8 +134,7 @@ def segments_backward(
             "mode, or use torch.no_grad() for the code around."
         )
     # Arguments are checked before anything runs: segments may draw, and count batches.
-    check_weight(weight)
-    weight = float(weight)  # torch fills tensors with no larger integers
+    weight = weight_in(weight)
     check_mode(mode)
     params = None if params is None else tensors_in("params", params)
     with grad_mode(True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from recoup._arguments import check_flag
@@ -14,7 +15,7 @@ from recoup.errors import GradientError
 from recoup.gradients.accumulation import scaled
 from recoup.gradients.algebra import Algebra, check_is_store, check_scales
 from recoup.gradients.container import UNSCALED, scaled_by
-from recoup.gradients.replaced_grad import installed
+from recoup.gradients.replaced_grad import ReplacedGrad
 from recoup.gradients.targets import check_scaler, described, names_of, parameters_of
 
 __all__ = ["Stepping", "step"]
@@ -42,29 +43,28 @@ class Stepping(Algebra):
         self._check_is_whole()
         check_scaler(scaler)
         self._check_is_scaled_by(scaler)
-        for each in optimizers:
-            _parameters_to_step(each)  # or an error
-        optimizers = tuple(dict.fromkeys(optimizers))
-        members = [_parameters_to_step(each) for each in optimizers]
-        self._check_each_has_one(members)
-        for optimizer in optimizers:
+        members = {each: _parameters_to_step(each) for each in optimizers}
+        self._check_each_has_one(members.values())
+        for optimizer in members:
             if _is_unscaled(scaler, optimizer):
                 raise GradientError(
                     f"`scaler` has unscaled for this {type(optimizer).__name__} since its last "
                     "`update`. Merge stores first (`extend_`), and unscale their sum once."
                 )
         with self._guarded():
-            self._entries.num_changes += 1
-            for optimizer, parameters in zip(optimizers, members, strict=True):
-                with installed(self._entries.gradients, parameters, as_they_are=True):
+            self._num_changes += 1
+            for optimizer, parameters in members.items():
+                held = [self._gradients.get(each) for each in parameters]
+                types = [None if each is None else each.dtype for each in held]
+                with ReplacedGrad(parameters, [*map(_without_graph, held)], types):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
-                    self._entries.gradients[each] = scaled(gradient, 1 / float(scaler.get_scale()))
+                    self._gradients[each] = scaled(gradient, 1 / float(scaler.get_scale()))
         self._scale = UNSCALED
         return ~self.isfinite()
 
-    def _check_each_has_one(self, members: Sequence[Sequence[Tensor]]) -> None:
+    def _check_each_has_one(self, members: Iterable[Sequence[Tensor]]) -> None:
         """Raise unless each gradient belongs to one of several optimizers, on its device."""
         ids = [set(map(id, parameters)) for parameters in members]
         for each, gradient in self.items():
@@ -150,28 +150,35 @@ class Stepping(Algebra):
             parameters: the tensors whose `.grad` is set.
             consume: as in `as_grad`.
             with_zeros: whether `.grad` is zero, and not None, where there is no gradient.
-            is_divided: whether a scaler divides the gradients, which does not change versions.
+            is_divided: whether a scaler divides the gradients, whose kernels change no version.
         """
         self._check_is_whole()
-        gradients = self._entries.gradients
-        ids = set(map(id, parameters))
-        if not consume:
-            gradients = {t: g.detach().clone() for t, g in gradients.items() if id(t) in ids}
-        changed: list[Tensor] = []
-        is_over = False
+        gradients = self._gradients
+        lent: list[Tensor | None] = []
+        for parameter in parameters:
+            gradient = gradients.get(parameter)
+            if gradient is not None:
+                gradient = _fitting(gradient, parameter, is_copied=not consume)
+            elif with_zeros and parameter.requires_grad:
+                gradient = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            lent.append(gradient)
+        replaced = ReplacedGrad(parameters, lent, [None] * len(parameters))
         try:
-            with installed(gradients, parameters, with_zeros=with_zeros) as changed:
+            with replaced:
                 yield
-                is_over = True
-            if consume and all(id(each) in ids for each in gradients):
-                self.clear()
-            elif consume:
-                for each in [each for each in gradients if id(each) in ids]:
-                    del gradients[each]
         except BaseException as error:
-            if consume and (changed or is_divided or is_over):
+            is_changed = any(
+                each is gradients.get(parameter) and replaced.is_changed(index)
+                for index, (parameter, each) in enumerate(zip(parameters, lent, strict=True))
+            )
+            if consume and (is_changed or is_divided):
                 self._damage = f"{type(error).__name__}: {error}"
             raise
+        if consume:
+            for parameter in parameters:
+                gradients.pop(parameter, None)
+            if not gradients:
+                self.clear()
 
     def step(
         self,
@@ -260,7 +267,7 @@ def step(
         check_is_store("stores", store)
         store._check_is_whole()
     parameters = _parameters_to_step(optimizer)
-    targets = {id(each): each for store in stores for each in store._entries.gradients}
+    targets = {id(each): each for store in stores for each in store._gradients}
     _check_match(optimizer, parameters, targets, missing, unknown)
     if missing == "skip" and targets.keys().isdisjoint(map(id, parameters)):
         return None
@@ -272,6 +279,29 @@ def step(
     with_zeros = missing == "zero"
     with total._as_grad(parameters, consume=True, with_zeros=with_zeros, is_divided=is_divided):
         return optimizer.step() if scaler is None else scaler.step(optimizer)
+
+
+# -- gradients in `.grad` --------------------------------------------------------------------------
+
+
+def _without_graph(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a gradient that has a graph, and any other itself."""
+    if gradient is None or not gradient.requires_grad:
+        return gradient
+    return gradient.detach().clone()
+
+
+def _fitting(gradient: Tensor, target: Tensor, *, is_copied: bool) -> Tensor:
+    """Return `gradient` on the device of `target`, and in its type and strides.
+
+    It is `gradient` itself if that fits, unless it is to be copied, or has a graph.
+    """
+    dtype = target.grad_dtype or target.dtype  # None allows any type, but not every optimizer does
+    if gradient.dtype is not dtype or gradient.device != target.device:
+        gradient, is_copied = gradient.to(device=target.device, dtype=dtype), False
+    if not gradient.is_sparse and gradient.stride() != target.stride():
+        return torch.empty_like(target, dtype=dtype).copy_(gradient.detach())
+    return gradient.detach().clone() if is_copied or gradient.requires_grad else gradient
 
 
 # -- checks ----------------------------------------------------------------------------------------

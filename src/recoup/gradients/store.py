@@ -11,11 +11,9 @@ from torch import Tensor
 
 from recoup._arguments import check_flag, shown
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import shared
-from recoup.gradients.algebra import check_weight
-from recoup.gradients.collecting import Backward, Mode, collect, collecting, mechanism_for
+from recoup.gradients.collecting import Backward, Memory, Mode, check_mode, collect, collecting
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import check_scaler, described, tensors_in
+from recoup.gradients.targets import check_scaler, described, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
 
 __all__ = ["GradStore"]
@@ -39,6 +37,9 @@ class GradStore(Stepping, Transfer):
             `grad_dtype` where that was set), and float32 for one of 16 bits.
         device: the device that gradients are summed on; by default that of each parameter. On
             another device, they are moved one by one, as backward makes them.
+        ddp: the DistributedDataParallel that reduces the gradients of `params`, or False if none
+            does. An error asks for it where there are several processes and a reducer would not
+            see all gradients.
 
     Raises:
         ValueError: `params` are not tensors, or `dtype` is not a floating-point type.
@@ -88,14 +89,13 @@ class GradStore(Stepping, Transfer):
         """
         check_flag(take=take)
         store = cls(params)
+        memory = Memory(store.params)
         for each in store.params:
             gradient = each.grad
             if gradient is not None:
-                if take:
-                    each.grad = None
-                gradient = shared(gradient) if take else gradient.detach()
-                store._entries.add(each, gradient, is_ours=take)
-        store._check_received(len(store._entries.gradients), len(store.params))
+                each.grad = None if take else gradient
+                store._add(each, gradient.detach(), is_ours=take and memory.is_new(gradient))
+        store._check_received(len(store), len(store.params))
         store.weight = 1.0
         return store
 
@@ -160,11 +160,11 @@ class GradStore(Stepping, Transfer):
         roots, root_grads = _roots(outputs, grad_outputs, weight, scaler)
         targets = self._targets(params, wanted, allow_empty=allow_empty)
         backward = Backward(roots, root_grads, targets, wanted, retain_graph, create_graph)
-        mechanism = mechanism_for(mode, backward)
+        check_mode(mode)
         scale = None if scaler is None else float(scaler.get_scale())
         self._check_scale(scale, "A backward")
         with self._guarded():
-            found, num_received = collect(mechanism, backward, self._entries)
+            found, num_received = collect(self, backward, mode)
             if not allow_empty:
                 self._check_received(num_received, len(targets))
             self._scale = scale
@@ -201,7 +201,7 @@ class GradStore(Stepping, Transfer):
         self._check_scale(None, "A backward")
         targets = self._targets(params, (), allow_empty=allow_empty)
         with self._guarded():
-            with collecting(targets, self._entries) as num_received:
+            with collecting(self, targets) as num_received:
                 yield
             if not allow_empty:
                 self._check_received(num_received[0], len(targets))
@@ -246,7 +246,7 @@ class GradStore(Stepping, Transfer):
         reach a reducer: an error then makes it unusable, as in `backward`.
         """
         self._check_is_whole()
-        if not self or self._entries.are_local:
+        if not self or self._is_local:
             yield self
             return
         separate = self._derived(())
@@ -265,8 +265,7 @@ def _roots(
     scaler: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
-    check_weight(weight)
-    weight = float(weight)  # torch fills tensors with no larger integers
+    weight = weight_in(weight)
     roots: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if not isinstance(output, Tensor):

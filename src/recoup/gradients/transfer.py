@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
-from numbers import Real
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_type
+from recoup._arguments import check_flag, check_type, is_real, shown
 from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries
 from recoup.gradients.all_reduce import UNORDERED, Op, all_reduce
-from recoup.gradients.container import Container, device_of
-from recoup.gradients.targets import described
+from recoup.gradients.container import UNSCALED, Container, device_of
+from recoup.gradients.targets import described, targets_by_name
 from recoup.memory.size import parse_bytes
 
 __all__ = ["Transfer"]
@@ -48,14 +47,14 @@ class Transfer(Container):
         self._check_is_whole()
         check_place(dtype=dtype)
         check_flag(non_blocking=non_blocking, pin_memory=pin_memory)
-        where = self._entries.device if device is None else device_of(device)
-        store = self._derived((), dtype=dtype or self._entries.dtype, device=where)
+        where = self._device if device is None else device_of(device)
+        store = self._derived((), dtype=dtype or self._dtype, device=where)
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
             moved = gradient.to(device=where, dtype=kind, non_blocking=non_blocking, copy=True)
             if pin_memory:
                 moved = _pinned(moved)
-            store._entries.gradients[each] = moved
+            store._gradients[each] = moved
         return store
 
     def named(self, module: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +65,9 @@ class Transfer(Container):
         """
         self._check_is_whole()
         check_modules(module=module)
-        names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+        names: dict[Tensor, str] = {}
+        for name, each in targets_by_name(module).items():
+            names.setdefault(each, name)
         strangers = [described(each) for each in self if each not in names]
         if strangers:
             raise GradientError(
@@ -76,7 +77,7 @@ class Transfer(Container):
                 "replaced, by `load_state_dict(assign=True)` for instance, have no names any more: "
                 "ask before."
             )
-        gradients = self._entries.gradients
+        gradients = self._gradients
         return {name: gradients[each] for each, name in names.items() if each in gradients}
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -89,36 +90,34 @@ class Transfer(Container):
         """Replace the content of the store by that of `state_dict`.
 
         Args:
-            state_dict: a result of `state_dict`.
+            state_dict: a result of `state_dict`, which may come from a file: it is checked.
             module: the module that the names refer to.
             strict: whether a name that `module` does not have is an error.
 
         Raises:
-            GradientError: a name or a shape does not fit; nothing is changed then.
+            GradientError: a name or a shape does not fit, or the state is damaged; nothing is
+                changed then.
             ValueError: a gradient is of another kind than its parameter, or the arguments are
                 neither a state nor a module; nothing is changed then.
         """
-        _check_order(state_dict, module)
-        lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]
-        if lacking:
-            raise GradientError(
-                f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` "
-                "returned; gradients by name alone are added with `add_`."
-            )
-        check_type(Real, "a number in `weight`", state_dict=state_dict["weight"])
+        way_out = ". Call load_state_dict(state_dict, module)"
+        check_type(
+            Mapping, f"a result of `store.state_dict(module)`{way_out}", state_dict=state_dict
+        )
+        check_type(nn.Module, f"the module that its names refer to{way_out}", module=module)
         check_flag(strict=strict)
-        found = _by_target(state_dict["gradients"], module, strict=strict)
-        loaded = Entries(self._entries.dtype, self._entries.device)
-        for each, gradient in found.items():
-            loaded.add(each, gradient, is_ours=False)
+        gradients, weight, scale = _parts_of(state_dict)
+        loaded = type(self)(dtype=self._dtype, device=self._device)
+        for each, gradient in _by_target(gradients, module, strict=strict).items():
+            loaded._add(each, gradient.detach(), is_ours=False)
         self.clear()
-        self._entries.num_changes += 1
-        self._entries.gradients.update(loaded.gradients)
-        self.weight, self._scale = state_dict["weight"], state_dict["scale"]
+        self._num_changes += 1
+        self._gradients.update(loaded._gradients)
+        self.weight, self._scale = weight, scale
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         pairs = ((copy.deepcopy(each, memo), value.clone()) for each, value in self.items())
-        store = self._derived(pairs, params=copy.deepcopy(self.params, memo))
+        store = self._derived(pairs, params=copy.deepcopy(self.params, memo), ddp=None)
         memo[id(self)] = store
         return store
 
@@ -158,18 +157,6 @@ class Transfer(Container):
         return self
 
 
-def _check_order(state_dict: object, module: object) -> None:
-    for name, given, kind, what in (
-        ("state_dict", state_dict, Mapping, "a result of `store.state_dict(module)`"),
-        ("module", module, nn.Module, "the module that its names refer to"),
-    ):
-        if not isinstance(given, kind):
-            raise ValueError(
-                f"`{name}` is a {type(given).__name__}, but must be {what}. Call "
-                "load_state_dict(state_dict, module)."
-            )
-
-
 def _pinned(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(
@@ -179,18 +166,46 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor
 
 
+# -- states ----------------------------------------------------------------------------------------
+
+
+def _parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], float, float | str | None]:
+    """Return the gradients, the weight and the scale of a state, or raise if it is damaged."""
+    lacking = [key for key in ("gradients", "weight", "scale") if key not in state]
+    if lacking:
+        raise GradientError(
+            f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` returned; "
+            "gradients by name alone are added with `add_`."
+        )
+    gradients, weight, scale = state["gradients"], state["weight"], state["scale"]
+    are_tensors = isinstance(gradients, Mapping) and all(
+        isinstance(name, str) and isinstance(each, Tensor)
+        for name, each in cast("Mapping[Any, Any]", gradients).items()
+    )
+    is_scale = scale is None or scale == UNSCALED or (is_real(scale) and 0 < scale < math.inf)
+    for key, is_right, needed in (
+        ("gradients", are_tensors, "tensors by name"),
+        ("weight", is_real(weight) and 0 <= weight < math.inf, "a number of at least 0"),
+        ("scale", is_scale, f"a number above zero, {UNSCALED!r} or None"),
+    ):
+        if not is_right:
+            raise GradientError(
+                f"`state_dict` has {shown(state[key])} in {key!r}, where a state has {needed}: it "
+                "is damaged, or no result of `store.state_dict(module)`."
+            )
+    return dict(gradients), float(weight), scale
+
+
 def _by_target(
     gradients: Mapping[str, Tensor], module: nn.Module, *, strict: bool
 ) -> dict[Tensor, Tensor]:
     """Return the gradients by the parameters of `module` that have these names."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    targets = targets_by_name(module)
     found: dict[Tensor, Tensor] = {}
     taken: dict[Tensor, str] = {}
-    unexpected: list[str] = []
     for name, gradient in gradients.items():
-        target = parameters.get(name)
+        target = targets.get(name)
         if target is None:
-            unexpected.append(name)
             continue
         if target in found:
             raise GradientError(
@@ -202,10 +217,22 @@ def _by_target(
                 f"The gradient of `{name}` has shape {tuple(gradient.shape)}, and the parameter "
                 f"{tuple(target.shape)}. Load the state of a model of the same sizes."
             )
-        found[target], taken[target] = gradient, name
+        found[target], taken[target] = _checked(name, gradient), name
+    unexpected = [name for name in gradients if name not in targets]
     if unexpected and strict:
         raise GradientError(
             f"{type(module).__name__} has no parameter {', '.join(map(repr, unexpected))}. "
             "Pass strict=False to leave those out."
         )
     return found
+
+
+def _checked(name: str, gradient: Tensor) -> Tensor:
+    """Return a gradient from a file; sparse indices are checked, or sums would write elsewhere."""
+    if gradient.layout is not torch.sparse_coo:
+        return gradient
+    parts = gradient._indices(), gradient._values(), gradient.shape
+    try:
+        return torch.sparse_coo_tensor(*parts, check_invariants=True)
+    except RuntimeError as error:
+        raise GradientError(f"The gradient of `{name}` is damaged: {error}") from error
