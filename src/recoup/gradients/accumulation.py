@@ -1,4 +1,4 @@
-"""Gradients as tensors: what fits a target, who owns its memory, and how layouts are summed.
+"""Gradients as tensors of any layout, type and device: what fits, who owns memory, sums and norms.
 
 NOTE [ Owned gradients ]
 
@@ -15,67 +15,56 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from recoup.gradients.targets import described
 
-__all__ = ["as_dense", "check_fits", "coalesced", "is_sharded", "owned", "scaled", "total"]
-
-_LAYOUTS = (torch.strided, torch.sparse_coo)
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 
 def check_fits(gradient: Tensor, target: Tensor) -> None:
     """Raise if `gradient` cannot be a gradient of `target`."""
+    got = way_out = ""
     if gradient.shape != target.shape:
-        name = described(target)
-        raise ValueError(
-            f"The gradient of {name} has shape {tuple(gradient.shape)}, and {name} has "
-            f"{tuple(target.shape)}. Give one of the same shape."
-        )
-    if gradient.layout not in _LAYOUTS:
-        raise ValueError(
-            f"The gradient of {described(target)} has the layout {gradient.layout}, which cannot "
-            "be summed in place. Give a dense one, or a sparse one in COO layout."
-        )
-    if gradient.is_meta and not target.is_meta:
-        raise ValueError(
-            f"The gradient of {described(target)} is on the meta device, where it has no values. "
-            f"Give one on {target.device}."
-        )
-    if not gradient.is_floating_point() and not (gradient.is_complex() and target.is_complex()):
-        kind = "complex" if gradient.is_complex() else f"of type {gradient.dtype}"
-        name = described(target)
-        raise ValueError(
-            f"The gradient of {name} is {kind}, and {name} is of type {target.dtype}. Give a real "
-            "one of a floating-point type."
-        )
-    if type(gradient) not in _PLAIN or type(target) not in _PLAIN:
-        _check_placements(gradient, target)
-
-
-def _check_placements(gradient: Tensor, target: Tensor) -> None:
-    name, kinds = described(target), ("a plain tensor", "a DTensor")
-    if is_sharded(gradient) != is_sharded(target):
-        raise ValueError(
-            f"The gradient of {name} is {kinds[is_sharded(gradient)]} and {name} is "
-            f"{kinds[is_sharded(target)]}. A mixture would drop a sum over the processes in "
-            "silence: give both as they are in the model."
-        )
-    placements = [getattr(each, "placements", None) for each in (gradient, target)]
-    if placements[0] != placements[1]:
-        raise ValueError(
-            f"The gradient of {name} is placed as {placements[0]} and {name} as {placements[1]}. "
-            "Redistribute it first."
-        )
+        got, way_out = f"has shape {tuple(gradient.shape)}", "of the same shape"
+    elif gradient.layout not in (torch.strided, torch.sparse_coo):
+        got = f"has the layout {gradient.layout}, which cannot be summed in place"
+        way_out = "that is dense, or sparse in COO layout"
+    elif gradient.is_meta and not target.is_meta:
+        got, way_out = "is on the meta device, without values", f"on {target.device}"
+    elif gradient.is_complex() and not target.is_complex():
+        got, way_out = "is complex, and the tensor real", "that is real"
+    elif not (gradient.is_floating_point() or gradient.is_complex()):
+        got, way_out = f"has the type {gradient.dtype}", "of a floating-point type"
+    elif type(gradient) not in _PLAIN or type(target) not in _PLAIN:
+        kinds = ["a DTensor" if is_sharded(e) else "a plain tensor" for e in (gradient, target)]
+        places = [getattr(each, "placements", None) for each in (gradient, target)]
+        if places[0] != places[1]:  # a mixture would drop a sum over the processes in silence
+            got = f"is {kinds[0]} placed as {places[0]}"
+            way_out = f"that is {kinds[1]} placed as {places[1]}, like the tensor"
+    if got:
+        raise ValueError(f"The gradient of {described(target)} {got}. Give one {way_out}.")
 
 
 def is_sharded(*tensors: Tensor) -> bool:
     """Whether one of the tensors is a DTensor, one part of which is in this process."""
     return any(hasattr(each, "placements") for each in tensors if type(each) not in _PLAIN)
+
+
+def is_reduced(targets: Sequence[Tensor]) -> bool:
+    """Whether a plain backward may reduce the gradients of `targets` over several processes."""
+    distributed = torch.distributed
+    return is_sharded(*targets) or (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -124,9 +113,6 @@ def coalesced(gradient: Tensor) -> Tensor:
     return owned(gradient.coalesce()) if gradient.is_sparse else gradient
 
 
-# -- ownership -------------------------------------------------------------------------------------
-
-
 def owned(tensor: Tensor) -> Tensor:
     """Return `tensor`, which was handed over, or a copy if it does not fill memory of its own.
 
@@ -135,10 +121,87 @@ def owned(tensor: Tensor) -> Tensor:
     """
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     for part in (local._indices(), local._values()) if local.is_sparse else (local,):
-        storage = part.untyped_storage()
-        fills = storage.nbytes() == part.nbytes and (
-            part.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(part)
-        )
-        if not fills or (part.is_cuda and _CUDA_GRAPHS in sys.modules):
+        is_dense = part.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(part)
+        is_whole = is_dense and part.untyped_storage().nbytes() == part.nbytes
+        if not is_whole or (part.is_cuda and _CUDA_GRAPHS in sys.modules):
             return tensor.clone()
     return tensor
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
+    """Return the norm of all entries together; without gradients it is zero.
+
+    Args:
+        gradients: dense gradients, and sparse ones that are coalesced.
+        order: order of the norm.
+    """
+    plain: list[Tensor] = []
+    sharded: list[Tensor] = []
+    for gradient in gradients:
+        value = _values(gradient)
+        if math.isinf(order):
+            if value.numel() == 0:
+                continue  # the largest of no entries is undefined
+            if is_sharded(value):  # torch raises in a process without entries, and others wait
+                value = _whole(value).abs().max()
+        (sharded if is_sharded(value) else plain).append(value)
+    totals = [_whole(_total_norm(values, order)) for values in (plain, sharded) if values]
+    if not totals:
+        return torch.zeros(())
+    return totals[0] if len(totals) == 1 else _total_norm(totals, order)
+
+
+def _total_norm(values: list[Tensor], order: float) -> Tensor:
+    if not any(value.requires_grad for value in values):
+        return get_total_norm(values, norm_type=order)
+    # `get_total_norm` builds no graph.
+    norms: list[Tensor] = [_vector_norm(value, order) for value in values]
+    return _vector_norm(torch.stack(_on_one_device(norms)), order)
+
+
+def _vector_norm(value: Tensor, order: float) -> Tensor:
+    return cast("Any", torch.linalg).vector_norm(value, order)
+
+
+def dot(ones: Mapping[Tensor, Tensor], others: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the sum of products of all entries; for complex ones, its real part."""
+    found = [_dot(one, others[target]) for target, one in ones.items() if target in others]
+    return torch.stack(_on_one_device(found)).sum() if found else torch.zeros(())
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    one, other = one.to(dtype), other.to(device=one.device, dtype=dtype)
+    if one.is_sparse or other.is_sparse:
+        product = one.conj() * other if one.is_sparse else other * one.conj()
+        total = _values(product.coalesce()).sum()
+    elif is_sharded(one):
+        total = _whole((one.conj() * other).sum())
+    else:
+        total = torch.vdot(one.flatten(), other.flatten())
+    return total.real if total.is_complex() else total
+
+
+def are_finite(gradients: Iterable[Tensor]) -> Tensor:
+    """Return whether all entries are finite, as a tensor, so that nothing waits for the device."""
+    found = [_whole(_values(gradient).isfinite().all()) for gradient in gradients]
+    return torch.stack(_on_one_device(found)).all() if found else torch.tensor(True)
+
+
+def _on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
+    return [number.to(numbers[0].device) for number in numbers]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor itself."""
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def _values(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return gradient
+    # `_values()` has no graph, and `values()` requires a coalesced gradient.
+    return gradient.coalesce().values() if gradient.requires_grad else gradient._values()

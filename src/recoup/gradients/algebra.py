@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_flag
+from recoup._arguments import check_flag, check_type
 from recoup.errors import GradientError
-from recoup.gradients import arithmetic
-from recoup.gradients.accumulation import check_fits, scaled
+from recoup.gradients.accumulation import are_finite, check_fits, dot, norm, scaled
 from recoup.gradients.container import Container
 from recoup.gradients.targets import described, number_in, weight_in
-
-__all__ = ["Algebra", "check_is_store", "check_scales"]
-
-_BOUND = "a number of at least 0"
 
 
 class Algebra(Container):
@@ -62,14 +57,11 @@ class Algebra(Container):
         self._check_is_whole()
         check_flag(consume=consume)
         factor, counted = _factors(weight, alpha)
-        for other in others:
-            check_is_store("others", other)
-            other._check_is_whole()
+        check_are_stores("others", *others)
         check_scales(self, *others)
-        num_own = sum(other is self for other in others)
-        if num_own:
-            # Before the others are added, or they would be multiplied too.
-            self._map(lambda gradient: scaled(gradient, 1 + factor * num_own))
+        if self in others:  # before the others are added, or they would be multiplied too
+            num_own = others.count(self)
+            self.scale_(1 + factor * num_own)
             self.weight *= 1 + counted * num_own
         for other in dict.fromkeys(others):
             if other is not self:
@@ -83,14 +75,14 @@ class Algebra(Container):
             check_fits(gradient, each)
         if gradients:
             self._scale = other._scale
-        num_before = len(gradients)
+        held = list(gradients)
         try:
             with self._guarded():
-                for each in list(gradients):
+                for each in held:
                     gradient = gradients.pop(each) if consume else gradients[each]
                     self._add(each, gradient, factor, is_ours=consume)
         except BaseException as error:
-            if len(gradients) < num_before:
+            if len(gradients) < len(held):
                 other._damage = f"{type(error).__name__}: {error}"
             raise
         self._is_local |= other._is_local
@@ -117,22 +109,18 @@ class Algebra(Container):
         if not self.weight > 0:
             raise GradientError(
                 f"The gradients in the store have a total weight of {self.weight:g}, so they have "
-                "no mean. Collect with `backward(loss, weight=...)`, merge with `extend_(other)` "
-                "or `extend_(other, weight=...)` (`alpha` adds no weight), or divide with `scale_`."
+                "no mean. Collect with `backward`, merge with `extend_` (`alpha` adds no weight), "
+                "or divide with `scale_`."
             )
-        if self.weight != 1:
-            self.scale_(1 / self.weight)
-        self.weight = 1.0
-        return self
+        weight, self.weight = self.weight, 1.0
+        return self if weight == 1 else self.scale_(1 / weight)
 
     def __add__(self, other: object) -> Self:
         return self.clone().__iadd__(other)
 
     def __radd__(self, other: object) -> Self:
         """Return a copy for the 0 that ``sum(stores)`` begins with."""
-        if not (isinstance(other, int) and other == 0):
-            return NotImplemented
-        return self.clone()
+        return self.clone() if type(other) is int and other == 0 else NotImplemented
 
     def __sub__(self, other: object) -> Self:
         return self.clone().__isub__(other)
@@ -158,11 +146,9 @@ class Algebra(Container):
         return self.scale_(factor)
 
     def __truediv__(self, divisor: float | Tensor) -> Self:
-        return self.clone().__itruediv__(divisor)
+        return self * (1 / divisor)
 
     def __itruediv__(self, divisor: float | Tensor) -> Self:
-        if not isinstance(divisor, Real | Tensor):
-            return NotImplemented
         return self.scale_(1 / divisor)
 
     def __neg__(self) -> Self:
@@ -173,10 +159,8 @@ class Algebra(Container):
 
         For complex gradients it is the real part, so that ``a.dot(a)`` is the square of the norm.
         """
-        check_is_store("other", other)
-        self._check_is_whole()
-        other._check_is_whole()
-        return arithmetic.dot(self.coalesce_(), other.coalesce_())
+        check_are_stores("other", other)
+        return dot(self.coalesce_(), other.coalesce_())
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, as one vector.
@@ -187,12 +171,9 @@ class Algebra(Container):
         Raises:
             ValueError: `norm_type` is not above zero.
         """
-        order = number_in(
-            "a number above zero: 2 for the Euclidean norm, math.inf for the largest entry",
-            lambda number: number > 0,
-            norm_type=norm_type,
-        )
-        return arithmetic.norm(self.coalesce_().values(), order)
+        needed = "a number above zero: 2 for the Euclidean norm, math.inf for the largest entry"
+        order = number_in(needed, lambda number: number > 0, norm_type=norm_type)
+        return norm(self.coalesce_().values(), order)
 
     def cosine(self, other: Algebra) -> Tensor:
         """Return the cosine of the angle to another store, or zero if one of them is zero."""
@@ -203,7 +184,7 @@ class Algebra(Container):
     def isfinite(self) -> Tensor:
         """Return whether all entries are finite, as a tensor."""
         self._check_is_whole()
-        return arithmetic.are_finite(self.values())
+        return are_finite(self.values())
 
     def clip_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -225,7 +206,7 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        max_norm = number_in(_BOUND, _is_bound, max_norm=max_norm)
+        max_norm = _bound_in(max_norm=max_norm)
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -247,7 +228,7 @@ class Algebra(Container):
             ValueError: `clip_value` is not a number, or below 0.
         """
         self._check_is_whole()
-        clip_value = number_in(_BOUND, _is_bound, clip_value=clip_value)
+        clip_value = _bound_in(clip_value=clip_value)
         for each, gradient in self.items():
             if gradient.is_complex():
                 raise GradientError(
@@ -256,12 +237,11 @@ class Algebra(Container):
                 )
 
         def clipped(gradient: Tensor) -> Tensor:
-            if gradient.is_sparse:
-                gradient._values().clamp_(-clip_value, clip_value)
-                return gradient
             if gradient.requires_grad:
                 return gradient.clamp(-clip_value, clip_value)
-            return gradient.clamp_(-clip_value, clip_value)
+            values = gradient._values() if gradient.is_sparse else gradient
+            values.clamp_(-clip_value, clip_value)
+            return gradient
 
         return self.coalesce_()._map(clipped)
 
@@ -269,17 +249,11 @@ class Algebra(Container):
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _is_bound(number: float) -> bool:
-    return number >= 0
-
-
-def check_is_store(argument: str, given: object) -> None:
-    """Raise if `given` is not a store."""
-    if not isinstance(given, Container):
-        raise ValueError(
-            f"`{argument}` contains a {type(given).__name__}, but must contain GradStore objects "
-            "only."
-        )
+def check_are_stores(argument: str, *given: object) -> None:
+    """Raise unless all are stores, and usable."""
+    for each in given:
+        check_type(Container, "a GradStore", **{argument: each})
+        cast("Container", each)._check_is_whole()
 
 
 def check_scales(*stores: Container) -> None:
@@ -311,3 +285,8 @@ def _factor_in(given: object, argument: str) -> float | Tensor:
         "`store[param]` in place"
     )
     return number_in(needed, lambda number: not math.isnan(number), **{argument: given})
+
+
+def _bound_in(**given: object) -> float:
+    """Return the bound of a clip as a number, or raise."""
+    return number_in("a number of at least 0", lambda number: number >= 0, **given)

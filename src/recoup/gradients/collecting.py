@@ -31,20 +31,13 @@ from torch import Tensor, nn
 from recoup._core.graph_ends import Ends, ends_of, hidden_leaves
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import is_sharded, owned
+from recoup.gradients.accumulation import is_reduced, is_sharded
 from recoup.gradients.container import Container
-from recoup.gradients.reducers import is_reduced, reduced_in_time
 from recoup.gradients.replaced_grad import GradInUseError, ReplacedGrad
 from recoup.gradients.targets import described
 
-__all__ = ["Backward", "Memory", "Mode", "check_mode", "collect", "collecting"]
-
 Mode = Literal["auto", "grad", "harvest"]
-_REMOVED = {
-    "accumulate": ' Leave it out: "auto" sums into the store wherever that is right.',
-    "stream": ' Leave it out: "auto" moves each gradient as soon as it is made if the store is on '
-    'another device than the target, as by GradStore(params, device="cpu").',
-}
+MODES = ("auto", "grad", "harvest")
 
 
 @dataclass
@@ -78,13 +71,6 @@ class Backward:
         return [*self.targets, *self.inputs]
 
 
-def check_mode(mode: Any) -> None:
-    """Raise unless `mode` is a mode."""
-    if mode not in ("auto", "grad", "harvest"):
-        way_out = _REMOVED.get(mode, "") if isinstance(mode, str) else ""
-        raise ValueError(f"`mode` is {mode!r}, but must be one of auto, grad, harvest.{way_out}")
-
-
 def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tensor | None], int]:
     """Run `backward`, and add its gradients to the store.
 
@@ -95,85 +81,73 @@ def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tens
     if not wanted:  # all are frozen
         return [], 0
     if mode == "grad":
-        return _by_grad(store, backward, '`mode` is "grad"', 'Use mode="harvest"')
-    reason = _why_not_in_grad(backward)
-    if mode == "harvest" and reason is not None:
+        return _by_grad(store, backward, '`mode` is "grad"')
+    reason = _unlike_a_parameter(wanted)
+    if backward.create_graph:
+        reason = "`create_graph` asks for gradients with a graph, which cannot be summed in place"
+    if mode == "harvest" and reason:
         raise GradientError(f'`mode` is "harvest", but {reason}. Use mode="grad".')
-    is_plain = mode == "harvest" or is_reduced(wanted) or bool(backward.ends.checkpoints)
-    with ExitStack() as contexts:
-        if reason is None:
-            others = [*backward.inputs, *(_other_leaves(backward) if is_plain else ())]
+    if not reason:
+        leaves, checkpoints = backward.ends
+        if is_sharded(*wanted):
+            # FSDP2 may sum into its own parameters over backwards that it does not reduce.
+            leaves = [each for each in leaves if not isinstance(each, nn.Parameter)]
+        is_plain = mode == "harvest" or is_reduced(wanted) or bool(checkpoints)
+        others = [*backward.inputs, *(leaves if is_plain else ())]
+        with ExitStack() as contexts:
             try:
-                replaced = contexts.enter_context(_lent(store, backward.targets, others))
+                lent = _lent(store, backward.targets, others, backward.grad_outputs)
+                replaced = contexts.enter_context(lent)
             except GradInUseError as error:  # nothing has run yet
                 if mode == "harvest":
                     raise
                 reason = error.reason
             else:
                 return _in_grad(store, backward, replaced, is_plain=is_plain)
-    what = f"{reason[0].upper()}{reason[1:]}"
-    return _by_grad(store, backward, what, "Leave one of the two out")
+    return _by_grad(store, backward, f"{reason[0].upper()}{reason[1:]}")
 
 
-def _why_not_in_grad(backward: Backward) -> str | None:
-    """Return the reason if `.grad` cannot be replaced, else None (See Rule 2)."""
-    if backward.create_graph:
-        return "`create_graph` asks for gradients with a graph, which cannot be summed in place"
-    for target in backward.wanted:
+def _unlike_a_parameter(targets: Iterable[Tensor]) -> str:
+    """Return what is wrong with the first tensor whose `.grad` cannot be lent, or nothing."""
+    for target in targets:
         if not target.is_leaf:
-            return (
-                f"{described(target)} is not a leaf tensor, and autograd does not accumulate in it"
-            )
+            return f"{described(target)} is not a leaf, and autograd does not accumulate in it"
         if getattr(target, "_post_accumulate_grad_hooks", None):
-            return (
-                f"{described(target)} has a post-accumulate hook, which would take what is "
-                "collected for its own"
-            )
-    return None
+            return f"{described(target)} has a post-accumulate hook, which would take the gradient"
+    return ""
 
 
 # -- in torch.autograd.grad ------------------------------------------------------------------------
 
 
-def _by_grad(
-    store: Container, backward: Backward, what: str, way_out: str
-) -> tuple[list[Tensor | None], int]:
-    """Run `backward` by `torch.autograd.grad`; errors begin with `what`, and end with `way_out`."""
-    wanted, num_targets = backward.wanted, len(backward.targets)
+def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Tensor | None], int]:
+    """Run `backward` by `torch.autograd.grad`, for a `reason`."""
+    wanted, num_targets, why_not = backward.wanted, len(backward.targets), ""
+    leaves = [each for each in wanted if each.is_leaf]
     if is_sharded(*wanted):
+        why_not = "a target is a DTensor, whose gradient FSDP2 delivers"
+    elif leaves and backward.ends.checkpoints:  # torch would silently skip what it cannot see
+        why_not = "the graph has a checkpoint (not with use_reentrant=False), which delivers them"
+    if why_not:
         raise GradientError(
-            f"{what}, but a target is a DTensor, whose gradient FSDP2 delivers in a plain backward "
-            f"only. {way_out}."
+            f"{reason}, but {why_not} in a plain backward only. Leave one of the two out, or use "
+            'mode="harvest".'
         )
-    # torch would silently skip leaves that it cannot see.
-    if any(each.is_leaf for each in wanted) and backward.ends.checkpoints:
-        raise GradientError(
-            f"{what}, but the graph contains a reentrant checkpoint, which delivers gradients "
-            f"in a plain backward only. {way_out}, or set use_reentrant=False in the checkpoint."
-        )
-    with reduced_in_time(store, [each for each in wanted if each.is_leaf], by_grad=True):
+    num_received = 0
+    with store._reduced_in_time(leaves, by_grad=True):
+        arguments = (backward.outputs, wanted, backward.grad_outputs, backward.retain_graph)
         found: list[Tensor | None] = list(
-            torch.autograd.grad(
-                backward.outputs,
-                wanted,
-                backward.grad_outputs,
-                retain_graph=backward.retain_graph,
-                create_graph=backward.create_graph,
-                allow_unused=True,
-            )
+            torch.autograd.grad(*arguments, backward.create_graph, allow_unused=True)
         )
-        num_received = 0
         for index, each in enumerate(wanted):
-            gradient, found[index] = found[index], None
-            if gradient is None:
-                continue
-            # It may occur twice, be one of `grad_outputs`, or be held by a hook.
-            is_ours = gradient.requires_grad
-            if index < num_targets:
+            gradient = found[index]
+            if gradient is not None and index < num_targets:
                 num_received += 1
-                store._add(each, gradient, is_ours=is_ours)
-            else:
-                found[index] = gradient if is_ours else gradient.clone()
+                found[index] = None
+                # It may occur twice, be one of `grad_outputs`, or be held by a hook.
+                store._add(each, gradient, is_ours=gradient.requires_grad)
+            elif gradient is not None and not gradient.requires_grad:
+                found[index] = gradient.clone()
             del gradient
     return found[num_targets:], num_received
 
@@ -183,9 +157,15 @@ def _by_grad(
 
 @contextmanager
 def _lent(
-    store: Container, targets: Sequence[Tensor], others: Iterable[Tensor]
+    store: Container,
+    targets: Sequence[Tensor],
+    others: Iterable[Tensor] = (),
+    seeds: Iterable[Tensor | None] = (),
 ) -> Generator[ReplacedGrad]:
-    """Put the gradients of `store` into `.grad` of the targets, and None into that of others."""
+    """Put the gradients of `store` into `.grad` of the targets, and None into that of others.
+
+    The memory of `seeds` does not become that of a gradient.
+    """
     known = set(map(id, targets))
     others = {id(each): each for each in others if id(each) not in known}.values()
     reduces = is_reduced(targets)
@@ -204,8 +184,14 @@ def _lent(
     grads = [each.grad for each in (*targets, *others)] if reduces else []
     values = [(grad, grad.clone()) for grad in grads if grad is not None]
     nothing = [None] * len(others)
-    replaced = ReplacedGrad([*targets, *others], [*gradients, *nothing], [*dtypes, *nothing])
-    with reduced_in_time(store, targets), replaced:
+    replaced = ReplacedGrad(
+        [*targets, *others],
+        [*gradients, *nothing],
+        [*dtypes, *nothing],
+        None if reduces else {seed.untyped_storage()._cdata for seed in seeds if seed is not None},
+    )
+    replaced.is_converted = not reduces and not elsewhere
+    with store._reduced_in_time(targets), replaced:
         try:
             yield replaced
         except BaseException:
@@ -214,14 +200,6 @@ def _lent(
         finally:
             for grad, before in values:
                 grad.copy_(before)
-
-
-def _other_leaves(backward: Backward) -> list[Tensor]:
-    """Return the leaves that a plain backward accumulates in (See Rule 3)."""
-    if not is_sharded(*backward.targets):
-        return backward.ends.leaves
-    # FSDP2 may sum into its own parameters over backwards that it does not reduce.
-    return [each for each in backward.ends.leaves if not isinstance(each, nn.Parameter)]
 
 
 def _in_grad(
@@ -253,51 +231,23 @@ def _in_grad(
             retain_graph=backward.retain_graph,
             inputs=None if is_all else wanted,
         )
-    memory = Memory(targets, backward.grad_outputs)
-    num_received = len(moved) + _receive(store, replaced, len(targets), memory)
-    found = [replaced.take(len(targets) + index) for index in range(len(backward.inputs))]
-    return [None if each is None else memory.handed_over(each) for each in found], num_received
+    num_received = len(moved) + _receive(store, replaced, len(targets))
+    return [replaced.take(len(targets) + i) for i in range(len(backward.inputs))], num_received
 
 
-class Memory:
-    """The memory of gradients that backward began with or has delivered (See Rule 4).
-
-    Args:
-        targets: the tensors that gradients are delivered to.
-        seeds: the gradients that backward began with.
-    """
-
-    def __init__(self, targets: Sequence[Tensor], seeds: Iterable[Tensor | None] = ()) -> None:
-        self._may_be_buffers = is_reduced(targets)
-        self._storages = {each.untyped_storage()._cdata for each in seeds if each is not None}
-
-    def is_new(self, gradient: Tensor) -> bool:
-        """Whether a gradient in `.grad` belongs to the store."""
-        if self._may_be_buffers or gradient.is_sparse:
-            return False
-        storage = gradient.untyped_storage()._cdata
-        is_new = storage not in self._storages
-        self._storages.add(storage)
-        return is_new
-
-    def handed_over(self, gradient: Tensor) -> Tensor:
-        """Return a gradient in `.grad`, or a copy if it does not belong to who collects it."""
-        return owned(gradient) if self.is_new(gradient) else gradient.clone()
-
-
-def _receive(store: Container, replaced: ReplacedGrad, num_targets: int, memory: Memory) -> int:
+def _receive(store: Container, replaced: ReplacedGrad, num_targets: int) -> int:
     """Add what the targets received to the store, and return how many did."""
     num_received = 0
     for index in range(num_targets):
-        gradient = replaced.take(index)
+        gradient, lent = replaced.take(index), replaced.gradients[index]
         if gradient is None:
             continue
         num_received += 1
-        lent, target = replaced.gradients[index], replaced.targets[index]
-        if lent is None:
-            store._add(target, gradient, is_ours=memory.is_new(gradient))
+        target = replaced.targets[index]
+        if lent is None and (not replaced.is_converted or target in store._gradients):
+            store._add(target, gradient)
         elif gradient is not lent:
-            store._put(target, gradient, is_ours=memory.is_new(gradient))
+            store._put(target, gradient)
     return num_received
 
 
@@ -311,32 +261,24 @@ def collecting(store: Container, targets: Sequence[Tensor]) -> Generator[list[in
     Yields:
         A list that gets one entry at the end: the number of targets that got a gradient.
     """
-    for target in targets:
-        if not target.is_leaf or getattr(target, "_post_accumulate_grad_hooks", None):
-            what = "has a post-accumulate hook" if target.is_leaf else "is not a leaf tensor"
-            raise GradientError(
-                f"`collecting` reads `.grad`, but {described(target)} {what}. Use `backward`, "
-                "which does not need `.grad`."
-            )
+    reason = _unlike_a_parameter(targets)
+    if reason:
+        raise GradientError(
+            f"`collecting` reads `.grad`, but {reason}. Use `backward`, which needs no `.grad`."
+        )
     num_received: list[int] = []
-    with _lent(store, targets, ()) as replaced:
+    reduces = is_reduced(targets)
+    with _lent(store, targets) as replaced:
         yield num_received
         for target, lent in zip(targets, replaced.gradients, strict=True):
-            if lent is None:
-                continue
             # A reducer may have moved it into a buffer of its own.
-            if target.grad is None or (target.grad is not lent and not is_reduced(targets)):
+            is_there = target.grad is lent or (reduces and target.grad is not None)
+            if lent is not None and not (is_there and store._gradients.get(target) is lent):
                 store._num_changes += 1
                 raise GradientError(
-                    f"Within `collecting`, `.grad` of {described(target)} was set to None or "
-                    "replaced (by `zero_grad` or `create_graph`, for instance), and with it what "
-                    "the store held. Leave `.grad` alone in there, and collect gradients with a "
-                    "graph with `backward`."
+                    f"Within `collecting`, what the store held of {described(target)} was lost: "
+                    "`.grad` was set to None or replaced (by `zero_grad` or `create_graph`, for "
+                    "instance), or the store was emptied (by `step`). Do that afterwards, and "
+                    "collect gradients with a graph with `backward`."
                 )
-            if store._gradients.get(target) is not lent:
-                store._num_changes += 1
-                raise GradientError(
-                    f"Within `collecting`, the gradient of {described(target)} was taken out of "
-                    "the store that collects (by `step`, for instance). Do that afterwards."
-                )
-        num_received.append(_receive(store, replaced, len(targets), Memory(targets)))
+        num_received.append(_receive(store, replaced, len(targets)))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_real
+from recoup._arguments import check_flag, check_real, shown
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensor_arguments import check_place
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import as_dense, check_fits, coalesced, owned, total
-from recoup.gradients.reducers import check_ddp
-from recoup.gradients.targets import described, parameters_of, tensors_in
-
-__all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
+from recoup.gradients.accumulation import (
+    as_dense,
+    check_fits,
+    coalesced,
+    is_reduced,
+    is_sharded,
+    owned,
+    total,
+)
+from recoup.gradients.targets import described, members_of, tensors_in
 
 UNSCALED = "unscaled"
 _LOW = (torch.float16, torch.bfloat16)
@@ -35,7 +40,11 @@ class Container(MutableMapping[Tensor, Tensor]):
         ddp: nn.Module | bool | None = None,
     ) -> None:
         check_place(dtype=dtype, is_real=True)
-        check_ddp(ddp)
+        if not (ddp is None or ddp is False or hasattr(ddp, "require_backward_grad_sync")):
+            raise ValueError(
+                f"`ddp` is {shown(ddp)}, but must be the DistributedDataParallel that reduces the "
+                "gradients, or False if none does."
+            )
         self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
         self.weight = 0.0
         self._gradients: dict[Tensor, Tensor] = {}
@@ -67,17 +76,17 @@ class Container(MutableMapping[Tensor, Tensor]):
                 f"The store holds a gradient of shape {tuple(into.shape)} of what is "
                 f"{described(target)} now. Drop it (`discard`) when a tensor is resized."
             )
-        self._num_changes += 1
+        self._num_changes += 1  # a sum in place may fail half way
         if into is None or into.is_sparse:
             gradient = self._adopted(target, gradient, is_ours=is_ours)
         elif gradient.device != into.device or gradient.is_sparse:
             gradient = gradient.to(device=into.device, dtype=into.dtype)
         self._gradients[target] = total(into, gradient, alpha)
 
-    def _put(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> None:
-        """Replace the gradient of `target`; arguments as in `_add`."""
+    def _put(self, target: Tensor, gradient: Tensor) -> None:
+        """Replace the gradient of `target` by one that is owned, and as it is summed."""
         self._num_changes += 1
-        self._gradients[target] = self._adopted(target, gradient, is_ours=is_ours)
+        self._gradients[target] = gradient
 
     def _adopted(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
         """Return an owned tensor with the values of `gradient`, where that of `target` is summed.
@@ -96,7 +105,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         if self._dtype is not None:
             return self._dtype.to_complex() if own.is_complex else self._dtype
         chosen = target.grad_dtype if target.is_leaf else None
-        if chosen is not None and chosen is not own:
+        if chosen not in (None, own):
             return chosen
         return torch.float32 if own in _LOW else own
 
@@ -149,20 +158,46 @@ class Container(MutableMapping[Tensor, Tensor]):
                 f"({self._damage}). Call `clear()`, and collect the gradients again."
             )
 
-    def _check_received(self, num_received: int, num_targets: int) -> None:
-        if num_received == 0 and num_targets > 0:
-            raise GradientError(
-                f"None of the {num_targets} targets got a gradient. Are they what `outputs` was "
-                "made from, and not copies? If it is right, pass allow_empty=True."
-            )
-
     def _check_scale(self, scale: float | str | None, source: str) -> None:
         if self._gradients and scale != self._scale:
             raise GradientError(
-                f"{source} brings gradients that are {scaled_by(scale)}, but the gradients in the "
-                f"store are {scaled_by(self._scale)}. Collect all with one scale, and call "
-                "`unscale_` once, at the end."
+                f"{source} goes with gradients that are {scaled_by(scale)}, but those in the store "
+                f"are {scaled_by(self._scale)}. Give all calls the same scaler, and call its "
+                "`update` after the step only."
             )
+
+    @contextmanager
+    def _reduced_in_time(
+        self, targets: Sequence[Tensor], *, by_grad: bool = False
+    ) -> Generator[None]:
+        """Raise if a backward within would leave gradients of this process alone in a sum.
+
+        A reducer takes over what is in `.grad`: the gradients of the store that fit there, also
+        those collected within `no_sync`.
+
+        Args:
+            targets: the tensors whose gradients are collected.
+            by_grad: whether `torch.autograd.grad` computes them, which no reducer sees.
+        """
+        if is_sharded(*targets) or not is_reduced(targets):
+            yield
+            return
+        passes_by = by_grad or any(
+            target in self._gradients and self._accumulator(target, target.grad_dtype) is None
+            for target in targets
+        )
+        ddp: Any = self._ddp
+        syncs = bool(ddp) and ddp.require_backward_grad_sync
+        if passes_by and (ddp is None or (syncs and (by_grad or self._is_local))):
+            raise GradientError(
+                'The reducer of a DistributedDataParallel does not see the gradients of mode="grad"'
+                ", nor sums that are sparse or of another type or device than the parameters: they "
+                'would remain those of this process. Use mode="harvest", or make the store with '
+                "GradStore(params, ddp=model), run all of forward and backward in `no_sync()`, and "
+                "call `all_reduce_` at the end. Without a reducer, pass ddp=False."
+            )
+        yield
+        self._is_local = bool(ddp) and not syncs
 
     # -- a mapping -------------------------------------------------------------------------
 
@@ -180,7 +215,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         """
         self._check_pair(param, grad)
         check_fits(grad, param)
-        self._put(param, grad.detach(), is_ours=False)
+        self._put(param, self._adopted(param, grad.detach(), is_ours=False))
 
     def __delitem__(self, param: Tensor) -> None:
         self.__getitem__(param)  # or an error
@@ -270,14 +305,7 @@ class Container(MutableMapping[Tensor, Tensor]):
             GradientError: a gradient belongs to no group, or to two.
         """
         self._check_is_whole()
-        members = [set(map(id, parameters_of(group, "groups"))) for group in groups]
-        for each in self:
-            num_members = sum(id(each) in group for group in members)
-            if num_members != 1:
-                raise GradientError(
-                    f"{described(each).capitalize()} belongs to {num_members} of the {len(groups)} "
-                    "`groups`, and must belong to one. Name it in one of them, or `discard` it."
-                )
+        members = [{*map(id, group)} for group in members_of("groups", groups, self)]
         stores = tuple(
             self._derived((each, value) for each, value in self.items() if id(each) in group)
             for group in members
@@ -323,6 +351,5 @@ def device_of(device: torch.device | str) -> torch.device:
 
 def scaled_by(scale: float | str | None) -> str:
     """Return the description of a scale in errors."""
-    if scale is None:
-        return "as autograd made them"
-    return "unscaled" if scale == UNSCALED else f"scaled by {scale}"
+    names = {None: "as autograd made them", UNSCALED: "unscaled"}
+    return names.get(scale, f"scaled by {scale}")

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from recoup.errors import GradientError
+from recoup.gradients.accumulation import owned
 from recoup.gradients.targets import described
-
-__all__ = ["GradInUseError", "ReplacedGrad"]
 
 
 class GradInUseError(GradientError):
@@ -36,6 +35,7 @@ class ReplacedGrad:
         targets: the tensors, each once.
         gradients: `.grad` of each tensor meanwhile.
         dtypes: `grad_dtype` of each tensor meanwhile; None leaves it as it is.
+        storages: as for `handed_over`.
     """
 
     _lock = threading.Lock()
@@ -46,11 +46,16 @@ class ReplacedGrad:
         targets: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         dtypes: Sequence[torch.dtype | None],
+        storages: set[int] | None = None,
     ) -> None:
         self.targets = targets
         self.gradients = gradients
         self._dtypes = dtypes
-        self._versions = [None if each is None else _version_of(each) for each in gradients]
+        self._storages = storages
+        self.is_converted = False  # whether `dtypes` are those that gradients are summed in
+        # FSDP2 adds to its own part of a gradient.
+        self._parts = [getattr(each, "_local_tensor", each) for each in gradients]
+        self._versions = [None if each is None else each._version for each in self._parts]
         self._ids: list[int] = []  # of tensors that no other context of this thread has replaced
         self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
 
@@ -92,17 +97,36 @@ class ReplacedGrad:
 
     def is_changed(self, index: int) -> bool:
         """Whether the gradient that was put into `.grad` of a target has changed in place."""
-        gradient = self.gradients[index]
-        return gradient is not None and _version_of(gradient) != self._versions[index]
+        part = self._parts[index]
+        return part is not None and part._version != self._versions[index]
 
     def take(self, index: int) -> Tensor | None:
-        """Set `.grad` of a target to None, and return the gradient that it received, if any."""
-        target = self.targets[index]
+        """Set `.grad` of a target to None, and return the gradient that it received, if any.
+
+        It belongs to the caller (See `handed_over`).
+        """
+        target, lent = self.targets[index], self.gradients[index]
         gradient = target.grad
-        if gradient is None or (gradient is self.gradients[index] and not self.is_changed(index)):
+        if gradient is None or (gradient is lent and not self.is_changed(index)):
             return None
         target.grad = None
-        return gradient
+        return gradient if gradient is lent else handed_over(gradient, self._storages)
+
+
+def handed_over(gradient: Tensor, storages: set[int] | None) -> Tensor:
+    """Return a gradient that autograd left in `.grad`, or a copy if others may have its memory.
+
+    Args:
+        gradient: the gradient.
+        storages: what others have; the memory of `gradient` is added. None if a reducer may have
+            everything.
+    """
+    if storages is not None and not gradient.is_sparse:  # whose indices may be those of a batch
+        storage = gradient.untyped_storage()._cdata
+        if storage not in storages:
+            storages.add(storage)
+            return owned(gradient)
+    return gradient.clone()
 
 
 def _set(grads: Iterable[tuple[Tensor, Tensor | None, torch.dtype | None]]) -> None:
@@ -114,8 +138,3 @@ def _set(grads: Iterable[tuple[Tensor, Tensor | None, torch.dtype | None]]) -> N
             target.grad_dtype = dtype
         if target.grad is not gradient:
             target.grad = gradient
-
-
-def _version_of(gradient: Tensor) -> int:
-    """Return how often `gradient` was changed in place; FSDP2 adds to its own part of it."""
-    return getattr(gradient, "_local_tensor", gradient)._version
