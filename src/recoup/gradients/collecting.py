@@ -140,14 +140,17 @@ def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Te
             torch.autograd.grad(*arguments, backward.create_graph, allow_unused=True)
         )
         for index, each in enumerate(wanted):
-            gradient = found[index]
-            if gradient is not None and index < num_targets:
+            gradient, found[index] = found[index], None
+            if gradient is None:
+                continue
+            # Without a graph, it may occur twice, be one of `grad_outputs`, or be held by a hook.
+            is_ours = backward.create_graph and gradient.requires_grad
+            gradient = gradient if is_ours else gradient.detach()
+            if index < num_targets:
                 num_received += 1
-                found[index] = None
-                # It may occur twice, be one of `grad_outputs`, or be held by a hook.
-                store._add(each, gradient, is_ours=gradient.requires_grad)
-            elif gradient is not None and not gradient.requires_grad:
-                found[index] = gradient.clone()
+                store._add(each, gradient, is_ours=is_ours)
+            else:
+                found[index] = gradient if is_ours else gradient.clone()
             del gradient
     return found[num_targets:], num_received
 

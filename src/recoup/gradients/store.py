@@ -24,7 +24,6 @@ from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import check_choice, described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
 
-
 # What candle's store calls what this one has.
 _OF_CANDLE = {
     "extend": "a.extend_(b)",
