@@ -62,11 +62,6 @@ def members_of(
     return members
 
 
-def targets_by_name(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, a tied one under each of its names."""
-    return dict(module.named_parameters(remove_duplicate=False))
-
-
 def refuse_any(tensors: Sequence[Tensor], optimizer: Any, words: str) -> None:
     """Raise GradientError if there are tensors; `{}` in `words` are their names, up to five.
 

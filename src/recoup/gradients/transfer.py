@@ -27,7 +27,7 @@ from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, coalesced, is_sharded
 from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.targets import check_choice, number_in, refuse_any, targets_by_name
+from recoup.gradients.targets import check_choice, number_in, refuse_any
 from recoup.memory.size import parse_bytes
 
 Op = Literal["mean", "sum"]
@@ -99,7 +99,7 @@ class Transfer(Container):
         """
         self._check_is_whole()
         check_modules(module=module)
-        names = {each: name for name, each in reversed(targets_by_name(module).items())}
+        names = {each: name for name, each in module.named_parameters()}
         refuse_any(
             [each for each in self if each not in names],
             None,
@@ -107,7 +107,7 @@ class Transfer(Container):
             "gradient. Give the module that holds all of them, or pick those of this one with "
             "`filter`. Parameters that were replaced have no names any more: ask before.",
         )
-        return {name: self[each] for each, name in reversed(names.items()) if each in self}
+        return {name: self[each] for each, name in names.items() if each in self}
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the gradients by name, the weight and the scale, for `load_state_dict`."""
@@ -208,7 +208,8 @@ def _by_target(
     gradients: Mapping[Any, Any], module: nn.Module, *, strict: bool
 ) -> dict[Tensor, Tensor]:
     """Return the gradients by the parameters of `module` that have these names."""
-    kind, targets = type(module).__name__, targets_by_name(module)
+    kind = type(module).__name__
+    targets = dict(module.named_parameters(remove_duplicate=False))
     unexpected = [name for name in gradients if name not in targets]
     if unexpected and strict:
         raise GradientError(

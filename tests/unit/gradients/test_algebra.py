@@ -460,9 +460,7 @@ def test_pcgrad_of_three_tasks_with_shared_and_private_parameters():
             (head(shared(x).tanh()) - goal).square().mean()
             for head, goal in zip(heads, goals, strict=True)
         ]
-        stores = [
-            GradStore.from_backward(loss, params, retain_graph=True) for loss in losses
-        ]
+        stores = [GradStore.from_backward(loss, params, retain_graph=True) for loss in losses]
         assert all(len(store) == 4 for store in stores), "a head of another task is absent"
         vectors = [flat(store, params) for store in stores]
         conflicts += sum(bool(a @ b < 0) for a in vectors for b in vectors)

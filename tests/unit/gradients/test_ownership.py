@@ -87,8 +87,7 @@ def test_gradients_of_inputs_are_the_callers(has_graph, mode):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_what_others_hold(is_sparse, way):
-    """A hook keeps the gradient; sparse ones have the tokens for indices, and the seed for values.
-    """
+    """A hook keeps the gradient; sparse ones have the tokens for indices, and the seed for values."""
     weight, tokens, kept = nn.Parameter(torch.randn(9, 3)), torch.tensor([1, 4, 1]), []
     handle = weight.register_hook(lambda gradient: kept.append(gradient))
     output = F.embedding(tokens, weight, sparse=is_sparse)
@@ -197,6 +196,7 @@ def test_what_is_added_is_taken_over_or_copied_once(own):
     for dtype in (torch.float64, torch.float32):
         got = recoup.measure(
             lambda dtype=dtype: GradStore(dtype=dtype).add_(large, low, own=own),
-            device="cpu", repeats=0,
+            device="cpu",
+            repeats=0,
         )
         assert got.peak_bytes == got.held_bytes == 256 * 256 * dtype.itemsize

@@ -97,7 +97,11 @@ def test_absent_is_not_zero(missing):
 def test_several_stores_are_their_sum(consume):
     """One that is named twice counts twice."""
     params, plain = twins()
-    stores = [holding(params, 1.0, None, 2.0), holding(params, 3.0, 4.0), holding(params, None, 5.0)]
+    stores = [
+        holding(params, 1.0, None, 2.0),
+        holding(params, 3.0, 4.0),
+        holding(params, None, 5.0),
+    ]
     kept = [store.clone() for store in stores]
     ours, theirs = (torch.optim.AdamW(each, lr=0.1) for each in (params, plain))
     recoup.step(ours, *stores, stores[1], consume=consume)
@@ -119,7 +123,8 @@ def test_summing_stores_takes_no_second_set_of_gradients(num_stores):
         stores = [holding(params, *range(8)) for _ in range(num_stores)]
         cost = recoup.measure(
             lambda stores=stores, consume=consume: recoup.step(optimizer, *stores, consume=consume),
-            device="cpu", repeats=0,
+            device="cpu",
+            repeats=0,
         )
         assert bounds[0] * num_bytes <= cost.peak_bytes <= bounds[1] * num_bytes
 
@@ -331,8 +336,10 @@ def test_two_optimizers_and_one_of_them_with_an_infinity():
     plain, ours = model_of(), model_of()
     scalers, x = [scaler_of(), scaler_of()], torch.full((2, 5), 1e30)
     builds = (torch.optim.SGD, torch.optim.AdamW)
-    pairs = [[b(m[i].parameters(), lr=0.1) for b, i in zip(builds, (0, 2), strict=True)]
-             for m in (plain, ours)]
+    pairs = [
+        [b(m[i].parameters(), lr=0.1) for b, i in zip(builds, (0, 2), strict=True)]
+        for m in (plain, ours)
+    ]
     losses = [m[0](x).square().sum() * 1e30 + m[2](torch.ones(2, 4)).sum() for m in (plain, ours)]
     scalers[0].scale(losses[0]).backward()
     for optimizer in pairs[0]:

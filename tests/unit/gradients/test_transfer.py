@@ -163,7 +163,12 @@ def test_copied_together_they_belong_together(layer, order):
     copied = copy.deepcopy({key: pair[key] for key in order})
     twin, twins = copied["model"], copied["store"]
     assert [*map(id, twins.params)] == [*map(id, twin.parameters())]
-    others = (store.clone(), module), (copy.copy(store), module), (store.to(), module), (twins, twin)
+    others = (
+        (store.clone(), module),
+        (copy.copy(store), module),
+        (store.to(), module),
+        (twins, twin),
+    )
     for other, owner in others:
         assert_holds(other, owner, want)
         assert memory(other).isdisjoint(memory(store))
