@@ -120,7 +120,9 @@ class Algebra(Container):
 
     def __radd__(self, other: object) -> Self:
         """Return a copy for the 0 that ``sum(stores)`` begins with."""
-        return self.clone() if type(other) is int and other == 0 else NotImplemented
+        if type(other) is not int or other != 0:
+            return NotImplemented
+        return self.clone()
 
     def __sub__(self, other: object) -> Self:
         return self.clone().__isub__(other)

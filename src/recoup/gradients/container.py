@@ -316,7 +316,8 @@ class Container(MutableMapping[Tensor, Tensor]):
     def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]], **changes: Any) -> Self:
         """Return a store with other gradients and the settings, weight and scale of this one."""
         self._check_is_whole()
-        settings = {"dtype": self._dtype, "device": self._device, "ddp": self._ddp} | changes
+        settings: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "ddp": self._ddp}
+        settings |= changes
         store = type(self)(settings.pop("params", self.params), **settings)
         store._gradients.update(pairs)
         store._is_local = self._is_local
@@ -351,5 +352,5 @@ def device_of(device: torch.device | str) -> torch.device:
 
 def scaled_by(scale: float | str | None) -> str:
     """Return the description of a scale in errors."""
-    names = {None: "as autograd made them", UNSCALED: "unscaled"}
+    names: dict[Any, str] = {None: "as autograd made them", UNSCALED: "unscaled"}
     return names.get(scale, f"scaled by {scale}")

@@ -71,7 +71,7 @@ class Stepping(Algebra):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
-                    self._gradients[each] = gradient / scale
+                    self._gradients[each] = gradient / float(scaler.get_scale())
         self._scale = UNSCALED
         return ~self.isfinite()
 
@@ -260,8 +260,9 @@ def step(
 
 def _without_graph(gradient: Tensor | None) -> Tensor | None:
     """Return a copy of a gradient that has a graph, and any other itself."""
-    has_graph = gradient is not None and gradient.requires_grad
-    return gradient.detach().clone() if has_graph else gradient
+    if gradient is None or not gradient.requires_grad:
+        return gradient
+    return gradient.detach().clone()
 
 
 def _fitting(

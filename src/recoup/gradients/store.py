@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -285,7 +285,7 @@ def _roots(
     scaler: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
-    roots = _listed(outputs)
+    roots, seeds = _listed(outputs), _listed(grad_outputs)
     for root in roots:
         check_type(Tensor, "a tensor, or several: a loss made from the targets", outputs=root)
     if not any(root.requires_grad for root in roots):
@@ -293,7 +293,7 @@ def _roots(
             "`outputs` does not require grad: nothing that requires grad took part in it, or it "
             "was detached."
         )
-    seeds = [None] * len(roots) if grad_outputs is None else _listed(grad_outputs)
+    seeds = cast("list[Any]", [None] * len(roots)) if grad_outputs is None else seeds
     if len(seeds) != len(roots):
         raise ValueError(
             f"`grad_outputs` has {len(seeds)} gradients for {len(roots)} outputs. Give one for "

@@ -27,8 +27,9 @@ def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
         )
     found: dict[int, Tensor] = {}
     for each in cast("Iterable[Any]", given):
-        is_named = isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2
-        tensor: Any = each[1] if is_named else each
+        tensor: Any = each
+        if isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2:
+            _, tensor = cast("tuple[Any, Any]", each)
         if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"`{argument}` has {described(tensor)} in it, but must be tensors, or pairs of "

@@ -37,7 +37,8 @@ _UNORDERED = (
 )
 # A sparse gradient is one more than the number of its sparse dimensions.
 _ABSENT, _DENSE = 0, 255
-_SCALES: dict[float, float | str | None] = {-1.0: None, -2.0: UNSCALED}
+_SCALES: dict[Any, Any] = {-1.0: None, -2.0: UNSCALED}
+_NUMBERS = {scale: number for number, scale in _SCALES.items()}
 
 
 class _Description(NamedTuple):
@@ -271,7 +272,7 @@ def _all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None
         layouts=zlib.crc32(layouts),
         has_gradients=any(layouts),
         weight=store.weight,
-        scale=next((n for n, scale in _SCALES.items() if scale == store._scale), store._scale),
+        scale=_NUMBERS.get(store._scale, store._scale),
     )
     device = targets[0].device
     everyone = _gathered(mine, device, group)

@@ -87,7 +87,7 @@ def test_gradients_of_inputs_are_the_callers(has_graph, mode):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_what_others_hold(is_sparse, way):
-    """A hook keeps the gradient; sparse ones have the tokens for indices, and the seed for values."""
+    """A hook keeps it; a sparse one has the tokens for indices, and the seed for values."""
     weight, tokens, kept = nn.Parameter(torch.randn(9, 3)), torch.tensor([1, 4, 1]), []
     handle = weight.register_hook(lambda gradient: kept.append(gradient))
     output = F.embedding(tokens, weight, sparse=is_sparse)

@@ -119,7 +119,7 @@ def test_laws_of_a_mapping():
     assert [id(each) for each in store] == [id(a), id(c), id(b)]
     assert memory(store).isdisjoint(memory(other))
     assert [float(value[0]) for value in store.values()] == [2.0, 7.0, 7.0]
-    assert store == store  # noqa: PLR0124 - by identity
+    assert store == store
     assert store != store.clone()
     assert len({store, other, store}) == 2
     part = store.filter([c, a])
