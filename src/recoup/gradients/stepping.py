@@ -71,7 +71,7 @@ class Stepping(Algebra):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
-                    self._gradients[each] = gradient / float(scaler.get_scale())
+                    self._gradients[each] = gradient / scale
         self._scale = UNSCALED
         return ~self.isfinite()
 
@@ -234,7 +234,7 @@ def step(
     check_flag(consume=consume)
     check_choice("skip", "zero", "error", missing=missing)
     check_choice("error", "ignore", unknown=unknown)
-    scale = scale_of(scaler)
+    scale = None if scaler is None else scale_of(scaler)
     if not stores:
         raise ValueError("`stores` is empty, but there must be at least one.")
     check_are_stores("stores", *stores)

@@ -174,7 +174,7 @@ class GradStore(Stepping, Transfer):
         if retain_graph is not None:
             check_flag(retain_graph=retain_graph)
         check_choice(*MODES, mode=mode)
-        scale = scale_of(scaler)
+        scale = None if scaler is None else scale_of(scaler)
         weight = weight_in(weight)
         wanted = tensors_in("inputs", [inputs] if isinstance(inputs, Tensor) else inputs)
         roots, seeds = _roots(outputs, grad_outputs, weight, scaler)

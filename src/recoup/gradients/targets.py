@@ -86,10 +86,8 @@ def check_choice(*choices: str, **given: object) -> None:
             raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(choices)}.")
 
 
-def scale_of(scaler: Any) -> float | None:
-    """Return the scale of a GradScaler now, or None without one."""
-    if scaler is None:
-        return None
+def scale_of(scaler: Any) -> float:
+    """Return the scale of a GradScaler now."""
     if isinstance(scaler, type) or not hasattr(scaler, "get_scale"):
         raise ValueError(f"`scaler` is {shown(scaler)}, but must be a torch.amp.GradScaler.")
     return float(scaler.get_scale())

@@ -213,6 +213,7 @@ REFUSALS = {
         (lambda w: w.scaled.unscale_(w.scaler, w.optimizer), "has unscaled", "Merge stores first"),
         (lambda w: w.scaled.unscale_(w.other_scaler, w.optimizer), "scaled by 2", "by 8"),
         (lambda w: w.scaled.unscale_(w.scaler), "`optimizers`", "0 of the 0"),
+        (lambda w: w.scaled.unscale_(None), "`scaler`", "is None"),
         (lambda w: w.scaled.unscale_(w.scaler, w.optimizer, LBFGS(w.params)), "LBFGS", "closure"),
         (
             lambda w: w.scaled.unscale_(w.scaler, *(torch.optim.SGD(w.params) for _ in "ab")),
