@@ -8,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import recoup
@@ -150,46 +148,6 @@ def test_operators(kind):
     assert a is same
     assert [a[param].data_ptr() for param in params if not a[param].is_sparse] == places
     close(flat(a, params), (one - other) / 2, kind)
-
-
-NUMBERS = st.floats(-8, 8, width=32)
-LAW_PARAMS = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (2, 1, 3)]
-
-
-@st.composite
-def vectors(draw):
-    return holding(
-        LAW_PARAMS,
-        *(
-            torch.tensor(draw(st.lists(NUMBERS, min_size=size, max_size=size)), dtype=torch.float64)
-            if draw(st.booleans())
-            else None
-            for size in (2, 1, 3)
-        ),
-    )
-
-
-@given(vectors(), vectors(), vectors(), NUMBERS, NUMBERS)
-def test_vector_space(a, b, c, x, y):
-    def agree(one, other):
-        torch.testing.assert_close(
-            flat(one, LAW_PARAMS), flat(other, LAW_PARAMS), rtol=1e-12, atol=1e-9
-        )
-
-    agree(a + b, b + a)
-    agree((a + b) + c, a + (b + c))
-    agree(x * (a + b), x * a + x * b)
-    agree((x + y) * a, x * a + y * a)
-    agree((x * y) * a, x * (y * a))
-    agree(a - b, a + (-b))
-    agree(a + GradStore(), a)
-    agree(a - a, 0 * a)
-    assert set(a + b) == set(a) | set(b)
-    close((x * a + y * b).dot(c), x * a.dot(c) + y * b.dot(c) + 0.0)
-    assert float(a.dot(b)) ** 2 <= float(a.dot(a) * b.dot(b)) * (1 + 1e-9) + 1e-9
-    for order in (1, 2, math.inf):
-        assert (a + b).norm(order) <= (a.norm(order) + b.norm(order)) * (1 + 1e-9)
-        close((x * a).norm(order), abs(x) * a.norm(order))
 
 
 # -- merging ---------------------------------------------------------------------------------------
@@ -445,29 +403,6 @@ def pcgrad_of_vectors(vectors):
             if other_place != place and mine @ other < 0:
                 mine -= mine @ other / (other @ other) * other
     return sum(projected)
-
-
-def test_pcgrad_of_three_tasks_with_shared_and_private_parameters():
-    shared = nn.Linear(6, 4).double()
-    heads = [nn.Linear(4, 1).double() for _ in range(3)]
-    params = [*shared.parameters(), *(each for head in heads for each in head.parameters())]
-    x = torch.randn(8, 6).double()
-    conflicts = 0
-    for seed in range(4):
-        torch.manual_seed(seed)
-        goals = torch.randn(3, 8, 1).double()
-        losses = [
-            (head(shared(x).tanh()) - goal).square().mean()
-            for head, goal in zip(heads, goals, strict=True)
-        ]
-        stores = [GradStore.from_backward(loss, params, retain_graph=True) for loss in losses]
-        assert all(len(store) == 4 for store in stores), "a head of another task is absent"
-        vectors = [flat(store, params) for store in stores]
-        conflicts += sum(bool(a @ b < 0) for a in vectors for b in vectors)
-        close(flat(pcgrad(stores), params), pcgrad_of_vectors(vectors))
-        for store, vector in zip(stores, vectors, strict=True):
-            assert torch.equal(flat(store, params), vector)
-    assert conflicts, "no two of these tasks are at odds"
 
 
 def test_surgery_leaves_the_weight_alone():

@@ -105,34 +105,6 @@ def test_ten_steps_equal_ten_plain_steps(name, memory):
         assert torch.equal(got, want)
 
 
-def test_a_step_for_each_segment_is_another_training():
-    """What a store is for: the loop of the candle thread, stepped too early."""
-    cell, x = block(dtype=torch.float64), torch.randn(4, 6).double()
-    start = copy.deepcopy(cell)
-    together = torch.optim.AdamW(cell.parameters(), lr=1e-2)
-    for _ in range(5):
-        in_segments(cell, [cell] * 8, x)[0].step(together)
-    other = copy.deepcopy(start)
-    apart = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    for _ in range(5):
-        inputs = [x]
-        for _ in range(7):
-            inputs.append(other(inputs[-1]).detach())
-        y = other(inputs[-1].requires_grad_())
-        outputs, gradient = loss_fn(y), None
-        for given in reversed(inputs):
-            store = recoup.GradStore(other.parameters())
-            given.requires_grad_()
-            outputs = loss_fn(other(given)) if gradient is None else other(given)
-            (gradient,) = store.backward(outputs, gradient, inputs=given)
-            store.step(apart)
-    worst = max(
-        float((a - b).detach().abs().max())
-        for a, b in zip(cell.parameters(), other.parameters(), strict=True)
-    )
-    assert worst > 1e-3
-
-
 def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
     """R6: the loop that docs/gradients.md prints, whose second runs used to draw anew."""
     page = (Path(__file__).parents[3] / "docs" / "gradients.md").read_text(encoding="utf-8")

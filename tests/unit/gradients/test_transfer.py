@@ -265,29 +265,6 @@ def test_names_that_are_unknown_may_be_left_out_and_either_of_two_will_do():
     assert_equal(loaded.named(model), store.named(model))
 
 
-def test_what_was_loaded_is_summed_and_applied():
-    """Half of the batches, a file, another process, the other half."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    batches, plain = torch.randn(4, 5, 4).double(), copy.deepcopy(model)
-    for x in batches:
-        plain(x).square().sum().div(4).backward()
-    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
-    first = GradStore(model.parameters())
-    for x in batches[:2]:
-        first.backward(model(x).square().sum())
-    state = through_file({"model": model.state_dict(), "store": first.state_dict(model)})
-    other = copy.deepcopy(model)
-    other.load_state_dict(state["model"])
-    second = GradStore(other.parameters())
-    second.load_state_dict(state["store"], other)
-    for x in batches[2:]:
-        second.backward(other(x).square().sum())
-    second.mean_().step(torch.optim.AdamW(other.parameters(), lr=0.1))
-    for got, want in zip(other.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
 def test_parameters_that_are_replaced_take_theirs_over_by_name():
     model = nn.Linear(4, 4)
     store = GradStore.from_backward(model(torch.ones(2, 4)).sum(), model.parameters())
