@@ -69,10 +69,11 @@ def test_in_another_type(layer, way, dtype):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("preset", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("preset", [torch.float32, torch.float64, None], ids=str)
 def test_grad_dtype_that_was_set(preset, way):
     module, inputs = made("bfloat16")
     want = plain(module, inputs)
+    want["weight"] = want["weight"].to(preset or torch.float32)
     module.weight.grad_dtype = preset
     store = collected(module, inputs, way)
     assert module.weight.grad_dtype is preset

@@ -183,7 +183,8 @@ def test_the_buffer_stays_the_same():
 @pytest.mark.parametrize("own", [True, False])
 def test_what_is_added_is_taken_over_or_copied_once(own):
     weight, buffer = nn.Parameter(torch.zeros(3)), torch.ones(6)
-    for gradient in (buffer[:3], buffer[:1].expand(3), buffer.view(2, 3)[1], buffer[::2]):
+    pieces = buffer[:3], buffer[:1].expand(3), buffer.view(2, 3)[1], buffer[::2]
+    for gradient in (*pieces, torch.ones(3)[:1].expand(3)):
         store = GradStore().add_(weight, gradient, own=own).scale_(5.0)
         assert torch.equal(store[weight], torch.full((3,), 5.0))
     assert torch.equal(buffer, torch.ones(6))
