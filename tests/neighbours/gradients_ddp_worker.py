@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -115,7 +114,7 @@ def subset(rank: int, kind: str, way: str) -> float | str:
     """A store over some of the parameters; `.grad` of the others is put back."""
     model = model_for(kind)
     wrapped = DistributedDataParallel(model, **KINDS[kind])
-    store = recoup.GradStore(model.b.parameters())
+    store = recoup.GradStore(model.b.parameters(), ddp=wrapped)
     for step in range(STEPS):
         collect(store, wrapped(batch(step, rank)).square().mean(), way)
     if way != "collecting" and any(each.grad is not None for each in model.a.parameters()):
@@ -142,11 +141,14 @@ def unlike(rank: int, kind: str) -> float:
     return difference(store.named(model), want)
 
 
-def unreduced(rank: int, way: str, end: str, dtype: torch.dtype | None = None) -> float | str:
+def unreduced(
+    rank: int, way: str, end: str, dtype: torch.dtype | None = None, ddp: bool | None = True
+) -> float | str:
     """Backwards within `no_sync`; then `all_reduce_`, or one more backward that is reduced."""
     model = model_for("plain")
     wrapped = DistributedDataParallel(model)
-    store = recoup.GradStore(model.parameters(), dtype=dtype)
+    given = wrapped if ddp else ddp
+    store = recoup.GradStore(model.parameters(), dtype=dtype, ddp=given)
     for step in range(STEPS):
         is_reduced = end == "backward" and step == STEPS - 1
         with nullcontext() if is_reduced else wrapped.no_sync():
@@ -175,25 +177,14 @@ def trained(rank: int) -> float:
     return difference(dict(model.named_parameters()), dict(single.named_parameters()))
 
 
-def beside_a_proxy(rank: int) -> float | str:
-    """Where somebody holds a proxy of what is gone, which raises whatever it is asked."""
-    proxy = weakref.proxy(Model())
-    apart = unreduced(rank, "grad", "all_reduce_")
-    del proxy
-    return apart
-
-
-def wrapped_later(rank: int) -> None:
-    """Parameters of two models, one of which was wrapped after the other had been found."""
-    first, second = model_for("plain"), model_for("plain")
-    store = recoup.GradStore([*first.parameters(), *second.parameters()])
-    wrapped = DistributedDataParallel(first)
-    x = batch(0, rank)
-    with wrapped.no_sync():
-        store.backward(wrapped(x).square().mean(), mode="grad", params=first.parameters())
-        later = DistributedDataParallel(second)
-        loss = wrapped(x).square().mean() + later(x).square().mean()
-        store.backward(loss, mode="grad")
+def with_a_graph(rank: int, is_known: bool) -> float | str:
+    """What no reducer sees; of a model that is not wrapped, it may be had if that is said."""
+    model = model_for("plain")
+    ddp = DistributedDataParallel(model) if is_known else False
+    store = recoup.GradStore(model.parameters(), ddp=ddp)
+    store.backward(model(batch(0, rank)).square().mean(), create_graph=True)
+    store.detach_().all_reduce_()
+    return difference(store.named(model), whole(model, 1))
 
 
 class Words(nn.Module):
@@ -214,7 +205,7 @@ def of_words(rank: int, end: str) -> float | str:
     model = Words().double()
     wrapped = DistributedDataParallel(model)
     single = copy.deepcopy(model)
-    store = recoup.GradStore(model.parameters())
+    store = recoup.GradStore(model.parameters(), ddp=wrapped)
     model.words.weight.grad = torch.ones(9, 4).double().to_sparse(1)
     before = model.words.weight.grad
     for step in range(STEPS):
@@ -249,11 +240,12 @@ def cases(rank: int) -> dict[str, Any]:
         found[f"float32 {end}"] = said(unreduced, rank, "auto", end, torch.float32)
     for end in ("all", "all_reduce_", "backward"):
         found[f"sparse {end}"] = said(of_words, rank, end)
-    found["proxy"] = said(beside_a_proxy, rank)
     found["trained"] = said(trained, rank)
     # Last, since what goes wrong here may leave a reducer waiting.
     found["refused grad"] = said(subset, rank, "plain", "grad")
-    found["refused later"] = said(wrapped_later, rank)
+    found["refused graph"] = said(with_a_graph, rank, True)
+    found["nobody asked"] = said(with_a_graph, rank, False)
+    found["unknown"] = said(unreduced, rank, "auto", "backward", torch.float32, None)
     return found
 
 

@@ -1,9 +1,10 @@
-"""The gradients of a store: it owns them, and sums them in place, whatever their layouts.
+"""Gradients as tensors of any layout, type and device: what fits, who owns memory, sums and norms.
 
 NOTE [ Owned gradients ]
 
-Rule 1. A gradient in a store belongs to it alone, so sums are made in place. A tensor from
-        elsewhere is adopted only if no other tensor uses its memory, and copied otherwise.
+Rule 1. A gradient in a store belongs to it alone, so sums are made in place. Memory changes hands:
+        what autograd left in `.grad`, what another store gives up and what a caller hands over is
+        adopted, unless it is a piece of something larger. Everything else is copied.
 Rule 2. A gradient with a graph (`create_graph`) is never changed in place: the graph needs it.
 Rule 3. Sums of sparse gradients list entries twice, and grow with each. They are coalesced when
         they list more than half as many entries as there are rows. They stay sparse, however
@@ -14,165 +15,41 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from recoup.gradients.targets import described
 
-__all__ = [
-    "Entries",
-    "as_dense",
-    "check_fits",
-    "coalesced",
-    "is_alone",
-    "is_sharded",
-    "owned",
-    "scaled",
-    "shared",
-]
-
-_LOW = (torch.float16, torch.bfloat16)
-_LAYOUTS = (torch.strided, torch.sparse_coo)
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
-_num_uses: Callable[[int], int] = cast("Any", torch._C)._storage_Use_Count
-
-
-class Entries:
-    """The gradients of a store by target, with the type and the device that they are summed in.
-
-    Args:
-        dtype: the type that gradients are summed in; None for the type of each target, and float32
-            for one of 16 bits.
-        device: the device that they are summed on; None for the device of each target.
-    """
-
-    def __init__(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
-        self.gradients: dict[Tensor, Tensor] = {}
-        self.dtype = dtype
-        self.device = device
-        self.num_changes = 0
-        self.are_local = False  # parts of a sum over processes that no reducer has seen
-
-    def dtype_of(self, target: Tensor) -> torch.dtype:
-        """Return the type that the gradient of `target` is summed in."""
-        own = target.dtype
-        if self.dtype is not None:
-            return self.dtype.to_complex() if own.is_complex else self.dtype
-        chosen = target.grad_dtype if target.is_leaf else None
-        if chosen is not None and chosen is not own:
-            return chosen
-        return torch.float32 if own in _LOW else own
-
-    def elsewhere(self, targets: Iterable[Tensor]) -> list[Tensor]:
-        """Return the targets whose gradients are summed on another device."""
-        if self.device is None:
-            return []
-        return [target for target in targets if target.device != self.device]
-
-    def accumulator(self, target: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        """Return the gradient of `target` if autograd may sum into it, in that type.
-
-        To a sparse one, autograd would only append entries (See Rule 3).
-        """
-        gradient = self.gradients.get(target)
-        if gradient is None or gradient.requires_grad or gradient.is_sparse:
-            return None
-        fits = gradient.dtype is dtype and gradient.device == target.device
-        return gradient if fits and gradient.shape == target.shape else None
-
-    def add(
-        self,
-        target: Tensor,
-        gradient: Tensor,
-        alpha: float = 1.0,
-        *,
-        is_ours: bool = True,
-        is_converted: bool = False,
-    ) -> None:
-        """Add ``alpha * gradient`` to the gradient of `target`.
-
-        Args:
-            target: the tensor that the gradient belongs to.
-            gradient: a gradient; nothing is changed if it does not fit.
-            alpha: a factor.
-            is_ours: whether the caller hands it over, and holds the only reference to it.
-            is_converted: whether autograd has delivered it to `target`, in the type and on the
-                device that it is summed in.
-        """
-        if not (is_converted and type(gradient) is Tensor and gradient.layout is torch.strided):
-            check_fits(gradient, target)
-        into = self.gradients.get(target)
-        if into is not None and into.shape != gradient.shape:
-            raise ValueError(
-                f"The store holds a gradient of shape {tuple(into.shape)} of what is "
-                f"{described(target)} now. Drop it (`discard`) when a tensor is resized."
-            )
-        self.num_changes += 1
-        if into is None or into.is_sparse:
-            converted = gradient if is_converted else self._converted(target, gradient)
-            is_ours |= converted is not gradient
-            gradient = owned(converted) if is_ours else converted.clone()
-            del converted
-        elif gradient.device != into.device or gradient.is_sparse:
-            gradient = gradient.to(device=into.device, dtype=into.dtype)
-        self.gradients[target] = _sum(into, gradient, alpha)
-
-    def put(self, target: Tensor, gradient: Tensor) -> None:
-        """Replace the gradient of `target` by `gradient`, which the caller hands over."""
-        self.num_changes += 1
-        self.gradients[target] = owned(self._converted(target, gradient))
-
-    def _converted(self, target: Tensor, gradient: Tensor) -> Tensor:
-        device = target.device if self.device is None else self.device
-        dtype = self.dtype_of(target)
-        if gradient.dtype is dtype and gradient.device == device:
-            return gradient
-        return gradient.to(device=device, dtype=dtype)
 
 
 def check_fits(gradient: Tensor, target: Tensor) -> None:
     """Raise if `gradient` cannot be a gradient of `target`."""
+    got = way_out = ""
     if gradient.shape != target.shape:
-        name = described(target)
-        raise ValueError(
-            f"The gradient of {name} has shape {tuple(gradient.shape)}, and {name} has "
-            f"{tuple(target.shape)}. Give one of the same shape."
-        )
-    if gradient.layout not in _LAYOUTS:
-        raise ValueError(
-            f"The gradient of {described(target)} has the layout {gradient.layout}, which cannot "
-            "be summed in place. Give a dense one, or a sparse one in COO layout."
-        )
-    if gradient.is_meta and not target.is_meta:
-        raise ValueError(
-            f"The gradient of {described(target)} is on the meta device, where it has no values. "
-            f"Give one on {target.device}."
-        )
-    if type(gradient) not in _PLAIN or type(target) not in _PLAIN:
-        _check_placements(gradient, target)
-    if gradient.dtype.is_complex and not target.dtype.is_complex:
-        name = described(target)
-        raise ValueError(f"The gradient of {name} is complex, and {name} is real. Give a real one.")
-
-
-def _check_placements(gradient: Tensor, target: Tensor) -> None:
-    name, kinds = described(target), ("a plain tensor", "a DTensor")
-    if is_sharded(gradient) != is_sharded(target):
-        raise ValueError(
-            f"The gradient of {name} is {kinds[is_sharded(gradient)]} and {name} is "
-            f"{kinds[is_sharded(target)]}. A mixture would drop a sum over the processes in "
-            "silence: give both as they are in the model."
-        )
-    placements = [getattr(each, "placements", None) for each in (gradient, target)]
-    if placements[0] != placements[1]:
-        raise ValueError(
-            f"The gradient of {name} is placed as {placements[0]} and {name} as {placements[1]}. "
-            "Redistribute it first."
-        )
+        got, way_out = f"has shape {tuple(gradient.shape)}", "of the same shape"
+    elif gradient.layout not in (torch.strided, torch.sparse_coo):
+        got = f"has the layout {gradient.layout}, which cannot be summed in place"
+        way_out = "that is dense, or sparse in COO layout"
+    elif gradient.is_meta and not target.is_meta:
+        got, way_out = "is on the meta device, without values", f"on {target.device}"
+    elif gradient.is_complex() and not target.is_complex():
+        got, way_out = "is complex, and the tensor real", "that is real"
+    elif not (gradient.is_floating_point() or gradient.is_complex()):
+        got, way_out = f"has the type {gradient.dtype}", "of a floating-point type"
+    elif type(gradient) not in _PLAIN or type(target) not in _PLAIN:
+        kinds = ["a DTensor" if is_sharded(e) else "a plain tensor" for e in (gradient, target)]
+        places = [getattr(each, "placements", None) for each in (gradient, target)]
+        if places[0] != places[1]:  # a mixture would drop a sum over the processes in silence
+            got = f"is {kinds[0]} placed as {places[0]}"
+            way_out = f"that is {kinds[1]} placed as {places[1]}, like the tensor"
+    if got:
+        raise ValueError(f"The gradient of {described(target)} {got}. Give one {way_out}.")
 
 
 def is_sharded(*tensors: Tensor) -> bool:
@@ -180,10 +57,20 @@ def is_sharded(*tensors: Tensor) -> bool:
     return any(hasattr(each, "placements") for each in tensors if type(each) not in _PLAIN)
 
 
+def is_reduced(targets: Sequence[Tensor]) -> bool:
+    """Whether a plain backward may reduce the gradients of `targets` over several processes."""
+    distributed = torch.distributed
+    return is_sharded(*targets) or (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def _sum(into: Tensor | None, gradient: Tensor, alpha: float) -> Tensor:
+def total(into: Tensor | None, gradient: Tensor, alpha: float) -> Tensor:
     """Return ``into + alpha * gradient``, in place where possible (See Rules 1 and 2).
 
     Args:
@@ -193,17 +80,17 @@ def _sum(into: Tensor | None, gradient: Tensor, alpha: float) -> Tensor:
     """
     if into is None:
         return gradient if alpha == 1 else scaled(gradient, alpha)
-    if into.requires_grad or gradient.requires_grad:
-        if into.is_sparse and not gradient.is_sparse:  # torch adds the sparse one to the dense one
-            return torch.add(gradient if alpha == 1 else gradient * alpha, into)
+    has_graph = into.requires_grad or gradient.requires_grad
+    if into.is_sparse and not gradient.is_sparse:  # torch adds the sparse one to the dense one
+        gradient = total(None, gradient, alpha)
+        return torch.add(gradient, into) if has_graph else gradient.add_(into)
+    if has_graph:
         return torch.add(into, gradient, alpha=alpha)
     if not into.is_sparse:
         return into.add_(gradient, alpha=alpha)
-    if not gradient.is_sparse:
-        return scaled(gradient, alpha).add_(into)
-    total = torch.add(into, gradient, alpha=alpha)
-    num_rows = math.prod(total.shape[: total.sparse_dim()])
-    return coalesced(total) if total._nnz() > num_rows / 2 else total  # See Rule 3
+    both = torch.add(into, gradient, alpha=alpha)
+    num_rows = math.prod(both.shape[: both.sparse_dim()])
+    return coalesced(both) if both._nnz() > num_rows / 2 else both  # See Rule 3
 
 
 def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
@@ -221,47 +108,100 @@ def as_dense(gradient: Tensor) -> Tensor:
 
 
 def coalesced(gradient: Tensor) -> Tensor:
-    """Return a sparse gradient with each entry listed once, in no more memory than that takes."""
-    return owned(gradient.coalesce())  # torch's result is a piece of the larger memory
-
-
-# -- ownership -------------------------------------------------------------------------------------
+    """Return a gradient with each entry listed once, in no more memory than that takes."""
+    # torch's result is a piece of the larger memory.
+    return owned(gradient.coalesce()) if gradient.is_sparse else gradient
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy if its memory is shared or is a piece of a larger one.
+    """Return `tensor`, which was handed over, or a copy if it does not fill memory of its own.
 
-    A gradient from autograd may be the gradient of another tensor too, a tensor that the caller
-    gave (or, if sparse, have its indices), one number expanded, a piece of the gradient of a
-    concatenation, or a buffer that a reducer or a captured graph writes to again.
-
-    Other references to the object `tensor` cannot be seen: the caller must hold the only one.
+    It does not if it is one number expanded, a piece of the gradient of a concatenation, or a
+    buffer that a captured graph writes to again.
     """
-    return tensor if is_alone(tensor) else tensor.clone()
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    for part in (local._indices(), local._values()) if local.is_sparse else (local,):
+        is_dense = part.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(part)
+        is_whole = is_dense and part.untyped_storage().nbytes() == part.nbytes
+        if not is_whole or (part.is_cuda and _CUDA_GRAPHS in sys.modules):
+            return tensor.clone()
+    return tensor
 
 
-def shared(tensor: Tensor) -> Tensor:
-    """Return another tensor with the memory of `tensor`, to which other code may hold references.
+# -- numbers ---------------------------------------------------------------------------------------
 
-    If it does, `owned` sees that the memory is shared after the caller has dropped `tensor`. The
-    memory of a sparse tensor would not show it, so a sparse tensor is copied.
+
+def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
+    """Return the norm of all entries together; without gradients it is zero.
+
+    Args:
+        gradients: dense gradients, and sparse ones that are coalesced.
+        order: order of the norm.
     """
-    return tensor.clone() if tensor.layout is torch.sparse_coo else tensor.detach()
+    plain: list[Tensor] = []
+    sharded: list[Tensor] = []
+    for gradient in gradients:
+        value = _values(gradient)
+        if math.isinf(order):
+            if value.numel() == 0:
+                continue  # the largest of no entries is undefined
+            if is_sharded(value):  # torch raises in a process without entries, and others wait
+                value = _whole(value).abs().max()
+        (sharded if is_sharded(value) else plain).append(value)
+    totals = [_whole(_total_norm(values, order)) for values in (plain, sharded) if values]
+    if not totals:
+        return torch.zeros(())
+    return totals[0] if len(totals) == 1 else _total_norm(totals, order)
 
 
-def is_alone(tensor: Tensor, num_others: int = 0) -> bool:
-    """Whether only `tensor`, and as many known others, use its memory, and it covers all of it."""
-    if tensor.is_sparse:
-        # Each of these is a second view of the memory of the sparse tensor.
-        return is_alone(tensor._indices(), 1) and is_alone(tensor._values(), 1)
-    if type(tensor) not in _PLAIN:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    storage, num_bytes = tensor.untyped_storage(), tensor.nbytes
-    if storage.nbytes() != num_bytes:
-        return False  # an empty part of FSDP2 is a piece of its buffer, too
-    return num_bytes == 0 or (
-        _num_uses(storage._cdata) == 2 + num_others  # `tensor`, and the object `storage`
-        # One number expanded may come from a buffer that is just as large.
-        and (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
-        and not (tensor.is_cuda and _CUDA_GRAPHS in sys.modules)
-    )
+def _total_norm(values: list[Tensor], order: float) -> Tensor:
+    if not any(value.requires_grad for value in values):
+        return get_total_norm(values, norm_type=order)
+    # `get_total_norm` builds no graph.
+    norms: list[Tensor] = [_vector_norm(value, order) for value in values]
+    return _vector_norm(torch.stack(_on_one_device(norms)), order)
+
+
+def _vector_norm(value: Tensor, order: float) -> Tensor:
+    return cast("Any", torch.linalg).vector_norm(value, order)
+
+
+def dot(ones: Mapping[Tensor, Tensor], others: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the sum of products of all entries; for complex ones, its real part."""
+    found = [_dot(one, others[target]) for target, one in ones.items() if target in others]
+    return torch.stack(_on_one_device(found)).sum() if found else torch.zeros(())
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    one, other = one.to(dtype), other.to(device=one.device, dtype=dtype)
+    if one.is_sparse or other.is_sparse:
+        product = one.conj() * other if one.is_sparse else other * one.conj()
+        total = _values(product.coalesce()).sum()
+    elif is_sharded(one):
+        total = _whole((one.conj() * other).sum())
+    else:
+        total = torch.vdot(one.flatten(), other.flatten())
+    return total.real if total.is_complex() else total
+
+
+def are_finite(gradients: Iterable[Tensor]) -> Tensor:
+    """Return whether all entries are finite, as a tensor, so that nothing waits for the device."""
+    found = [_whole(_values(gradient).isfinite().all()) for gradient in gradients]
+    return torch.stack(_on_one_device(found)).all() if found else torch.tensor(True)
+
+
+def _on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
+    return [number.to(numbers[0].device) for number in numbers]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and any other tensor itself."""
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def _values(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return gradient
+    # `_values()` has no graph, and `values()` requires a coalesced gradient.
+    return gradient.coalesce().values() if gradient.requires_grad else gradient._values()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_flag, is_real
+from recoup._arguments import check_flag, check_type
 from recoup.errors import GradientError
-from recoup.gradients import arithmetic
-from recoup.gradients.accumulation import check_fits, scaled
+from recoup.gradients.accumulation import are_finite, check_fits, dot, norm, scaled
 from recoup.gradients.container import Container
-from recoup.gradients.targets import described
-
-__all__ = ["Algebra", "check_is_store", "check_scales", "check_weight"]
+from recoup.gradients.targets import described, number_in, weight_in
 
 
 class Algebra(Container):
@@ -60,38 +57,35 @@ class Algebra(Container):
         self._check_is_whole()
         check_flag(consume=consume)
         factor, counted = _factors(weight, alpha)
-        counts: dict[Container, int] = {}
-        for other in others:
-            check_is_store("others", other)
-            other._check_is_whole()
-            counts[other] = counts.get(other, 0) + 1
+        check_are_stores("others", *others)
         check_scales(self, *others)
-        num_own = counts.pop(self, 0)
-        if num_own:
-            # Before the others are added, or they would be multiplied too.
-            self._map(lambda gradient: scaled(gradient, 1 + factor * num_own))
+        if self in others:  # before the others are added, or they would be multiplied too
+            num_own = others.count(self)
+            self.scale_(1 + factor * num_own)
             self.weight *= 1 + counted * num_own
-        for other, count in counts.items():
-            self._extend_by(other, factor * count, counted * count, consume=consume)
+        for other in dict.fromkeys(others):
+            if other is not self:
+                count = others.count(other)
+                self._extend_by(other, factor * count, counted * count, consume=consume)
         return self
 
     def _extend_by(self, other: Container, factor: float, counted: float, *, consume: bool) -> None:
-        gradients = other._entries.gradients
+        gradients = other._gradients
         for each, gradient in gradients.items():
             check_fits(gradient, each)
         if gradients:
             self._scale = other._scale
-        num_before = len(gradients)
+        held = list(gradients)
         try:
             with self._guarded():
-                for each in list(gradients):
+                for each in held:
                     gradient = gradients.pop(each) if consume else gradients[each]
-                    self._entries.add(each, gradient, factor, is_ours=consume)
+                    self._add(each, gradient, factor, is_ours=consume)
         except BaseException as error:
-            if len(gradients) < num_before:
+            if len(gradients) < len(held):
                 other._damage = f"{type(error).__name__}: {error}"
             raise
-        self._entries.are_local |= other._entries.are_local
+        self._is_local |= other._is_local
         self.weight += counted * other.weight
         self.params = self.params or other.params
         if consume:
@@ -101,7 +95,7 @@ class Algebra(Container):
 
     def scale_(self, factor: float | Tensor) -> Self:
         """Multiply all gradients by a number; the weight stays, so that `mean_` is scaled too."""
-        factor = _number(factor, "factor")
+        factor = _factor_in(factor, "factor")
         return self._map(lambda gradient: scaled(gradient, factor))
 
     def mean_(self) -> Self:
@@ -115,20 +109,18 @@ class Algebra(Container):
         if not self.weight > 0:
             raise GradientError(
                 f"The gradients in the store have a total weight of {self.weight:g}, so they have "
-                "no mean. Collect with `backward(loss, weight=...)`, merge with `extend_(other)` "
-                "or `extend_(other, weight=...)` (`alpha` adds no weight), or divide with `scale_`."
+                "no mean. Collect with `backward`, merge with `extend_` (`alpha` adds no weight), "
+                "or divide with `scale_`."
             )
-        if self.weight != 1:
-            self.scale_(1 / self.weight)
-        self.weight = 1.0
-        return self
+        weight, self.weight = self.weight, 1.0
+        return self if weight == 1 else self.scale_(1 / weight)
 
     def __add__(self, other: object) -> Self:
         return self.clone().__iadd__(other)
 
     def __radd__(self, other: object) -> Self:
         """Return a copy for the 0 that ``sum(stores)`` begins with."""
-        if not (isinstance(other, int) and other == 0):
+        if type(other) is not int or other != 0:
             return NotImplemented
         return self.clone()
 
@@ -156,11 +148,9 @@ class Algebra(Container):
         return self.scale_(factor)
 
     def __truediv__(self, divisor: float | Tensor) -> Self:
-        return self.clone().__itruediv__(divisor)
+        return self * (1 / divisor)
 
     def __itruediv__(self, divisor: float | Tensor) -> Self:
-        if not isinstance(divisor, Real | Tensor):
-            return NotImplemented
         return self.scale_(1 / divisor)
 
     def __neg__(self) -> Self:
@@ -171,10 +161,8 @@ class Algebra(Container):
 
         For complex gradients it is the real part, so that ``a.dot(a)`` is the square of the norm.
         """
-        check_is_store("other", other)
-        self._check_is_whole()
-        other._check_is_whole()
-        return arithmetic.dot(self.coalesce_(), other.coalesce_())
+        check_are_stores("other", other)
+        return dot(self.coalesce_(), other.coalesce_())
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, as one vector.
@@ -185,13 +173,9 @@ class Algebra(Container):
         Raises:
             ValueError: `norm_type` is not above zero.
         """
-        order = float(norm_type) if isinstance(norm_type, Real) else math.nan  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not order > 0:
-            raise ValueError(
-                f"`norm_type` is {norm_type!r}, but the order of a norm is a number above zero: 2 "
-                "for the Euclidean one, math.inf for the largest entry."
-            )
-        return arithmetic.norm(self.coalesce_().values(), order)
+        needed = "a number above zero: 2 for the Euclidean norm, math.inf for the largest entry"
+        order = number_in(needed, lambda number: number > 0, norm_type=norm_type)
+        return norm(self.coalesce_().values(), order)
 
     def cosine(self, other: Algebra) -> Tensor:
         """Return the cosine of the angle to another store, or zero if one of them is zero."""
@@ -202,7 +186,7 @@ class Algebra(Container):
     def isfinite(self) -> Tensor:
         """Return whether all entries are finite, as a tensor."""
         self._check_is_whole()
-        return arithmetic.are_finite(self.values())
+        return are_finite(self.values())
 
     def clip_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -224,7 +208,7 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        max_norm = _check_bound("max_norm", max_norm)
+        max_norm = _bound_in(max_norm=max_norm)
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -246,7 +230,7 @@ class Algebra(Container):
             ValueError: `clip_value` is not a number, or below 0.
         """
         self._check_is_whole()
-        clip_value = _check_bound("clip_value", clip_value)
+        clip_value = _bound_in(clip_value=clip_value)
         for each, gradient in self.items():
             if gradient.is_complex():
                 raise GradientError(
@@ -255,12 +239,11 @@ class Algebra(Container):
                 )
 
         def clipped(gradient: Tensor) -> Tensor:
-            if gradient.is_sparse:
-                gradient._values().clamp_(-clip_value, clip_value)
-                return gradient
             if gradient.requires_grad:
                 return gradient.clamp(-clip_value, clip_value)
-            return gradient.clamp_(-clip_value, clip_value)
+            values = gradient._values() if gradient.is_sparse else gradient
+            values.clamp_(-clip_value, clip_value)
+            return gradient
 
         return self.coalesce_()._map(clipped)
 
@@ -268,70 +251,44 @@ class Algebra(Container):
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def check_is_store(argument: str, given: object) -> None:
-    """Raise if `given` is not a store."""
-    if not isinstance(given, Container):
-        raise ValueError(
-            f"`{argument}` contains a {type(given).__name__}, but must contain GradStore objects "
-            "only."
-        )
+def check_are_stores(argument: str, *given: object) -> None:
+    """Raise unless all are stores, and usable."""
+    for each in given:
+        check_type(Container, "a GradStore", **{argument: each})
+        cast("Container", each)._check_is_whole()
 
 
 def check_scales(*stores: Container) -> None:
     """Raise if the gradients of stores do not have one scale."""
-    holders = [store for store in stores if store._entries.gradients]
+    holders = [store for store in stores if store._gradients]
     for store in holders[1:]:
         holders[0]._check_scale(store._scale, "Another store")
 
 
 def _factors(weight: object, alpha: object) -> tuple[float, float]:
     """Return the factor of `extend_` for gradients, and its factor for weights."""
-    counted = float(_number(weight, "weight"))
-    if alpha is not None:
-        if counted != 1:
-            raise ValueError(
-                f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
-                "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
-            )
-        return float(_number(alpha, "alpha")), 0.0
-    check_weight(counted)
-    return counted, counted
-
-
-def check_weight(weight: object) -> None:
-    """Raise unless `weight` is a finite number above zero."""
-    number = math.nan
-    if is_real(weight):
-        number = float(weight)
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        number = float(weight)
-    if not (math.isfinite(number) and number > 0):
+    counted = weight_in(weight)
+    if alpha is None:
+        return counted, counted
+    if counted != 1:
         raise ValueError(
-            f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
-            "nothing is left out."
+            f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
+            "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
         )
+    return float(_factor_in(alpha, "alpha")), 0.0
 
 
-def _check_bound(argument: str, given: object) -> float:
-    """Return the bound of a clip as a number, or raise; for a tensor this waits for the device."""
-    number = math.nan
-    if isinstance(given, Real) or (isinstance(given, Tensor) and given.numel() == 1):
-        number = float(given)
-    if not number >= 0:
-        raise ValueError(f"`{argument}` is {given!r}, but must be a number of at least 0.")
-    return number
-
-
-def _number(factor: object, argument: str) -> float | Tensor:
-    if isinstance(factor, Tensor):
-        if factor.numel() == 1 and not factor.is_complex():
-            return factor.reshape(())
-        kind = f"tensor of shape {tuple(factor.shape)} and type {factor.dtype}"
-    elif is_real(factor):
-        return float(factor)
-    else:
-        kind = type(factor).__name__
-    raise ValueError(
-        f"`{argument}` is a {kind}, but must be a single real number that scales all gradients. To "
-        "scale them one by one, change `store[param]` in place."
+def _factor_in(given: object, argument: str) -> float | Tensor:
+    """Return a factor for all gradients; a tensor stays one, so that nothing waits for it."""
+    if isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex():
+        return given.reshape(())
+    needed = (
+        "a single real number that scales all gradients. To scale them one by one, change "
+        "`store[param]` in place"
     )
+    return number_in(needed, lambda number: not math.isnan(number), **{argument: given})
+
+
+def _bound_in(**given: object) -> float:
+    """Return the bound of a clip as a number, or raise."""
+    return number_in("a number of at least 0", lambda number: number >= 0, **given)

@@ -10,12 +10,16 @@ Rule 2. Where autograd does not sum into `.grad` in place (`create_graph`, tenso
         graph), and where post-accumulate hooks would see it, `torch.autograd.grad` computes the
         gradients, and they are summed here.
 Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a plain backward, which
-        accumulates in all leaves; `.grad` of leaves that are not targets is restored.
+        accumulates in all leaves; `.grad` of leaves that are not targets is restored. A reducer
+        keeps the buffers that it writes to, which have the type of the parameters.
+Rule 4. What autograd leaves in `.grad` belongs to the store, unless it has the memory of a gradient
+        that backward began with or has delivered before, has the indices of a batch (sparse
+        gradients), or may be a buffer of a reducer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,27 +31,13 @@ from torch import Tensor, nn
 from recoup._core.graph_ends import Ends, ends_of, hidden_leaves
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries, is_sharded, owned, shared
-from recoup.gradients.reducers import check_is_not_reduced, is_distributed, reduced_in_time
-from recoup.gradients.replaced_grad import (
-    GradInUseError,
-    ReplacedGrad,
-    accumulating,
-    take_received,
-)
+from recoup.gradients.accumulation import is_reduced, is_sharded
+from recoup.gradients.container import Container
+from recoup.gradients.replaced_grad import GradInUseError, ReplacedGrad
 from recoup.gradients.targets import described
 
-__all__ = ["Backward", "Mode", "check_mode", "collect", "collecting", "mechanism_for"]
-
 Mode = Literal["auto", "grad", "harvest"]
-_MODES = ("auto", "grad", "harvest")
-_REMOVED = {
-    "accumulate": 'Leave it out: "auto" sums into the store wherever that is right.',
-    "stream": 'Leave it out: "auto" moves each gradient as soon as it is made if the store is on '
-    'another device than the target, as by GradStore(params, device="cpu").',
-}
-
-Mechanism = Literal["accumulate", "grad", "harvest"]
+MODES = ("auto", "grad", "harvest")
 
 
 @dataclass
@@ -75,143 +65,151 @@ class Backward:
         """The ends of the graph, before anything has run."""
         return ends_of(self.outputs)
 
-    def run(self, inputs: Sequence[Tensor] | None) -> None:
-        """Accumulate in `.grad` of `inputs`, or of all leaves."""
-        torch.autograd.backward(
-            self.outputs,
-            self.grad_outputs,
-            retain_graph=self.retain_graph,
-            create_graph=self.create_graph,
-            inputs=inputs,
-        )
+    @property
+    def wanted(self) -> list[Tensor]:
+        """The tensors that get a gradient."""
+        return [*self.targets, *self.inputs]
 
 
-# -- choice of mechanism ---------------------------------------------------------------------------
-
-
-def check_mode(mode: Any) -> None:
-    """Raise unless `mode` is a mode."""
-    if mode not in _MODES:
-        way_out = f" {_REMOVED[mode]}" if isinstance(mode, str) and mode in _REMOVED else ""
-        raise ValueError(f"`mode` is {mode!r}, but must be one of {', '.join(_MODES)}.{way_out}")
-
-
-def mechanism_for(mode: Mode, backward: Backward) -> Mechanism:
-    """Return how `backward` is run in `mode`, or raise if it cannot be run so.
-
-    "harvest" is a plain backward. "accumulate" sums into `.grad` of the targets and inputs alone:
-    reducers take no part, and leaves behind a reentrant checkpoint would get nothing.
-    """
-    check_mode(mode)
-    everything = [*backward.targets, *backward.inputs]
-    reason = _why_not_in_grad(backward, everything)
-    are_sharded = is_sharded(*everything)
-    if mode == "harvest":
-        if reason is not None:
-            raise GradientError(f'`mode` is "harvest", but {reason}. Use mode="grad".')
-        return "harvest"
-    if mode == "auto" and reason is None:
-        is_plain = are_sharded or is_distributed() or bool(backward.ends.checkpoints)
-        return "harvest" if is_plain else "accumulate"
-    what, way_out = '`mode` is "grad"', 'Use mode="harvest"'
-    if mode == "auto" and reason is not None:
-        what, way_out = f"{reason[0].upper()}{reason[1:]}", "Leave one of the two out"
-    if are_sharded:
-        raise GradientError(
-            f"{what}, but a target is a DTensor, whose gradient FSDP2 delivers in a plain backward "
-            f"only. {way_out}."
-        )
-    check_is_not_reduced(everything)
-    # torch would silently skip leaves that it cannot see.
-    if any(each.is_leaf for each in everything) and backward.ends.checkpoints:
-        raise GradientError(
-            f"{what}, but the graph contains a reentrant checkpoint, which delivers gradients "
-            f"in a plain backward only. {way_out}, or set use_reentrant=False in the checkpoint."
-        )
-    return "grad"
-
-
-def _why_not_in_grad(backward: Backward, everything: Sequence[Tensor]) -> str | None:
-    """Return the reason if `.grad` cannot be replaced, else None (See Rule 2)."""
-    if backward.create_graph:
-        return "`create_graph` asks for gradients with a graph, which cannot be summed in place"
-    for target in everything:
-        if not target.is_leaf:
-            return (
-                f"{described(target)} is not a leaf tensor, and autograd does not accumulate in it"
-            )
-        if getattr(target, "_post_accumulate_grad_hooks", None):
-            return (
-                f"{described(target)} has a post-accumulate hook, which would take what is "
-                "collected for its own"
-            )
-    in_use = ReplacedGrad.in_use(everything)
-    if in_use is not None:
-        return f"another thread is collecting the gradient of {described(in_use)}"
-    return None
-
-
-# -- the mechanisms --------------------------------------------------------------------------------
-
-
-def collect(
-    mechanism: Mechanism, backward: Backward, entries: Entries
-) -> tuple[list[Tensor | None], int]:
-    """Run `backward`, and add its gradients to `entries`.
+def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tensor | None], int]:
+    """Run `backward`, and add its gradients to the store.
 
     Returns:
         The gradients of its inputs, and the number of targets that got a gradient.
     """
-    if not backward.targets and not backward.inputs:  # all are frozen
+    wanted = backward.wanted
+    if not wanted:  # all are frozen
         return [], 0
-    with reduced_in_time(backward.targets, entries):
-        match mechanism:
-            case "harvest":
-                return _by_plain_backward(backward, entries)
-            case "grad":
-                return _by_grad(backward, entries)
-            case "accumulate":
-                try:
-                    return _by_accumulating(backward, entries)
-                except GradInUseError as error:
-                    # Another thread came after the mechanism was chosen: nothing has run yet.
-                    wanted = (*backward.targets, *backward.inputs)
-                    if not any(error.target is each for each in wanted):
-                        raise
-                return _by_grad(backward, entries)
+    if mode == "grad":
+        return _by_grad(store, backward, '`mode` is "grad"')
+    reason = _unlike_a_parameter(wanted)
+    if backward.create_graph:
+        reason = "`create_graph` asks for gradients with a graph, which cannot be summed in place"
+    if mode == "harvest" and reason:
+        raise GradientError(f'`mode` is "harvest", but {reason}. Use mode="grad".')
+    if not reason:
+        leaves, checkpoints = backward.ends
+        if is_sharded(*wanted):
+            # FSDP2 may sum into its own parameters over backwards that it does not reduce.
+            leaves = [each for each in leaves if not isinstance(each, nn.Parameter)]
+        is_plain = mode == "harvest" or is_reduced(wanted) or bool(checkpoints)
+        others = [*backward.inputs, *(leaves if is_plain else ())]
+        with ExitStack() as contexts:
+            try:
+                lent = _lent(store, backward.targets, others, backward.grad_outputs)
+                replaced = contexts.enter_context(lent)
+            except GradInUseError as error:  # nothing has run yet
+                if mode == "harvest":
+                    raise
+                reason = error.reason
+            else:
+                return _in_grad(store, backward, replaced, is_plain=is_plain)
+    return _by_grad(store, backward, f"{reason[0].upper()}{reason[1:]}")
 
 
-def _by_grad(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
-    wanted = [*backward.targets, *backward.inputs]
-    found: list[Tensor | None] = list(
-        torch.autograd.grad(
-            backward.outputs,
-            wanted,
-            backward.grad_outputs,
-            retain_graph=backward.retain_graph,
-            create_graph=backward.create_graph,
-            allow_unused=True,
+def _unlike_a_parameter(targets: Iterable[Tensor]) -> str:
+    """Return what is wrong with the first tensor whose `.grad` cannot be lent, or nothing."""
+    for target in targets:
+        if not target.is_leaf:
+            return f"{described(target)} is not a leaf, and autograd does not accumulate in it"
+        if getattr(target, "_post_accumulate_grad_hooks", None):
+            return f"{described(target)} has a post-accumulate hook, which would take the gradient"
+    return ""
+
+
+# -- in torch.autograd.grad ------------------------------------------------------------------------
+
+
+def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Tensor | None], int]:
+    """Run `backward` by `torch.autograd.grad`, for a `reason`."""
+    wanted, num_targets, why_not = backward.wanted, len(backward.targets), ""
+    leaves = [each for each in wanted if each.is_leaf]
+    if is_sharded(*wanted):
+        why_not = "a target is a DTensor, whose gradient FSDP2 delivers"
+    elif leaves and backward.ends.checkpoints:  # torch would silently skip what it cannot see
+        why_not = "the graph has a checkpoint (not with use_reentrant=False), which delivers them"
+    if why_not:
+        raise GradientError(
+            f"{reason}, but {why_not} in a plain backward only. Leave one of the two out, or use "
+            'mode="harvest".'
         )
-    )
     num_received = 0
-    for index, each in enumerate(wanted):
-        gradient, found[index] = found[index], None
-        if gradient is None:
-            continue
-        if not gradient.requires_grad:
-            gradient = shared(gradient)  # it may occur twice, or be one of `grad_outputs`
-        if index < len(backward.targets):
-            num_received += 1
-            entries.add(each, gradient)
-        else:
-            found[index] = gradient if gradient.requires_grad else owned(gradient)
-        del gradient
-    return found[len(backward.targets) :], num_received
+    with store._reduced_in_time(leaves, by_grad=True):
+        arguments = (backward.outputs, wanted, backward.grad_outputs, backward.retain_graph)
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(*arguments, backward.create_graph, allow_unused=True)
+        )
+        for index, each in enumerate(wanted):
+            gradient, found[index] = found[index], None
+            if gradient is None:
+                continue
+            # Without a graph, it may occur twice, be one of `grad_outputs`, or be held by a hook.
+            is_ours = backward.create_graph and gradient.requires_grad
+            gradient = gradient if is_ours else gradient.detach()
+            if index < num_targets:
+                num_received += 1
+                store._add(each, gradient, is_ours=is_ours)
+            else:
+                found[index] = gradient if is_ours else gradient.clone()
+            del gradient
+    return found[num_targets:], num_received
 
 
-def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
-    targets = backward.targets
-    elsewhere = entries.elsewhere(targets)
+# -- in `.grad` ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _lent(
+    store: Container,
+    targets: Sequence[Tensor],
+    others: Iterable[Tensor] = (),
+    seeds: Iterable[Tensor | None] = (),
+) -> Generator[ReplacedGrad]:
+    """Put the gradients of `store` into `.grad` of the targets, and None into that of others.
+
+    The memory of `seeds` does not become that of a gradient.
+    """
+    known = set(map(id, targets))
+    others = {id(each): each for each in others if id(each) not in known}.values()
+    reduces = is_reduced(targets)
+    # See Rule 3 for the type, and for what a reducer may write to.
+    elsewhere = store._elsewhere(targets)
+    dtypes = [
+        target.grad_dtype if reduces or id(target) in elsewhere else store._dtype_for(target)
+        for target in targets
+    ]
+    gradients: list[Tensor | None] = [None] * len(targets)
+    if store._gradients:
+        gradients = [
+            None if id(target) in elsewhere else store._accumulator(target, dtype)
+            for target, dtype in zip(targets, dtypes, strict=True)
+        ]
+    grads = [each.grad for each in (*targets, *others)] if reduces else []
+    values = [(grad, grad.clone()) for grad in grads if grad is not None]
+    nothing = [None] * len(others)
+    replaced = ReplacedGrad(
+        [*targets, *others],
+        [*gradients, *nothing],
+        [*dtypes, *nothing],
+        None if reduces else {seed.untyped_storage()._cdata for seed in seeds if seed is not None},
+    )
+    replaced.is_converted = not reduces and not elsewhere
+    with store._reduced_in_time(targets), replaced:
+        try:
+            yield replaced
+        except BaseException:
+            store._num_changes += sum(map(replaced.is_changed, range(len(targets))))
+            raise
+        finally:
+            for grad, before in values:
+                grad.copy_(before)
+
+
+def _in_grad(
+    store: Container, backward: Backward, replaced: ReplacedGrad, *, is_plain: bool
+) -> tuple[list[Tensor | None], int]:
+    """Run `backward`, plainly or for the wanted tensors alone, while `.grad` is replaced."""
+    targets, wanted = backward.targets, backward.wanted
     moved: set[int] = set()
 
     def move(target: Tensor) -> None:
@@ -219,83 +217,71 @@ def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor 
         if gradient is not None:
             moved.add(id(target))
             with grad_mode(True):  # the gradient in the store may have a graph
-                entries.add(target, gradient)
+                store._add(target, gradient, is_ours=False)
 
-    with (
-        accumulating(targets, entries, backward.inputs, elsewhere=elsewhere) as replaced,
-        ExitStack() as hooks,
-    ):
-        for target in elsewhere:
-            hook: Any = cast("Any", target).register_post_accumulate_grad_hook(move)
-            hooks.callback(hook.remove)
-        wanted = [*targets, *backward.inputs]
-        are_all = set(map(id, wanted)).issuperset(map(id, backward.ends.leaves))
-        backward.run(None if are_all else wanted)  # torch looks at each of its `inputs`
-        num_received = take_received(replaced, len(targets), entries, is_converted=True)
-        return _taken_inputs(replaced, backward), num_received + len(moved)
+    # A reducer must see the gradients, and one that is reduced is moved at the end.
+    elsewhere = set[int]() if is_reduced(targets) else store._elsewhere(targets)
+    with ExitStack() as hooks, hidden_leaves(backward.ends.checkpoints, replaced.hide):
+        for target in targets if elsewhere else ():
+            if id(target) in elsewhere:
+                handle = cast("Any", target).register_post_accumulate_grad_hook(move)
+                hooks.callback(handle.remove)
+        # torch looks at each of its `inputs`.
+        is_all = is_plain or {*map(id, wanted)}.issuperset(map(id, backward.ends.leaves))
+        torch.autograd.backward(
+            backward.outputs,
+            backward.grad_outputs,
+            retain_graph=backward.retain_graph,
+            inputs=None if is_all else wanted,
+        )
+    num_received = len(moved) + _receive(store, replaced, len(targets))
+    return [replaced.take(len(targets) + i) for i in range(len(backward.inputs))], num_received
 
 
-def _by_plain_backward(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
-    leaves, checkpoints = backward.ends
-    if is_sharded(*backward.targets):
-        # FSDP2 may sum into its own parameters over backwards that it does not reduce.
-        leaves = [each for each in leaves if not isinstance(each, nn.Parameter)]
-    others = [*backward.inputs, *leaves]  # See Rule 3
-    with (
-        accumulating(backward.targets, entries, others, is_plain=True) as replaced,
-        hidden_leaves(checkpoints, replaced.clear_others),
-    ):
-        backward.run(None)
-        num_received = take_received(replaced, len(backward.targets), entries)
-        return _taken_inputs(replaced, backward), num_received
+def _receive(store: Container, replaced: ReplacedGrad, num_targets: int) -> int:
+    """Add what the targets received to the store, and return how many did."""
+    num_received = 0
+    for index in range(num_targets):
+        gradient, lent = replaced.take(index), replaced.gradients[index]
+        if gradient is None:
+            continue
+        num_received += 1
+        target = replaced.targets[index]
+        if lent is None and (not replaced.is_converted or target in store._gradients):
+            store._add(target, gradient)
+        elif gradient is not lent:
+            store._put(target, gradient)
+    return num_received
+
+
+# -- in backwards of others ------------------------------------------------------------------------
 
 
 @contextmanager
-def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[int]]:
+def collecting(store: Container, targets: Sequence[Tensor]) -> Generator[list[int]]:
     """Collect the gradients that any backward within accumulates in `.grad` of the targets.
 
     Yields:
         A list that gets one entry at the end: the number of targets that got a gradient.
     """
-    for target in targets:
-        if not target.is_leaf or getattr(target, "_post_accumulate_grad_hooks", None):
-            what = "has a post-accumulate hook" if target.is_leaf else "is not a leaf tensor"
-            raise GradientError(
-                f"`collecting` reads `.grad`, but {described(target)} {what}. Use `backward`, "
-                "which does not need `.grad`."
-            )
-    is_plain = is_distributed() or is_sharded(*targets)
+    reason = _unlike_a_parameter(targets)
+    if reason:
+        raise GradientError(
+            f"`collecting` reads `.grad`, but {reason}. Use `backward`, which needs no `.grad`."
+        )
     num_received: list[int] = []
-    with (
-        reduced_in_time(targets, entries),
-        accumulating(targets, entries, is_plain=is_plain) as replaced,
-    ):
+    reduces = is_reduced(targets)
+    with _lent(store, targets) as replaced:
         yield num_received
-        _check_was_left_alone(replaced, entries, is_plain=is_plain)
-        num_received.append(take_received(replaced, len(targets), entries, is_seen=True))
-
-
-def _check_was_left_alone(replaced: ReplacedGrad, entries: Entries, *, is_plain: bool) -> None:
-    for target, gradient in zip(replaced.targets, replaced.gradients, strict=True):
-        if gradient is None:
-            continue
-        # In a plain backward, a reducer may have moved it into a buffer of its own.
-        if target.grad is None or (target.grad is not gradient and not is_plain):
-            entries.num_changes += 1
-            raise GradientError(
-                f"Within `collecting`, `.grad` of {described(target)} was set to None or replaced "
-                "(by `zero_grad` or `create_graph`, for instance), and with it what the store "
-                "held. Leave `.grad` alone in there, and collect gradients with a graph with "
-                "`backward`."
-            )
-        if entries.gradients.get(target) is not gradient:
-            entries.num_changes += 1
-            raise GradientError(
-                f"Within `collecting`, the gradient of {described(target)} was taken out of the "
-                "store that collects (by `step`, for instance). Do that afterwards."
-            )
-
-
-def _taken_inputs(replaced: ReplacedGrad, backward: Backward) -> list[Tensor | None]:
-    first = len(backward.targets)
-    return [replaced.take(first + index) for index in range(len(backward.inputs))]
+        for target, lent in zip(targets, replaced.gradients, strict=True):
+            # A reducer may have moved it into a buffer of its own.
+            is_there = target.grad is lent or (reduces and target.grad is not None)
+            if lent is not None and not (is_there and store._gradients.get(target) is lent):
+                store._num_changes += 1
+                raise GradientError(
+                    f"Within `collecting`, what the store held of {described(target)} was lost: "
+                    "`.grad` was set to None or replaced (by `zero_grad` or `create_graph`, for "
+                    "instance), or the store was emptied (by `step`). Do that afterwards, and "
+                    "collect gradients with a graph with `backward`."
+                )
+        num_received.append(_receive(store, replaced, len(targets)))

@@ -1,24 +1,31 @@
-"""The mapping from targets to owned gradients, and its state after errors."""
+"""The mapping from targets to the gradients that a store owns, and its state after errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_real
+from recoup._arguments import check_flag, check_real, shown
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensor_arguments import check_place
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries, as_dense, check_fits, coalesced, shared
-from recoup.gradients.targets import described, parameters_of, tensors_in
-
-__all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
+from recoup.gradients.accumulation import (
+    as_dense,
+    check_fits,
+    coalesced,
+    is_reduced,
+    is_sharded,
+    owned,
+    total,
+)
+from recoup.gradients.targets import described, members_of, tensors_in
 
 UNSCALED = "unscaled"
+_LOW = (torch.float16, torch.bfloat16)
 
 
 class Container(MutableMapping[Tensor, Tensor]):
@@ -30,25 +37,116 @@ class Container(MutableMapping[Tensor, Tensor]):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        ddp: nn.Module | bool | None = None,
     ) -> None:
         check_place(dtype=dtype, is_real=True)
+        if not (ddp is None or ddp is False or hasattr(ddp, "require_backward_grad_sync")):
+            raise ValueError(
+                f"`ddp` is {shown(ddp)}, but must be the DistributedDataParallel that reduces the "
+                "gradients, or False if none does."
+            )
         self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
         self.weight = 0.0
-        self._entries = Entries(dtype, None if device is None else device_of(device))
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._dtype = dtype
+        self._device = None if device is None else device_of(device)
+        self._ddp = ddp
+        self._is_local = False  # parts of a sum over processes that no reducer has seen
         self._scale: float | str | None = None
         self._damage: str | None = None
+        self._num_changes = 0
+
+    # -- sums ------------------------------------------------------------------------------
+
+    def _add(
+        self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
+    ) -> None:
+        """Add ``alpha * gradient`` to the gradient of `target`, or raise and change nothing.
+
+        Args:
+            target: the tensor that the gradient belongs to.
+            gradient: a gradient.
+            alpha: a factor.
+            is_ours: whether the caller hands it over.
+        """
+        check_fits(gradient, target)
+        into = self._gradients.get(target)
+        if into is not None and into.shape != gradient.shape:
+            raise ValueError(
+                f"The store holds a gradient of shape {tuple(into.shape)} of what is "
+                f"{described(target)} now. Drop it (`discard`) when a tensor is resized."
+            )
+        self._num_changes += 1  # a sum in place may fail half way
+        if into is None or into.is_sparse:
+            gradient = self._adopted(target, gradient, is_ours=is_ours)
+        elif gradient.device != into.device or gradient.is_sparse:
+            gradient = gradient.to(device=into.device, dtype=into.dtype)
+        self._gradients[target] = total(into, gradient, alpha)
+
+    def _put(self, target: Tensor, gradient: Tensor) -> None:
+        """Replace the gradient of `target` by one that is owned, and as it is summed."""
+        self._num_changes += 1
+        self._gradients[target] = gradient
+
+    def _adopted(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
+        """Return an owned tensor with the values of `gradient`, where that of `target` is summed.
+
+        It is `gradient` itself if that was handed over, and fits.
+        """
+        device = target.device if self._device is None else self._device
+        dtype = self._dtype_for(target)
+        if gradient.dtype is not dtype or gradient.device != device:
+            return owned(gradient.to(device=device, dtype=dtype))
+        return owned(gradient) if is_ours else gradient.clone()
+
+    def _dtype_for(self, target: Tensor) -> torch.dtype:
+        """Return the type that the gradient of `target` is summed in."""
+        own = target.dtype
+        if self._dtype is not None:
+            return self._dtype.to_complex() if own.is_complex else self._dtype
+        chosen = target.grad_dtype if target.is_leaf else None
+        if chosen not in (None, own):
+            return chosen
+        return torch.float32 if own in _LOW else own
+
+    def _elsewhere(self, targets: Iterable[Tensor]) -> set[int]:
+        """Return the ids of the targets whose gradients are summed on another device."""
+        if self._device is None:
+            return set()
+        return {id(target) for target in targets if target.device != self._device}
+
+    def _accumulator(self, target: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Return the gradient of `target` if autograd may sum into it, in that type.
+
+        To a sparse one, autograd would only append entries.
+        """
+        gradient = self._gradients.get(target)
+        if gradient is None or gradient.requires_grad or gradient.is_sparse:
+            return None
+        fits = gradient.dtype is dtype and gradient.device == target.device
+        return gradient if fits and gradient.shape == target.shape else None
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        self._check_is_whole()
+        with self._guarded():
+            for each, gradient in self._gradients.items():
+                self._num_changes += 1
+                self._gradients[each] = function(gradient)
+        return self
+
+    # -- errors ----------------------------------------------------------------------------
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
         """On an error within, mark the store as damaged if its gradients have changed."""
-        was_empty = not self._entries.gradients
-        num_changes = self._entries.num_changes
+        was_empty = not self._gradients
+        num_changes = self._num_changes
         try:
             yield
         except BaseException as error:
-            if self._entries.num_changes != num_changes:
+            if self._num_changes != num_changes:
                 if was_empty:
-                    self._entries.gradients.clear()
+                    self._gradients.clear()
                 else:
                     self._damage = f"{type(error).__name__}: {error}"
             raise
@@ -60,33 +158,54 @@ class Container(MutableMapping[Tensor, Tensor]):
                 f"({self._damage}). Call `clear()`, and collect the gradients again."
             )
 
-    def _check_received(self, num_received: int, num_targets: int) -> None:
-        if num_received == 0 and num_targets > 0:
+    def _check_scale(self, scale: float | str | None, source: str) -> None:
+        if self._gradients and scale != self._scale:
             raise GradientError(
-                f"None of the {num_targets} targets got a gradient. Are they what `outputs` was "
-                "made from, and not copies? If it is right, pass allow_empty=True."
+                f"{source} goes with gradients that are {scaled_by(scale)}, but those in the store "
+                f"are {scaled_by(self._scale)}. Give all calls the same scaler, and call its "
+                "`update` after the step only."
             )
 
-    def _check_scale(self, scale: float | str | None, source: str) -> None:
-        if self._entries.gradients and scale != self._scale:
+    @contextmanager
+    def _reduced_in_time(
+        self, targets: Sequence[Tensor], *, by_grad: bool = False
+    ) -> Generator[None]:
+        """Raise if a backward within would leave gradients of this process alone in a sum.
+
+        A reducer takes over what is in `.grad`: the gradients of the store that fit there, also
+        those collected within `no_sync`.
+
+        Args:
+            targets: the tensors whose gradients are collected.
+            by_grad: whether `torch.autograd.grad` computes them, which no reducer sees.
+        """
+        if is_sharded(*targets) or not is_reduced(targets):
+            yield
+            return
+        passes_by = by_grad or any(
+            target in self._gradients and self._accumulator(target, target.grad_dtype) is None
+            for target in targets
+        )
+        ddp: Any = self._ddp
+        syncs = bool(ddp) and ddp.require_backward_grad_sync
+        if passes_by and (ddp is None or (syncs and (by_grad or self._is_local))):
             raise GradientError(
-                f"{source} brings gradients that are {scaled_by(scale)}, but the gradients in the "
-                f"store are {scaled_by(self._scale)}. Collect all with one scale, and call "
-                "`unscale_` once, at the end."
+                'The reducer of a DistributedDataParallel does not see the gradients of mode="grad"'
+                ", nor sums that are sparse or of another type or device than the parameters: they "
+                'would remain those of this process. Use mode="harvest", or make the store with '
+                "GradStore(params, ddp=model), run all of forward and backward in `no_sync()`, and "
+                "call `all_reduce_` at the end. Without a reducer, pass ddp=False."
             )
+        yield
+        self._is_local = bool(ddp) and not syncs
 
     # -- a mapping -------------------------------------------------------------------------
 
     def __getitem__(self, target: Tensor) -> Tensor:
-        found = self.get(target)
-        if found is None:
-            raise KeyError(f"The store has no gradient of {_shown(target)}.")
-        return found
-
-    def get(self, target: Tensor, default: Any = None) -> Any:
-        """Return the gradient of `target`, or `default` if there is none."""
         self._check_is_whole()
-        return self._entries.gradients[target] if target in self else default
+        if target not in self:
+            raise KeyError(f"The store has no gradient of {described(target)}.")
+        return self._gradients[target]
 
     def __setitem__(self, param: Tensor, grad: Tensor) -> None:
         """Replace the gradient of `param` by a copy of `grad`; the weight stays as it is.
@@ -94,23 +213,22 @@ class Container(MutableMapping[Tensor, Tensor]):
         Raises:
             ValueError: `grad` cannot be a gradient of `param`.
         """
-        self._check_is_whole()
-        tensors_in("param", [param])
-        tensors_in("grad", [grad])
+        self._check_pair(param, grad)
         check_fits(grad, param)
-        self._entries.put(param, shared(grad))
+        self._put(param, self._adopted(param, grad.detach(), is_ours=False))
 
     def __delitem__(self, param: Tensor) -> None:
-        self.pop(param)
+        self.__getitem__(param)  # or an error
+        del self._gradients[param]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._entries.gradients)
+        return iter(self._gradients)
 
     def __len__(self) -> int:
-        return len(self._entries.gradients)
+        return len(self._gradients)
 
     def __contains__(self, target: object) -> bool:
-        return isinstance(target, Tensor) and target in self._entries.gradients
+        return isinstance(target, Tensor) and target in self._gradients
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -135,46 +253,36 @@ class Container(MutableMapping[Tensor, Tensor]):
         Raises:
             ValueError: `grad` cannot be a gradient of `param`.
         """
-        self._check_is_whole()
-        tensors_in("param", [param])
-        tensors_in("grad", [grad])
-        if grad.shape != param.shape:
-            raise ValueError(
-                f"`grad` has shape {tuple(grad.shape)}, but must have that of `param`, "
-                f"{tuple(param.shape)}."
-            )
+        self._check_pair(param, grad)
         check_real(alpha=alpha)
         check_flag(own=own)
         with self._guarded():
-            grad = grad.detach() if grad.requires_grad else grad
-            self._entries.add(param, grad, float(alpha), is_ours=own)
+            self._add(param, grad.detach(), float(alpha), is_ours=own)
         return self
 
-    _NOTHING = object()
-
-    def pop(self, param: Tensor, default: Any = _NOTHING) -> Tensor:
-        """Remove the gradient of `param`, and return it."""
+    def _check_pair(self, param: object, grad: object) -> None:
         self._check_is_whole()
-        if default is Container._NOTHING and param not in self:
-            raise KeyError(f"The store has no gradient of {_shown(param)}.")
-        return self._entries.gradients.pop(param, default)
+        tensors_in("param", [param])
+        tensors_in("grad", [grad])
 
     def popitem(self) -> tuple[Tensor, Tensor]:
         """Remove the gradient that came last, and return it with its target."""
         self._check_is_whole()
-        return self._entries.gradients.popitem()
+        return self._gradients.popitem()
 
     def discard(self, param: Tensor) -> None:
         """Remove the gradient of `param`, if there is one."""
-        self._entries.gradients.pop(param, None)
+        self._gradients.pop(param, None)
 
     def clear(self) -> None:
         """Remove everything; a store that a failed call has left unusable is usable again."""
-        self._entries.gradients.clear()
-        self._entries.are_local = False
+        self._gradients.clear()
+        self._is_local = False
         self.weight = 0.0
         self._scale = None
         self._damage = None
+
+    # -- other stores from this one --------------------------------------------------------
 
     def clone(self) -> Self:
         """Return a copy that shares no memory with the store."""
@@ -197,14 +305,7 @@ class Container(MutableMapping[Tensor, Tensor]):
             GradientError: a gradient belongs to no group, or to two.
         """
         self._check_is_whole()
-        members = [set(map(id, parameters_of(group, "groups"))) for group in groups]
-        for each in self:
-            num_members = sum(id(each) in group for group in members)
-            if num_members != 1:
-                raise GradientError(
-                    f"{described(each).capitalize()} belongs to {num_members} of the {len(groups)} "
-                    "`groups`, and must belong to one. Name it in one of them, or `discard` it."
-                )
+        members = [{*map(id, group)} for group in members_of("groups", groups, self)]
         stores = tuple(
             self._derived((each, value) for each, value in self.items() if id(each) in group)
             for group in members
@@ -215,16 +316,15 @@ class Container(MutableMapping[Tensor, Tensor]):
     def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]], **changes: Any) -> Self:
         """Return a store with other gradients and the settings, weight and scale of this one."""
         self._check_is_whole()
-        settings: dict[str, Any] = {
-            "dtype": self._entries.dtype,
-            "device": self._entries.device,
-            **changes,
-        }
+        settings: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "ddp": self._ddp}
+        settings |= changes
         store = type(self)(settings.pop("params", self.params), **settings)
-        store._entries.gradients.update(pairs)
-        store._entries.are_local = self._entries.are_local
+        store._gradients.update(pairs)
+        store._is_local = self._is_local
         store.weight, store._scale = self.weight, self._scale
         return store
+
+    # -- layouts ---------------------------------------------------------------------------
 
     def detach_(self) -> Self:
         """Detach the gradients from the graphs that ``create_graph`` has left."""
@@ -233,7 +333,7 @@ class Container(MutableMapping[Tensor, Tensor]):
 
     def coalesce_(self) -> Self:
         """Coalesce sparse gradients: sum the entries that they list more than once."""
-        return self._map(lambda each: coalesced(each) if each.is_sparse else each)
+        return self._map(coalesced)
 
     def densify_(self) -> Self:
         """Make sparse gradients dense, for an optimizer that does not take them."""
@@ -241,15 +341,7 @@ class Container(MutableMapping[Tensor, Tensor]):
 
     def nbytes(self) -> int:
         """Return the bytes of the gradients; of a sharded one, of its part in this process."""
-        return sum(bytes_of([gradient]) for gradient in self._entries.gradients.values())
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        self._check_is_whole()
-        with self._guarded():
-            for each, gradient in self._entries.gradients.items():
-                self._entries.num_changes += 1
-                self._entries.gradients[each] = function(gradient)
-        return self
+        return sum(bytes_of([gradient]) for gradient in self._gradients.values())
 
 
 def device_of(device: torch.device | str) -> torch.device:
@@ -260,10 +352,5 @@ def device_of(device: torch.device | str) -> torch.device:
 
 def scaled_by(scale: float | str | None) -> str:
     """Return the description of a scale in errors."""
-    if scale is None:
-        return "as autograd made them"
-    return "unscaled" if scale == UNSCALED else f"scaled by {scale}"
-
-
-def _shown(target: object) -> str:
-    return described(target) if isinstance(target, Tensor) else f"a {type(target).__name__}"
+    names: dict[Any, str] = {None: "as autograd made them", UNSCALED: "unscaled"}
+    return names.get(scale, f"scaled by {scale}")

@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, cast, overload
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_callable, check_flag
+from recoup._arguments import check_callable, check_flag, check_type
 from recoup._core.callable_chain import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode
-from recoup.gradients.algebra import check_weight
-from recoup.gradients.collecting import Mode, check_mode
+from recoup.gradients.collecting import MODES, Mode
 from recoup.gradients.store import GradStore
-from recoup.gradients.targets import tensors_in
+from recoup.gradients.targets import check_choice, described, tensors_in, weight_in
 from recoup.planning.budget import Budget, is_bytes
 from recoup.schedules.memory import Memory
 
-__all__ = ["segments_backward"]
+Returned = TypeVar("Returned")  # the loss, or the loss and another value
 
 
-@overload
 def segments_backward(
     segments: Iterable[Callable[[Any], Any]],
     input: Any,
-    loss_fn: Callable[[Any], Tensor],
-    store: GradStore,
-    *,
-    has_aux: Literal[False] = False,
-    memory: Memory = "inputs",
-    otherwise: Otherwise = None,
-    params: Iterable[Tensor] | None = None,
-    weight: float = 1.0,
-    scaler: Any = None,
-    mode: Mode = "auto",
-) -> Tensor: ...
-@overload
-def segments_backward(
-    segments: Iterable[Callable[[Any], Any]],
-    input: Any,
-    loss_fn: Callable[[Any], tuple[Tensor, Any]],
-    store: GradStore,
-    *,
-    has_aux: Literal[True],
-    memory: Memory = "inputs",
-    otherwise: Otherwise = None,
-    params: Iterable[Tensor] | None = None,
-    weight: float = 1.0,
-    scaler: Any = None,
-    mode: Mode = "auto",
-) -> tuple[Tensor, Any]: ...
-def segments_backward(
-    segments: Iterable[Callable[[Any], Any]],
-    input: Any,
-    loss_fn: Callable[[Any], Any],
+    loss_fn: Callable[[Any], Returned],
     store: GradStore,
     *,
     has_aux: bool = False,
@@ -67,7 +37,7 @@ def segments_backward(
     weight: float = 1.0,
     scaler: Any = None,
     mode: Mode = "auto",
-) -> Tensor | tuple[Tensor, Any]:
+) -> Returned:
     """Run segments one after the other and add the gradients of the loss to a store.
 
     Kept: the inputs of the segments, and the residuals of one segment while backward is in it;
@@ -123,143 +93,60 @@ def segments_backward(
     """
     check_callable(loss_fn=loss_fn)
     check_flag(has_aux=has_aux)
-    named = _named(segments)
-    if not isinstance(cast("object", store), GradStore):
-        raise ValueError(
-            f"`store` is a {type(store).__name__}, but must be a GradStore: make one with "
-            "recoup.GradStore(model.parameters())."
-        )
+    check_type(GradStore, "a GradStore: GradStore(model.parameters())", store=store)
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "`segments_backward` was called in inference mode, which has no backward. Leave the "
             "mode, or use torch.no_grad() for the code around."
         )
     # Arguments are checked before anything runs: segments may draw, and count batches.
-    check_weight(weight)
-    weight = float(weight)  # torch fills tensors with no larger integers
-    check_mode(mode)
+    named = _named(segments)
+    weight = weight_in(weight)
+    check_choice(*MODES, mode=mode)
     params = None if params is None else tensors_in("params", params)
+
+    def loss_alone(output: Any) -> Tensor:
+        return _loss_in(loss_fn(output), has_aux=has_aux)[0]
+
     with grad_mode(True):
         if is_bytes(memory):
-            planned = _planned_for(store, named, memory)
-            returned = loss_fn(planned.run(input, _first_of(loss_fn) if has_aux else loss_fn))
+            output = _planned_for(store, named, memory).run(input, loss_alone)
         else:
-            returned = loss_fn(_run(named, input, memory, otherwise))
-        loss, aux = _loss_in(returned, has_aux=has_aux)
+            output = _run(named, input, memory, otherwise)
+        loss, aux = _loss_in(loss_fn(output), has_aux=has_aux)
         with store._unchanged_by_errors() as collected:
             collected.backward(loss, params=params, weight=weight, scaler=scaler, mode=mode)
-    return (loss.detach(), aux) if has_aux else loss.detach()
+    loss = loss.detach()
+    return cast("Any", (loss, aux) if has_aux else loss)
 
 
 def _loss_in(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
     """Return the loss and the auxiliary value, without a graph, from the result of `loss_fn`."""
-    loss: Any = returned
-    aux: Any = None
-    if has_aux:
-        if not (type(returned) in (tuple, list) and len(returned) == 2):
-            raise ValueError(
-                f"`has_aux` is True, but `loss_fn` returned {_shown(returned)}. Return the loss "
-                "and one other value: (loss, aux)."
-            )
-        loss, aux = returned
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        way_out = (
-            "Pass has_aux=True if it returns more than the loss."
-            if type(loss) in (tuple, list)
-            else "Sum it, or take its mean."
-        )
+    if has_aux and not (type(returned) in (tuple, list) and len(returned) == 2):
         raise ValueError(
-            f"`loss_fn` returned {_shown(loss)}{' as the loss' if has_aux else ''}, but the loss "
-            f"must be a real tensor of one number. {way_out}"
+            f"`has_aux` is True, but `loss_fn` returned {described(returned)}. Return the loss and "
+            "one other value: (loss, aux)."
+        )
+    loss, aux = returned if has_aux else (returned, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        raise ValueError(
+            f"`loss_fn` returned {described(loss)} as the loss, which must be a real tensor of one "
+            "number. Sum it, or take its mean; pass has_aux=True if it returns more than the loss."
         )
     tensors, tree = flatten(aux)
     return loss, tree.unflatten(tuple(tensor.detach() for tensor in tensors))
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
-    kind: str = type(value).__name__
-    return f"a {kind} of {len(value)} values" if kind in ("tuple", "list") else f"a {kind}"
-
-
-def _named(segments: object) -> dict[str, Any]:
-    if not isinstance(segments, Iterable):
-        raise ValueError(
-            f"`segments` is a {type(segments).__name__}, but must be a sequence: give [segment]."
-        )
+def _named(segments: Iterable[object]) -> dict[str, Any]:
+    check_type(Iterable, "a sequence: give [segment]", segments=segments)
     named: dict[str, Any] = {}
-    for index, segment in enumerate(cast("Iterable[object]", segments)):
-        if not callable(segment):
-            raise ValueError(
-                f"`segments[{index}]` is a {type(segment).__name__}, but must be a module or a "
-                "function."
-            )
+    for index, segment in enumerate(segments):
+        check_callable(**{f"segments[{index}]": segment})
         called = getattr(segment, "__qualname__", None) or type(segment).__name__
         named[f"segment {index} ({called})"] = segment
     if not named:
         raise ValueError("`segments` is empty, but there must be at least one.")
     return named
-
-
-class _PlannedSegments:
-    """Segments that keep to a number of bytes, and their plan."""
-
-    def __init__(self, segments: Mapping[str, Any], memory: str) -> None:
-        self.key = _key_of(segments, memory)
-        self._segments = segments
-        self._chain = nn.ModuleList(segments.values())
-        self._budget = Budget()
-        self._budget.bound(memory)
-        self._guard = DriftGuard()
-
-    def run(self, input: Any, loss: Callable[[Any], Any]) -> Any:
-        """Return the output of the last segment."""
-        return self._budget.run(
-            self._chain, self._run_plainly, (input,), self._chain, self._guard, loss
-        )
-
-    def _run_plainly(self, value: Any) -> Any:
-        return _run(self._segments, value, "linear", None)
-
-    def release(self) -> None:
-        """Remove the plan; the next run makes another one."""
-        self._budget.bound(self.key[0])
-
-    def shares_modules_with(self, segments: Mapping[str, Any]) -> bool:
-        """Whether some of the segments are among `segments`."""
-        return not set(map(id, self._chain)).isdisjoint(map(id, segments.values()))
-
-
-# Stores hold the last segments that were given with them; equal ones are the same for all stores.
-_of_store: WeakKeyDictionary[GradStore, _PlannedSegments] = WeakKeyDictionary()
-_of_key: WeakValueDictionary[tuple[object, ...], _PlannedSegments] = WeakValueDictionary()
-
-
-def _planned_for(store: GradStore, segments: dict[str, Any], memory: str) -> _PlannedSegments:
-    for name, segment in segments.items():
-        if not isinstance(segment, nn.Module):
-            raise ValueError(
-                f"`memory` is {memory!r}, but {name} is no module, and a plan is for modules. Make "
-                "it the forward of a torch.nn.Module, or choose another `memory`."
-            )
-    found = _of_key.get(_key_of(segments, memory))
-    if found is None:
-        found = _PlannedSegments(segments, memory)
-        _of_key[found.key] = found
-    for other in list(_of_key.values()):
-        if other is not found and other.shares_modules_with(segments):
-            other.release()  # a module follows one plan at a time
-    _of_store[store] = found
-    return found
-
-
-def _key_of(segments: Mapping[str, Any], memory: str) -> tuple[object, ...]:
-    return (memory, *map(id, segments.values()))  # the modules are held
-
-
-def _first_of(loss_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda output: _loss_in(loss_fn(output), has_aux=True)[0]
 
 
 def _run(segments: Mapping[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
@@ -269,3 +156,42 @@ def _run(segments: Mapping[str, Any], value: Any, memory: Memory, otherwise: Oth
     for segment in segments.values():
         value = value_of(segment, segment(value), value)
     return value
+
+
+# -- within a number of bytes ----------------------------------------------------------------------
+
+
+class _Planned:
+    """Segments that keep to a number of bytes, and their plan."""
+
+    def __init__(self, segments: Mapping[str, Any], memory: str) -> None:
+        self.segments, self.memory = segments, memory
+        self.chain = nn.ModuleList(segments.values())
+        self.budget, self.guard = Budget(), DriftGuard()
+        self.budget.bound(memory)
+
+    def run(self, input: Any, loss: Callable[[Any], Any]) -> Any:
+        """Return the output of the last segment."""
+        call = functools.partial(_run, self.segments, memory="linear", otherwise=None)
+        return self.budget.run(self.chain, call, (input,), self.chain, self.guard, loss)
+
+
+# Stores hold the last segments that were given with them; equal ones are the same for all stores.
+_of_store: WeakKeyDictionary[GradStore, _Planned] = WeakKeyDictionary()
+_of_key: WeakValueDictionary[tuple[object, ...], _Planned] = WeakValueDictionary()
+
+
+def _planned_for(store: GradStore, segments: dict[str, Any], memory: str) -> _Planned:
+    for name, segment in segments.items():
+        if not isinstance(segment, nn.Module):
+            raise ValueError(
+                f"`memory` is {memory!r}, but {name} is no module, and a plan is for modules. Make "
+                "it the forward of a torch.nn.Module, or choose another `memory`."
+            )
+    ids = [*map(id, segments.values())]  # the modules are held
+    found = _of_key.setdefault((memory, *ids), _Planned(segments, memory))
+    for other in list(_of_key.values()):
+        if other is not found and not set(map(id, other.chain)).isdisjoint(ids):
+            other.budget.bound(other.memory)  # without a plan: a module follows one at a time
+    _of_store[store] = found
+    return found

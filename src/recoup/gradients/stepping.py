@@ -7,17 +7,21 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from recoup._arguments import check_flag
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import scaled
-from recoup.gradients.algebra import Algebra, check_is_store, check_scales
-from recoup.gradients.container import UNSCALED, scaled_by
-from recoup.gradients.replaced_grad import installed
-from recoup.gradients.targets import check_scaler, described, names_of, parameters_of
-
-__all__ = ["Stepping", "step"]
+from recoup.gradients.algebra import Algebra, check_are_stores, check_scales
+from recoup.gradients.container import UNSCALED
+from recoup.gradients.replaced_grad import ReplacedGrad
+from recoup.gradients.targets import (
+    check_choice,
+    members_of,
+    parameters_of,
+    refuse_any,
+    scale_of,
+)
 
 Missing = Literal["skip", "zero", "error"]
 Unknown = Literal["error", "ignore"]
@@ -40,76 +44,52 @@ class Stepping(Algebra):
             GradientError: the store holds other gradients, or was unscaled before.
         """
         self._check_is_whole()
-        check_scaler(scaler)
-        self._check_is_scaled_by(scaler)
-        for each in optimizers:
-            _parameters_to_step(each)  # or an error
-        optimizers = tuple(dict.fromkeys(optimizers))
-        members = [_parameters_to_step(each) for each in optimizers]
-        self._check_each_has_one(members)
+        scale = scale_of(scaler)
+        self._check_scaler(scale, has_unscaled=False)
         for optimizer in optimizers:
-            if _is_unscaled(scaler, optimizer):
+            _check_steps(optimizer)
+        optimizers = tuple(dict.fromkeys(optimizers))
+        members = members_of("optimizers", optimizers, self)
+        for optimizer in optimizers:
+            if _has_unscaled(scaler, optimizer):
                 raise GradientError(
                     f"`scaler` has unscaled for this {type(optimizer).__name__} since its last "
                     "`update`. Merge stores first (`extend_`), and unscale their sum once."
                 )
+        refuse_any(
+            [each for each, gradient in self.items() if gradient.device != each.device],
+            None,
+            "The gradient of {} is on another device, where no scaler looks for it. Move the "
+            "store to the parameters first (`to`).",
+        )
         with self._guarded():
-            self._entries.num_changes += 1
+            self._num_changes += 1
             for optimizer, parameters in zip(optimizers, members, strict=True):
-                with installed(self._entries.gradients, parameters, as_they_are=True):
+                held = [self._gradients.get(each) for each in parameters]
+                types = [None if each is None else each.dtype for each in held]
+                with ReplacedGrad(parameters, [*map(_without_graph, held)], types):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
-                    self._entries.gradients[each] = scaled(gradient, 1 / float(scaler.get_scale()))
+                    self._gradients[each] = gradient / scale
         self._scale = UNSCALED
         return ~self.isfinite()
 
-    def _check_each_has_one(self, members: Sequence[Sequence[Tensor]]) -> None:
-        """Raise unless each gradient belongs to one of several optimizers, on its device."""
-        ids = [set(map(id, parameters)) for parameters in members]
-        for each, gradient in self.items():
-            num_members = sum(id(each) in mine for mine in ids)
-            if num_members == 0:
-                raise GradientError(
-                    "`unscale_` was not given the optimizers of all gradients in the store. Give "
-                    "all, or `split` the store first."
-                )
-            if num_members > 1:
-                raise GradientError(
-                    f"{described(each).capitalize()} belongs to {num_members} of the optimizers, "
-                    "and each would divide its gradient. Give `unscale_` one of them."
-                )
-            if gradient.device != each.device:
-                raise GradientError(
-                    f"The gradient of {described(each)} is on {gradient.device}, and a scaler "
-                    f"needs it on {each.device}. Move the store there first (`to`)."
-                )
+    def _check_scaler(self, scale: float | None, *, has_unscaled: bool) -> None:
+        """Raise if a scaler would divide by another scale, or a second time.
 
-    def _check_is_scaled_by(self, scaler: Any) -> None:
-        if self._scale == UNSCALED:
-            raise GradientError("The store was unscaled before. Call `unscale_` once.")
-        if self._scale is not None and self._scale != float(scaler.get_scale()):
+        Args:
+            scale: the scale of the scaler now, or None without one.
+            has_unscaled: whether it will not divide, since it has.
+        """
+        if self._scale == UNSCALED and not has_unscaled:
             raise GradientError(
-                f"The gradients are {scaled_by(self._scale)}, and the scale of `scaler` is "
-                f"{float(scaler.get_scale()):g} now. Call `scaler.update()` after the step only."
+                "The store was unscaled before, and `scaler` would unscale it again: it was "
+                "updated since, or is another, or `unscale_` was not given this optimizer. Call "
+                "`unscale_` once, and `scaler.update()` after the step only."
             )
-
-    def _check_goes_to(self, optimizer: Any, scaler: Any) -> None:
-        """Raise if a step would divide by a scale twice, or not at all."""
-        if scaler is None:
-            if isinstance(self._scale, float):
-                raise GradientError(
-                    f"The gradients are {scaled_by(self._scale)}, and `scaler` was not given. Give "
-                    "it, or call `unscale_` first."
-                )
-        elif self._scale != UNSCALED:
-            self._check_is_scaled_by(scaler)
-        elif _is_unscaled(scaler, optimizer) is False:
-            raise GradientError(
-                "The store was unscaled, and `scaler` would unscale it again: it was updated "
-                f"since, or is another, or `unscale_` was not given this "
-                f"{type(optimizer).__name__}. Call `scaler.update()` after the step only."
-            )
+        if self._scale not in (None, UNSCALED):
+            self._check_scale(scale, "This call")
 
     @contextmanager
     def as_grad(self, params: Any, *, consume: bool = True) -> Generator[None]:
@@ -131,7 +111,7 @@ class Stepping(Algebra):
             (None, 0)
         """
         parameters = parameters_of(params)
-        _check_are_leaves(params, parameters)
+        _check_are_leaves(params)
         with self._as_grad(parameters, consume=consume):
             yield
 
@@ -150,28 +130,28 @@ class Stepping(Algebra):
             parameters: the tensors whose `.grad` is set.
             consume: as in `as_grad`.
             with_zeros: whether `.grad` is zero, and not None, where there is no gradient.
-            is_divided: whether a scaler divides the gradients, which does not change versions.
+            is_divided: whether a scaler divides the gradients, whose kernels change no version.
         """
         self._check_is_whole()
-        gradients = self._entries.gradients
-        ids = set(map(id, parameters))
-        if not consume:
-            gradients = {t: g.detach().clone() for t, g in gradients.items() if id(t) in ids}
-        changed: list[Tensor] = []
-        is_over = False
+        held = [self._gradients.get(each) for each in parameters]
+        lent = [
+            _fitting(gradient, each, is_copied=not consume, with_zeros=with_zeros)
+            for gradient, each in zip(held, parameters, strict=True)
+        ]
+        replaced = ReplacedGrad(parameters, lent, [None] * len(lent))
         try:
-            with installed(gradients, parameters, with_zeros=with_zeros) as changed:
+            with replaced:
                 yield
-                is_over = True
-            if consume and all(id(each) in ids for each in gradients):
-                self.clear()
-            elif consume:
-                for each in [each for each in gradients if id(each) in ids]:
-                    del gradients[each]
         except BaseException as error:
-            if consume and (changed or is_divided or is_over):
+            own = [index for index, each in enumerate(lent) if each is held[index]]
+            if consume and (is_divided or any(map(replaced.is_changed, own))):
                 self._damage = f"{type(error).__name__}: {error}"
             raise
+        if consume and len(self) == len(held) - held.count(None):
+            self.clear()
+        elif consume:
+            for each in parameters:
+                self.discard(each)
 
     def step(
         self,
@@ -252,20 +232,21 @@ def step(
     Source: burn's ``step_multi``, https://github.com/tracel-ai/burn.
     """
     check_flag(consume=consume)
-    if scaler is not None:
-        check_scaler(scaler)
+    check_choice("skip", "zero", "error", missing=missing)
+    check_choice("error", "ignore", unknown=unknown)
+    scale = None if scaler is None else scale_of(scaler)
     if not stores:
         raise ValueError("`stores` is empty, but there must be at least one.")
-    for store in stores:
-        check_is_store("stores", store)
-        store._check_is_whole()
-    parameters = _parameters_to_step(optimizer)
-    targets = {id(each): each for store in stores for each in store._entries.gradients}
-    _check_match(optimizer, parameters, targets, missing, unknown)
+    check_are_stores("stores", *stores)
+    _check_steps(optimizer)
+    parameters = parameters_of(optimizer)
+    targets = {id(each): each for store in stores for each in store}
+    _check_match(optimizer, targets, missing, unknown)
     if missing == "skip" and targets.keys().isdisjoint(map(id, parameters)):
         return None
     check_scales(*stores)
-    next(filter(len, stores), stores[0])._check_goes_to(optimizer, scaler)
+    has_unscaled = scaler is None or _has_unscaled(scaler, optimizer) is not False
+    next(filter(len, stores), stores[0])._check_scaler(scale, has_unscaled=has_unscaled)
     total = stores[0] if consume else stores[0].clone()
     total.extend_(*stores[1:], consume=consume)
     is_divided = scaler is not None and total._scale != UNSCALED
@@ -274,77 +255,90 @@ def step(
         return optimizer.step() if scaler is None else scaler.step(optimizer)
 
 
+# -- gradients for `.grad` -------------------------------------------------------------------------
+
+
+def _without_graph(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a gradient that has a graph, and any other itself."""
+    if gradient is None or not gradient.requires_grad:
+        return gradient
+    return gradient.detach().clone()
+
+
+def _fitting(
+    gradient: Tensor | None, target: Tensor, *, is_copied: bool, with_zeros: bool
+) -> Tensor | None:
+    """Return a gradient on the device of `target`, and in its type and strides.
+
+    It is `gradient` itself if that fits, unless it is to be copied, or has a graph.
+    """
+    dtype = target.grad_dtype or target.dtype  # None allows any type, but not every optimizer does
+    if gradient is None:
+        needs_one = with_zeros and target.requires_grad
+        return torch.zeros_like(target, dtype=dtype) if needs_one else None
+    if gradient.dtype is not dtype or gradient.device != target.device:
+        gradient, is_copied = gradient.detach().to(device=target.device, dtype=dtype), False
+    if not gradient.is_sparse and gradient.stride() != target.stride():
+        return torch.empty_like(target, dtype=dtype).copy_(gradient.detach())
+    return gradient.detach().clone() if is_copied or gradient.requires_grad else gradient
+
+
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _parameters_to_step(optimizer: Any) -> tuple[Tensor, ...]:
-    """Return the parameters of `optimizer`, or raise if its step needs more than gradients."""
+def _check_steps(optimizer: Any) -> None:
+    """Raise unless the step of `optimizer` needs nothing but gradients, in `.grad`."""
+    kind = type(optimizer).__name__
     if not hasattr(optimizer, "param_groups"):
-        raise ValueError(
-            f"`optimizer` is a {type(optimizer).__name__}, but must have `param_groups` and `step`."
-        )
+        raise ValueError(f"`optimizer` is a {kind}, but must have `param_groups` and `step`.")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if closure is not None and closure.default is closure.empty:
         raise ValueError(
-            f"`optimizer` is a {type(optimizer).__name__}, which evaluates the loss several times "
-            "within a step (`closure`), so one gradient does not suffice. Call its `step` with a "
-            "closure, or use another optimizer."
+            f"`optimizer` is a {kind}, which evaluates the loss several times within a step "
+            "(`closure`). Call its `step` with a closure, or use another optimizer."
         )
-    parameters = parameters_of(optimizer)
-    _check_are_leaves(optimizer, parameters)
-    return parameters
+    _check_are_leaves(optimizer)
+
+
+def _check_are_leaves(params: Any) -> None:
+    refuse_any(
+        [each for each in parameters_of(params) if not each.is_leaf],
+        params,
+        "{} is not a leaf tensor, so its `.grad` cannot be replaced. For an optimizer with "
+        "`differentiable`, set `.grad` yourself, from `store[param]`.",
+    )
 
 
 def _check_match(
-    optimizer: Any,
-    parameters: Sequence[Tensor],
-    targets: Mapping[int, Tensor],
-    missing: Missing,
-    unknown: Unknown,
+    optimizer: Any, targets: Mapping[int, Tensor], missing: Missing, unknown: Unknown
 ) -> None:
-    """Raise unless gradients of `targets`, given by id, are what the arguments ask for."""
-    for argument, value, choices in (
-        ("missing", missing, ("skip", "zero", "error")),
-        ("unknown", unknown, ("error", "ignore")),
-    ):
-        if value not in choices:
-            raise ValueError(f"`{argument}` is {value!r}, but must be one of {', '.join(choices)}.")
+    """Raise unless the gradients, of targets by id, are what the arguments ask for."""
+    parameters = parameters_of(optimizer)
     ids = set(map(id, parameters))
-    strangers = [each for each in targets.values() if id(each) not in ids]
-    if strangers and unknown == "error":
-        raise GradientError(
-            f"`optimizer` does not have {names_of(optimizer, strangers)}, of which the store holds"
-            " the gradient. Give those to their own optimizer (`split`), "
-            'drop them (`discard`), or pass unknown="ignore". After `load_state_dict(assign=True)` '
-            "or wrapping, the parameters are other objects: carry a store over by `state_dict` and "
-            "`load_state_dict`."
-        )
-    if missing == "error":
-        absent = [each for each in parameters if id(each) not in targets and each.requires_grad]
-        if absent:
-            raise GradientError(
-                f"The store has no gradient of {names_of(optimizer, absent)}. They took no part in "
-                'the loss: leave them out of the optimizer, or pass missing="skip" or "zero".'
-            )
-    frozen = [each for each in parameters if not each.requires_grad and id(each) in targets]
-    if frozen:
-        raise GradientError(
-            f"{names_of(optimizer, frozen)} was frozen after its gradient had been collected, and a"
-            " step would move it. Drop the gradient (`discard`), or set `requires_grad` again."
-        )
+    refuse_any(
+        [each for each in targets.values() if unknown == "error" and id(each) not in ids],
+        optimizer,
+        "`optimizer` does not have {}, of which the store holds the gradient. Give it to its own "
+        'optimizer (`split`), drop it (`discard`), or pass unknown="ignore". If parameters were '
+        "replaced (`load_state_dict(assign=True)`, wrapping), carry a store over by `state_dict`.",
+    )
+    held = [each for each in parameters if id(each) in targets]
+    absent = [each for each in parameters if id(each) not in targets and each.requires_grad]
+    refuse_any(
+        absent if missing == "error" else [],
+        optimizer,
+        "The store has no gradient of {}, which took no part in the loss. Leave it out of the "
+        'optimizer, or pass missing="skip" or "zero".',
+    )
+    refuse_any(
+        [each for each in held if not each.requires_grad],
+        optimizer,
+        "{} was frozen after its gradient had been collected, and a step would move it. Drop the "
+        "gradient (`discard`), or set `requires_grad` again.",
+    )
 
 
-def _check_are_leaves(params: Any, parameters: Sequence[Tensor]) -> None:
-    within_graph = [each for each in parameters if not each.is_leaf]
-    if within_graph:
-        raise GradientError(
-            f"{names_of(params, within_graph)} is not a leaf tensor, so the step cannot "
-            "replace its `.grad`. For an optimizer with `differentiable`, set `.grad` yourself, "
-            "from `store[param]`."
-        )
-
-
-def _is_unscaled(scaler: Any, optimizer: Any) -> bool | None:
+def _has_unscaled(scaler: Any, optimizer: Any) -> bool | None:
     """Whether `scaler` has unscaled for `optimizer` since its last update; None if unknown."""
     states = getattr(scaler, "_per_optimizer_states", None)  # None too if it is not enabled
     if states is None:

@@ -9,16 +9,30 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_flag, shown
+from recoup._arguments import check_flag, check_type, shown
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import shared
-from recoup.gradients.algebra import check_weight
-from recoup.gradients.collecting import Backward, Mode, collect, collecting, mechanism_for
+from recoup.gradients.accumulation import is_reduced
+from recoup.gradients.collecting import (
+    MODES,
+    Backward,
+    Mode,
+    collect,
+    collecting,
+)
+from recoup.gradients.replaced_grad import handed_over
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import check_scaler, described, tensors_in
+from recoup.gradients.targets import check_choice, described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
 
-__all__ = ["GradStore"]
+# What candle's store calls what this one has.
+_OF_CANDLE = {
+    "extend": "a.extend_(b)",
+    "get_id": "store[param]",
+    "get_ids": "list(store)",
+    "insert": "store[param] = gradient",
+    "insert_id": "store[param] = gradient",
+    "remove": "store.pop(param)",
+}
 
 
 class GradStore(Stepping, Transfer):
@@ -39,6 +53,9 @@ class GradStore(Stepping, Transfer):
             `grad_dtype` where that was set), and float32 for one of 16 bits.
         device: the device that gradients are summed on; by default that of each parameter. On
             another device, they are moved one by one, as backward makes them.
+        ddp: the DistributedDataParallel that reduces the gradients of `params`, or False if none
+            does. An error asks for it where there are several processes and a reducer would not
+            see all gradients.
 
     Raises:
         ValueError: `params` are not tensors, or `dtype` is not a floating-point type.
@@ -59,6 +76,10 @@ class GradStore(Stepping, Transfer):
 
     Source: candle's GradStore, https://github.com/huggingface/candle/pull/1483.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        way_out = f": use `{_OF_CANDLE[name]}`" if name in _OF_CANDLE else ""
+        raise AttributeError(f"A GradStore has no `{name}`{way_out}.", name=name, obj=self)
 
     # -- collecting ------------------------------------------------------------------------
 
@@ -88,15 +109,13 @@ class GradStore(Stepping, Transfer):
         """
         check_flag(take=take)
         store = cls(params)
+        storages = None if is_reduced(store.params) or not take else set[int]()
         for each in store.params:
             gradient = each.grad
             if gradient is not None:
-                if take:
-                    each.grad = None
-                gradient = shared(gradient) if take else gradient.detach()
-                store._entries.add(each, gradient, is_ours=take)
-        store._check_received(len(store._entries.gradients), len(store.params))
-        store.weight = 1.0
+                each.grad = None if take else gradient
+                store._add(each, handed_over(gradient.detach(), storages))
+        store._count(len(store), store.params, 1.0, None)
         return store
 
     def backward(
@@ -154,21 +173,17 @@ class GradStore(Stepping, Transfer):
         check_flag(create_graph=create_graph, allow_empty=allow_empty)
         if retain_graph is not None:
             check_flag(retain_graph=retain_graph)
-        if scaler is not None:
-            check_scaler(scaler)
-        wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
-        roots, root_grads = _roots(outputs, grad_outputs, weight, scaler)
+        check_choice(*MODES, mode=mode)
+        scale = None if scaler is None else scale_of(scaler)
+        weight = weight_in(weight)
+        wanted = tensors_in("inputs", [inputs] if isinstance(inputs, Tensor) else inputs)
+        roots, seeds = _roots(outputs, grad_outputs, weight, scaler)
         targets = self._targets(params, wanted, allow_empty=allow_empty)
-        backward = Backward(roots, root_grads, targets, wanted, retain_graph, create_graph)
-        mechanism = mechanism_for(mode, backward)
-        scale = None if scaler is None else float(scaler.get_scale())
         self._check_scale(scale, "A backward")
+        backward = Backward(roots, seeds, targets, wanted, retain_graph, create_graph)
         with self._guarded():
-            found, num_received = collect(mechanism, backward, self._entries)
-            if not allow_empty:
-                self._check_received(num_received, len(targets))
-            self._scale = scale
-            self.weight += float(weight)
+            found, num_received = collect(self, backward, mode)
+            self._count(num_received, () if allow_empty else targets, weight, scale)
         return tuple(found)
 
     @contextmanager
@@ -201,12 +216,9 @@ class GradStore(Stepping, Transfer):
         self._check_scale(None, "A backward")
         targets = self._targets(params, (), allow_empty=allow_empty)
         with self._guarded():
-            with collecting(targets, self._entries) as num_received:
+            with collecting(self, targets) as num_received:
                 yield
-            if not allow_empty:
-                self._check_received(num_received[0], len(targets))
-            self._scale = None  # a store emptied by `pop` may have had another scale
-            self.weight += 1.0
+            self._count(num_received[0], () if allow_empty else targets, 1.0, None)
 
     def _targets(
         self, params: Iterable[Tensor] | None, inputs: Sequence[Tensor], *, allow_empty: bool
@@ -214,29 +226,37 @@ class GradStore(Stepping, Transfer):
         """Return the targets of a call, which are checked as the `inputs` are."""
         given = self.params if params is None else tensors_in("params", params)
         targets = tuple([each for each in given if each.requires_grad])
-        if not targets and not inputs:
-            if not given and params is None:
-                raise ValueError(
-                    "`params` is missing: the store was made without parameters, so pass "
-                    "those whose gradients it is to collect."
-                )
-            if not allow_empty:
-                raise GradientError(
-                    "None of the `params` requires grad, so there is nothing to collect. Call "
-                    "`requires_grad_()` on what is to be trained."
-                )
-        ids = set(map(id, targets)) if inputs else set[int]()
+        if not given and not inputs and params is None:
+            raise ValueError(
+                "`params` is missing: the store was made without parameters, so pass those whose "
+                "gradients it is to collect."
+            )
+        if not targets and not inputs and not allow_empty:
+            raise GradientError(
+                "None of the `params` requires grad, so there is nothing to collect. Call "
+                "`requires_grad_()` on what is to be trained."
+            )
+        ids = set(map(id, targets)) if inputs else ()
         for each in inputs:
-            if not each.requires_grad:
+            wrong = "is in `params`, too" if id(each) in ids else "does not require grad"
+            if id(each) in ids or not each.requires_grad:
                 raise ValueError(
-                    f"`inputs` has {described(each)}, which does not require grad. Call "
-                    "`requires_grad_()` on it before forward."
-                )
-            if id(each) in ids:
-                raise ValueError(
-                    f"{described(each).capitalize()} is in `params` and in `inputs`: name it once."
+                    f"`inputs` has {described(each)}, which {wrong}. Name each tensor once, and "
+                    "call `requires_grad_()` on it before forward."
                 )
         return targets
+
+    def _count(
+        self, num_received: int, wanted: Sequence[Tensor], weight: float, scale: float | None
+    ) -> None:
+        """Record what was collected, or raise if none of what is `wanted` was."""
+        if wanted and not num_received:
+            raise GradientError(
+                f"None of the {len(wanted)} targets got a gradient. Are they what `outputs` was "
+                "made from, and not copies? If it is right, pass allow_empty=True."
+            )
+        self.weight += weight
+        self._scale = scale  # a store emptied by `pop` may have had another one
 
     @contextmanager
     def _unchanged_by_errors(self) -> Generator[Self]:
@@ -246,7 +266,7 @@ class GradStore(Stepping, Transfer):
         reach a reducer: an error then makes it unusable, as in `backward`.
         """
         self._check_is_whole()
-        if not self or self._entries.are_local:
+        if not self or self._is_local:
             yield self
             return
         separate = self._derived(())
@@ -265,49 +285,35 @@ def _roots(
     scaler: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
-    check_weight(weight)
-    weight = float(weight)  # torch fills tensors with no larger integers
-    roots: list[Tensor] = []
-    for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"`outputs` is, or holds, a {type(output).__name__}, but must be tensors: a loss "
-                "that was made from the targets."
-            )
-        roots.append(output)
-    if not any(output.requires_grad for output in roots):
+    roots, seeds = _listed(outputs), _listed(grad_outputs)
+    for root in roots:
+        check_type(Tensor, "a tensor, or several: a loss made from the targets", outputs=root)
+    if not any(root.requires_grad for root in roots):
         raise GradientError(
             "`outputs` does not require grad: nothing that requires grad took part in it, or it "
             "was detached."
         )
-    root_grads: list[Tensor | None] = [None] * len(roots)
-    if grad_outputs is not None:
-        if not isinstance(grad_outputs, Tensor | list | tuple):
-            raise ValueError(f"`grad_outputs` is {shown(grad_outputs)}, but must be tensors.")
-        root_grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
-        if len(root_grads) != len(roots):
+    seeds = cast("list[Any]", [None] * len(roots)) if grad_outputs is None else seeds
+    if len(seeds) != len(roots):
+        raise ValueError(
+            f"`grad_outputs` has {len(seeds)} gradients for {len(roots)} outputs. Give one for "
+            "each; None for a scalar."
+        )
+    for root, seed in zip(roots, seeds, strict=True):
+        fits = root.numel() == 1 if seed is None else getattr(seed, "shape", None) == root.shape
+        if not fits:
+            got = tuple(seed.shape) if isinstance(seed, Tensor) else shown(seed)
             raise ValueError(
-                f"`grad_outputs` has {len(root_grads)} gradients for {len(roots)} outputs. Give "
-                "one for each; None for a scalar."
+                f"`grad_outputs` has {got} for an output of shape {tuple(root.shape)}. Give a "
+                "gradient of that shape; only a scalar needs none."
             )
-        for root, given in zip(roots, cast("list[object]", root_grads), strict=True):
-            if given is not None and getattr(given, "shape", None) != root.shape:
-                got = tuple(given.shape) if isinstance(given, Tensor) else shown(given)
-                raise ValueError(
-                    f"`grad_outputs` has {got} for an output of shape {tuple(root.shape)}. Give a "
-                    "gradient of that shape, or None for a scalar."
-                )
     if scaler is not None:
-        roots = [scaler.scale(output) for output in roots]
+        roots = [scaler.scale(root) for root in roots]
     if weight != 1:
-        for output, root_grad in zip(roots, root_grads, strict=True):
-            if root_grad is None and output.numel() != 1:
-                raise ValueError(
-                    f"`grad_outputs` is missing for an output of shape {tuple(output.shape)}. Only "
-                    "a scalar output needs none: sum the output, or pass its gradient."
-                )
-        root_grads = [
-            torch.full_like(output, weight) if root_grad is None else root_grad * weight
-            for output, root_grad in zip(roots, root_grads, strict=True)
-        ]
-    return roots, root_grads
+        pairs = zip(roots, seeds, strict=True)
+        seeds = [torch.full_like(r, weight) if s is None else s * weight for r, s in pairs]
+    return roots, seeds
+
+
+def _listed(given: Any) -> list[Any]:
+    return [*given] if isinstance(given, list | tuple) else [given]

@@ -1,25 +1,55 @@
-"""Moving gradients to other devices, to files, and between processes."""
+"""Moving gradients to other devices, to files, and between processes.
+
+NOTE [ Processes agree before they reduce ]
+
+Rule 1. A collective that one process does not call hangs the others. So the processes first
+        exchange a description of what they will send, in one message of a fixed size, even if one
+        of them cannot go on; then all raise, or all send the same tensors in the same order, with
+        zeros where one has no gradient. If they do not have the same gradients, one more message
+        follows.
+Rule 2. The order is that of the targets, which is the same in every process.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from numbers import Real
-from typing import Any, Self, SupportsIndex
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from recoup._arguments import check_flag, check_type
 from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries
-from recoup.gradients.all_reduce import UNORDERED, Op, all_reduce
-from recoup.gradients.container import Container, device_of
-from recoup.gradients.targets import described
+from recoup.gradients.accumulation import as_dense, coalesced, is_sharded
+from recoup.gradients.container import UNSCALED, Container, device_of
+from recoup.gradients.targets import check_choice, number_in, refuse_any
 from recoup.memory.size import parse_bytes
 
-__all__ = ["Transfer"]
+Op = Literal["mean", "sum"]
+_UNORDERED = (
+    "The processes can only agree on an order of gradients that all declare alike: make the store "
+    "with `params`, and collect nothing else."
+)
+# A sparse gradient is one more than the number of its sparse dimensions.
+_ABSENT, _DENSE = 0, 255
+_SCALES: dict[Any, Any] = {-1.0: None, -2.0: UNSCALED}
+_NUMBERS = {scale: number for number, scale in _SCALES.items()}
+
+
+class _Description(NamedTuple):
+    """The description that a process sends to the others (See Rule 1), in numbers."""
+
+    has_error: float
+    declared: float
+    layouts: float
+    has_gradients: float
+    weight: float
+    scale: float
 
 
 class Transfer(Container):
@@ -48,14 +78,18 @@ class Transfer(Container):
         self._check_is_whole()
         check_place(dtype=dtype)
         check_flag(non_blocking=non_blocking, pin_memory=pin_memory)
-        where = self._entries.device if device is None else device_of(device)
-        store = self._derived((), dtype=dtype or self._entries.dtype, device=where)
+        where = self._device if device is None else device_of(device)
+        store = self._derived((), dtype=dtype or self._dtype, device=where)
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
             moved = gradient.to(device=where, dtype=kind, non_blocking=non_blocking, copy=True)
-            if pin_memory:
-                moved = _pinned(moved)
-            store._entries.gradients[each] = moved
+            if pin_memory and not moved.is_cpu:
+                raise ValueError(
+                    f"`pin_memory` is for memory of the CPU, and the copies are on {moved.device}. "
+                    'Pass device="cpu" too.'
+                )
+            is_pinned = pin_memory and torch.accelerator.is_available()
+            store._gradients[each] = moved.pin_memory() if is_pinned else moved
         return store
 
     def named(self, module: nn.Module) -> dict[str, Tensor]:
@@ -66,18 +100,15 @@ class Transfer(Container):
         """
         self._check_is_whole()
         check_modules(module=module)
-        names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
-        strangers = [described(each) for each in self if each not in names]
-        if strangers:
-            raise GradientError(
-                f"{type(module).__name__} has no parameter that is {strangers[0]}, of which the "
-                f"store holds the gradient ({len(strangers)} of this kind). Give the module that "
-                "holds all of them, or pick those of this one with `filter`. Parameters that were "
-                "replaced, by `load_state_dict(assign=True)` for instance, have no names any more: "
-                "ask before."
-            )
-        gradients = self._entries.gradients
-        return {name: gradients[each] for each, name in names.items() if each in gradients}
+        names = {each: name for name, each in module.named_parameters()}
+        refuse_any(
+            [each for each in self if each not in names],
+            None,
+            f"{type(module).__name__} has no parameter that is {{}}, of which the store holds the "
+            "gradient. Give the module that holds all of them, or pick those of this one with "
+            "`filter`. Parameters that were replaced have no names any more: ask before.",
+        )
+        return {name: self[each] for each, name in names.items() if each in self}
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the gradients by name, the weight and the scale, for `load_state_dict`."""
@@ -89,36 +120,44 @@ class Transfer(Container):
         """Replace the content of the store by that of `state_dict`.
 
         Args:
-            state_dict: a result of `state_dict`.
+            state_dict: a result of `state_dict`, which may come from a file: it is checked.
             module: the module that the names refer to.
             strict: whether a name that `module` does not have is an error.
 
         Raises:
-            GradientError: a name or a shape does not fit; nothing is changed then.
+            GradientError: a name or a shape does not fit, or the state is damaged; nothing is
+                changed then.
             ValueError: a gradient is of another kind than its parameter, or the arguments are
                 neither a state nor a module; nothing is changed then.
         """
-        _check_order(state_dict, module)
+        way_out = ". Call load_state_dict(state_dict, module)"
+        check_type(
+            Mapping, f"a result of `store.state_dict(module)`{way_out}", state_dict=state_dict
+        )
+        check_type(nn.Module, f"the module that its names refer to{way_out}", module=module)
+        check_flag(strict=strict)
         lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]
         if lacking:
             raise GradientError(
                 f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` "
                 "returned; gradients by name alone are added with `add_`."
             )
-        check_type(Real, "a number in `weight`", state_dict=state_dict["weight"])
-        check_flag(strict=strict)
-        found = _by_target(state_dict["gradients"], module, strict=strict)
-        loaded = Entries(self._entries.dtype, self._entries.device)
-        for each, gradient in found.items():
-            loaded.add(each, gradient, is_ours=False)
+        gradients, weight, scale = (state_dict[key] for key in ("gradients", "weight", "scale"))
+        check_type(Mapping, "tensors by name", **{"state_dict['gradients']": gradients})
+        weight = _number_of("weight", weight, "a number of at least 0", 0.0)
+        if scale is not None and scale != UNSCALED:
+            scale = _number_of("scale", scale, f"a scale, {UNSCALED!r} or None", math.ulp(0.0))
+        loaded = type(self)(dtype=self._dtype, device=self._device)
+        for each, gradient in _by_target(gradients, module, strict=strict).items():
+            loaded._add(each, gradient, is_ours=False)
         self.clear()
-        self._entries.num_changes += 1
-        self._entries.gradients.update(loaded.gradients)
-        self.weight, self._scale = state_dict["weight"], state_dict["scale"]
+        self._num_changes += 1
+        self._gradients.update(loaded._gradients)
+        self.weight, self._scale = weight, scale
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         pairs = ((copy.deepcopy(each, memo), value.clone()) for each, value in self.items())
-        store = self._derived(pairs, params=copy.deepcopy(self.params, memo))
+        store = self._derived(pairs, params=copy.deepcopy(self.params, memo), ddp=None)
         memo[id(self)] = store
         return store
 
@@ -148,64 +187,220 @@ class Transfer(Container):
                 part; then all raise, and nothing is changed.
             ValueError: the store was made without `params`, or `op` is unknown.
         """
-        if op not in ("mean", "sum"):
-            raise ValueError(f'`op` is {op!r}, but must be "mean" or "sum".')
+        check_choice("mean", "sum", op=op)
         if not self.params:
-            raise ValueError(UNORDERED)
+            raise ValueError(_UNORDERED)
         num_bytes = parse_bytes(bucket_bytes)
         with self._guarded():
-            all_reduce(self, op, num_bytes, group)
+            _all_reduce(self, op, num_bytes, group)
         return self
 
 
-def _check_order(state_dict: object, module: object) -> None:
-    for name, given, kind, what in (
-        ("state_dict", state_dict, Mapping, "a result of `store.state_dict(module)`"),
-        ("module", module, nn.Module, "the module that its names refer to"),
-    ):
-        if not isinstance(given, kind):
-            raise ValueError(
-                f"`{name}` is a {type(given).__name__}, but must be {what}. Call "
-                "load_state_dict(state_dict, module)."
-            )
+# -- states ----------------------------------------------------------------------------------------
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"`pin_memory` is for memory of the CPU, and the copies are on {tensor.device}. Pass "
-            'device="cpu" too.'
-        )
-    return tensor.pin_memory() if torch.accelerator.is_available() else tensor
+def _number_of(key: str, value: object, needed: str, least: float) -> float:
+    """Return a number of a state, or raise if it is damaged."""
+    given = {f"state_dict[{key!r}]": value}
+    return number_in(needed, lambda number: least <= number < math.inf, **given)
 
 
 def _by_target(
-    gradients: Mapping[str, Tensor], module: nn.Module, *, strict: bool
+    gradients: Mapping[Any, Any], module: nn.Module, *, strict: bool
 ) -> dict[Tensor, Tensor]:
     """Return the gradients by the parameters of `module` that have these names."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    found: dict[Tensor, Tensor] = {}
-    taken: dict[Tensor, str] = {}
-    unexpected: list[str] = []
-    for name, gradient in gradients.items():
-        target = parameters.get(name)
-        if target is None:
-            unexpected.append(name)
-            continue
-        if target in found:
-            raise GradientError(
-                f"`{taken[target]}` and `{name}` are one parameter of {type(module).__name__}, and "
-                "the state has a gradient of each. Add them, and leave one."
-            )
-        if target.shape != gradient.shape:
-            raise GradientError(
-                f"The gradient of `{name}` has shape {tuple(gradient.shape)}, and the parameter "
-                f"{tuple(target.shape)}. Load the state of a model of the same sizes."
-            )
-        found[target], taken[target] = gradient, name
+    kind = type(module).__name__
+    targets = dict(module.named_parameters(remove_duplicate=False))
+    unexpected = [name for name in gradients if name not in targets]
     if unexpected and strict:
         raise GradientError(
-            f"{type(module).__name__} has no parameter {', '.join(map(repr, unexpected))}. "
-            "Pass strict=False to leave those out."
+            f"{kind} has no parameter {', '.join(map(repr, unexpected))}. Pass strict=False to "
+            "leave those out."
         )
+    found: dict[Tensor, Tensor] = {}
+    for name in (name for name in gradients if name in targets):
+        gradient, target = gradients[name], targets[name]
+        if target in found:
+            raise GradientError(
+                f"`{name}` is a parameter of {kind} of which the state has a gradient under "
+                "another name, too. Add the two, and leave one."
+            )
+        if not isinstance(gradient, Tensor) or gradient.shape != target.shape:
+            shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else None
+            raise GradientError(
+                f"The gradient of `{name}` has shape {shape}, and the parameter "
+                f"{tuple(target.shape)}. Load the state of a model of the same sizes."
+            )
+        found[target] = _checked(name, gradient)
     return found
+
+
+def _checked(name: str, gradient: Tensor) -> Tensor:
+    """Return a gradient of a file; sparse indices are checked, or sums would write elsewhere."""
+    if gradient.layout is not torch.sparse_coo:
+        return gradient.detach()
+    parts = gradient._indices(), gradient._values().detach(), gradient.shape
+    try:
+        return torch.sparse_coo_tensor(*parts, check_invariants=True)
+    except RuntimeError as error:
+        raise GradientError(f"The gradient of `{name}` is damaged: {error}") from error
+
+
+# -- reducing --------------------------------------------------------------------------------------
+
+
+def _all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None:
+    """Sum the gradients of a store over the processes of `group`, or average them.
+
+    Its weight is reduced alike, and its scale becomes that of the processes with gradients.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise GradientError(
+            "There are no processes to reduce over. Call torch.distributed.init_process_group, or "
+            "leave `all_reduce_` out."
+        )
+    targets, gradients = store.params, store._gradients
+    declared = [
+        (tuple(t.shape), gradients[t].dtype if t in gradients else store._dtype_for(t))
+        for t in targets
+    ]
+    layouts = bytes(_layout(gradients.get(each), group) for each in targets)
+    error = _why_not(store)
+    mine = _Description(
+        has_error=error is not None,
+        declared=zlib.crc32(repr((op, bucket_bytes, declared)).encode()),
+        layouts=zlib.crc32(layouts),
+        has_gradients=any(layouts),
+        weight=store.weight,
+        scale=_NUMBERS.get(store._scale, store._scale),
+    )
+    device = targets[0].device
+    everyone = _gathered(mine, device, group)
+    if error is not None:
+        raise error
+    _check_agree(everyone)
+    if len({each.layouts for each in everyone}) > 1:
+        found = torch.tensor(list(layouts), dtype=torch.uint8, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        layouts = bytes(cast("list[int]", found.tolist()))
+    store._num_changes += 1  # an error from here on leaves a partial reduction
+    factor = 1 / len(everyone) if op == "mean" else 1.0
+    _reduce(store, layouts, factor, bucket_bytes, group)
+    store._is_local = False
+    store.weight = sum(each.weight for each in everyone) * factor
+    for each in everyone:
+        if each.has_gradients:
+            store._scale = _SCALES.get(each.scale, each.scale)
+
+
+# -- agreeing --------------------------------------------------------------------------------------
+
+
+def _why_not(store: Container) -> Exception | None:
+    """Return the error if this process cannot take part in a reduction, else None."""
+    gradients, known = store._gradients, set(map(id, store.params))
+    if any(id(each) not in known for each in gradients):
+        return ValueError(_UNORDERED)
+    if is_sharded(*gradients.values()):
+        return GradientError(
+            "The store holds DTensors, which FSDP2 has reduced already. Leave `all_reduce_` out."
+        )
+    if any(gradient.requires_grad for gradient in gradients.values()):
+        return GradientError(
+            "The store holds gradients with a graph, which a reduction would cut: `detach_()` them."
+        )
+    try:
+        store._check_is_whole()
+    except GradientError as error:
+        return error
+    return None
+
+
+def _layout(gradient: Tensor | None, group: Any) -> int:
+    if gradient is None:
+        return _ABSENT
+    # Of torch's backends, only gloo sums sparse tensors.
+    is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
+    return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
+
+
+def _gathered(mine: _Description, device: torch.device, group: Any) -> list[_Description]:
+    sent = torch.tensor(mine, dtype=torch.float64, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    rows = cast("list[list[float]]", torch.stack(received).tolist())
+    return [_Description(*numbers) for numbers in rows]
+
+
+def _check_agree(everyone: Sequence[_Description]) -> None:
+    failed = [rank for rank, each in enumerate(everyone) if each.has_error]
+    if failed:
+        raise GradientError(
+            f"Process {failed[0]} of the group could not take part in `all_reduce_`; its own "
+            "error has the reason. Nothing was reduced."
+        )
+    if len({each.declared for each in everyone}) > 1:
+        raise GradientError(
+            "The processes called `all_reduce_` with targets of another number, shape, type or "
+            "order, or with another `op` or `bucket_bytes`. Make the store of each process with "
+            "the same parameters in the same order, and call it alike."
+        )
+    if len({each.scale for each in everyone if each.has_gradients}) > 1:
+        raise GradientError(
+            "The gradients of the processes do not have one scale. Call `unscale_` on all "
+            "processes, or on none."
+        )
+
+
+# -- sending ---------------------------------------------------------------------------------------
+
+
+def _reduce(store: Container, layouts: bytes, factor: float, bucket_bytes: int, group: Any) -> None:
+    dense: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for target, layout in zip(store.params, layouts, strict=True):
+        if layout == _ABSENT:
+            continue
+        gradient = store._gradients.get(target)
+        if gradient is None:
+            device = target.device if store._device is None else store._device
+            gradient = torch.zeros(target.shape, dtype=store._dtype_for(target), device=device)
+        if layout == _DENSE:
+            gradient = store._gradients[target] = as_dense(gradient)
+            dense.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+            continue
+        if not gradient.is_sparse or 1 + gradient.sparse_dim() != layout:
+            gradient = as_dense(gradient).to_sparse(layout - 1)
+        gradient = gradient.coalesce() * factor
+        dist.all_reduce(gradient, group=group)
+        store._put(target, coalesced(gradient))
+    for gradients in dense.values():
+        for bucket in _buckets(gradients, bucket_bytes):
+            _reduce_bucket(bucket, factor, group)
+
+
+def _buckets(gradients: Iterable[Tensor], least_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield the gradients that are reduced in one message; a large one is alone, to save a copy."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        if gradient.nbytes >= least_bytes:
+            yield [gradient]
+            continue
+        bucket.append(gradient)
+        if sum(each.nbytes for each in bucket) >= least_bytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _reduce_bucket(gradients: list[Tensor], factor: float, group: Any) -> None:
+    """Reduce dense gradients of one type on one device, in place and in one message."""
+    is_copied = len(gradients) > 1 or not gradients[0].is_contiguous()
+    flat = torch.cat([each.reshape(-1) for each in gradients]) if is_copied else gradients[0]
+    if factor != 1:
+        flat.mul_(factor)  # before the sum, which may be too large for 16 bits
+    dist.all_reduce(flat, group=group)
+    if is_copied:
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view(gradient.shape))

@@ -1,15 +1,14 @@
-"""Layers whose gradients are collected, in each mode, and what plain autograd makes of them."""
+"""Layers whose gradients are collected, in each way, and what plain autograd makes of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from recoup import GradStore
 from tests.oracle import assert_same_tensor
 
 
@@ -17,9 +16,9 @@ class Elsewhere(str):
     """The mode "auto" of a store that sums on another device (see `conftest.py`)."""
 
 
-ELSEWHERE = Elsewhere("auto")
-NAMES = ("auto", "grad", "harvest")
-MODES = (*NAMES, pytest.param(ELSEWHERE, id="elsewhere"))
+ELSEWHERE = pytest.param(Elsewhere("auto"), id="elsewhere")
+MODES = ("auto", "grad", "harvest", ELSEWHERE)
+WAYS = (*MODES, "collecting")
 
 
 class Attends(nn.MultiheadAttention):
@@ -53,41 +52,33 @@ class Tied(nn.Module):
         return self.a(self.b(torch.tanh(self.a(x)))) @ self.again.weight
 
 
-class Layer(NamedTuple):
-    build: Callable[[], nn.Module]
-    input: Callable[[], Tensor]
+def words():
+    return torch.randint(9, (5, 2))
 
 
-def conv():
-    return nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
-
-
-def image():
-    return torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
-
-
+# In float64, unless the name says otherwise: the layer, and its input.
 LAYERS = {
-    "linear": Layer(lambda: nn.Linear(4, 3), lambda: torch.randn(5, 4)),
-    "conv": Layer(conv, image),
-    "embedding": Layer(lambda: nn.Embedding(40, 3), lambda: torch.randint(9, (5, 2))),
-    "sparse": Layer(lambda: nn.Embedding(40, 3, sparse=True), lambda: torch.randint(9, (5, 2))),
-    "lstm": Layer(lambda: First(4, 3, 2), lambda: torch.randn(5, 2, 4)),
-    "attention": Layer(lambda: Attends(4, 2), lambda: torch.randn(3, 2, 4)),
-    "complex": Layer(Complex, lambda: torch.randn(5, 3)),
-    "tied": Layer(Tied, lambda: torch.randn(5, 4)),
-    "bfloat16": Layer(lambda: nn.Linear(4, 3).bfloat16(), lambda: torch.randn(5, 4).bfloat16()),
-    "sparse bfloat16": Layer(
-        lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16),
-        lambda: torch.randint(9, (5, 2)),
+    "linear": (lambda: nn.Linear(4, 3), lambda: torch.randn(5, 4)),
+    "conv": (
+        lambda: nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last),
+        lambda: torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last),
     ),
+    "embedding": (lambda: nn.Embedding(40, 3), words),
+    "sparse": (lambda: nn.Embedding(40, 3, sparse=True), words),
+    "lstm": (lambda: First(4, 3, 2), lambda: torch.randn(5, 2, 4)),
+    "attention": (lambda: Attends(4, 2), lambda: torch.randn(3, 2, 4)),
+    "complex": (Complex, lambda: torch.randn(5, 3)),
+    "tied": (Tied, lambda: torch.randn(5, 4)),
+    "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: torch.randn(5, 4).bfloat16()),
+    "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
 }
 
 
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
-    """A layer in float64, unless it says otherwise, and two inputs."""
-    layer = LAYERS[name]
-    module, inputs = layer.build(), [layer.input(), layer.input()]
-    if name not in ("complex", "bfloat16", "sparse bfloat16"):
+    """A layer and two inputs."""
+    build, make_input = LAYERS[name]
+    module, inputs = build(), [make_input(), make_input()]
+    if name != "complex" and "bfloat16" not in name:
         module.double()
         inputs = [x.double() if x.is_floating_point() else x for x in inputs]
     return module, inputs
@@ -95,6 +86,15 @@ def made(name: str) -> tuple[nn.Module, list[Tensor]]:
 
 def loss_of(output: Tensor) -> Tensor:
     return output.double().sin().sum()
+
+
+def collect(store: GradStore, loss: Tensor, way: str, **settings) -> tuple[Tensor | None, ...]:
+    """Add the gradients of a loss to a store, in one of the ways."""
+    if way != "collecting":
+        return store.backward(loss, mode=way, **settings)
+    with store.collecting():
+        loss.backward(**settings)
+    return ()
 
 
 def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Tensor]:
@@ -123,9 +123,9 @@ def assert_holds(store, module: nn.Module, want: dict[str, Tensor], rtol: float 
 class Undisturbed:
     """A context whose end checks that `.grad` and `grad_dtype` are the same objects, and values."""
 
-    def __init__(self, *tensors: Tensor, preset: bool = True) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
-        for tensor in tensors if preset else ():
+        for tensor in tensors:
             tensor.grad = torch.full_like(tensor, 7, dtype=tensor.grad_dtype)
         self._before = [(t.grad, t.grad_dtype) for t in tensors]
 
@@ -136,5 +136,5 @@ class Undisturbed:
         for tensor, (gradient, dtype) in zip(self._tensors, self._before, strict=True):
             assert tensor.grad is gradient
             assert tensor.grad_dtype is dtype
-            assert gradient is None or bool((gradient == 7).all())
+            assert bool((gradient == 7).all())
             assert not getattr(tensor, "_post_accumulate_grad_hooks", None)

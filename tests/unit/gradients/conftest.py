@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from recoup.gradients.accumulation import Entries
-from tests.unit.gradients.cases import ELSEWHERE
+from recoup.gradients.container import Container
+from tests.unit.gradients.cases import Elsewhere
 
 
 @pytest.fixture(autouse=True)
 def summed_elsewhere(request, monkeypatch):
     """Treat every target as one whose gradient is summed on another device, if a case says so."""
     case = getattr(request.node, "callspec", None)
-    if case is not None and any(each is ELSEWHERE for each in case.params.values()):
-        monkeypatch.setattr(Entries, "elsewhere", lambda self, targets: list(targets))
+    if case is not None and any(isinstance(each, Elsewhere) for each in case.params.values()):
+        monkeypatch.setattr(Container, "_elsewhere", lambda self, targets: {*map(id, targets)})

@@ -1,4 +1,4 @@
-"""What is collected is what plain autograd gives, in each mode, and nothing else is touched."""
+"""What is collected is what plain autograd gives, in each way, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -12,118 +12,90 @@ from torch import nn
 
 import recoup
 from recoup import GradStore
-from recoup.errors import GradientError
+from recoup._core.graph_ends import nodes_of
 from tests.unit.gradients.cases import (
     LAYERS,
     MODES,
+    WAYS,
     Undisturbed,
     assert_holds,
+    collect,
     loss_of,
     made,
     plain,
 )
 
 
-def parameter(*size, **kwargs):
-    return nn.Parameter(torch.randn(*(size or (3, 3)), dtype=torch.float64, **kwargs))
+def parameter(*size):
+    return nn.Parameter(torch.randn(*(size or (3, 3)), dtype=torch.float64))
+
+
+def collected(module, inputs, way, **settings):
+    """A store over all parameters; `.grad` is as before."""
+    store = GradStore(module.parameters(), **settings)
+    with Undisturbed(*module.parameters()):
+        for x in inputs:
+            collect(store, loss_of(module(x)), way)
+    return store
 
 
 # -- equal to plain autograd -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_equals_plain_backward(layer, mode):
+def test_collecting_equals_plain_backward(layer, way):
     module, inputs = made(layer)
     want = plain(module, inputs)
-    store = GradStore(module.parameters())
-    with Undisturbed(*module.parameters()):
-        for x in inputs:
-            store.backward(loss_of(module(x)), mode=mode)
-    assert_holds(store, module, want, 1e-14 if "sparse" in layer else 0.0)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_collecting_equals_plain_backward(layer):
-    module, inputs = made(layer)
-    want = plain(module, inputs)
-    store = GradStore(module.parameters())
-    with Undisturbed(*module.parameters()):
-        for x in inputs:
-            with store.collecting():
-                loss_of(module(x)).backward()
+    store = collected(module, inputs, way)
     assert_holds(store, module, want, 1e-14 if "sparse" in layer else 0.0)
     assert store.weight == 2
+    assert {g.dtype for g in store.values()} == {value.dtype for value in want.values()}
+    parts = [g for g in store.values() if not g.is_sparse]
+    parts += [part for g in store.values() if g.is_sparse for part in (g._indices(), g._values())]
+    assert sum(part.untyped_storage().nbytes() for part in parts) == store.nbytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", ["linear", "bfloat16", "complex", "sparse"])
-def test_in_another_type(layer, mode, dtype):
+def test_in_another_type(layer, way, dtype):
     module, inputs = made(layer)
     want = plain(module, inputs)
-    store = GradStore(module.parameters(), dtype=dtype)
-    with Undisturbed(*module.parameters()):
-        for x in inputs:
-            store.backward(loss_of(module(x)), mode=mode)
-    for name, gradient in store.named(module).items():
+    for name, gradient in collected(module, inputs, way, dtype=dtype).named(module).items():
         kind = dtype.to_complex() if layer == "complex" else dtype
         assert gradient.dtype is kind
         torch.testing.assert_close(gradient.to_dense(), want[name].to(kind), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("preset", [torch.float32, None], ids=str)
-def test_grad_dtype_that_was_set(preset, mode):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("preset", [torch.float32, torch.float64, None], ids=str)
+def test_grad_dtype_that_was_set(preset, way):
     module, inputs = made("bfloat16")
     want = plain(module, inputs)
+    want["weight"] = want["weight"].to(preset or torch.float32)
     module.weight.grad_dtype = preset
-    store = GradStore(module.parameters())
-    with Undisturbed(*module.parameters()):
-        for x in inputs:
-            store.backward(loss_of(module(x)), mode=mode)
+    store = collected(module, inputs, way)
     assert module.weight.grad_dtype is preset
     assert_holds(store, module, want)
-    assert store[module.weight].dtype is torch.float32
+    other = nn.Linear(3, 2)  # whose type changes: a `grad_dtype` that was set would not follow
+    GradStore.from_backward(other(torch.ones(1, 3)).sum(), other.parameters())
+    other.double()(torch.ones(1, 3).double()).sum().backward()
+    assert other.weight.grad.dtype is torch.float64
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_follow_a_model_that_is_cast_later(mode):
-    """A `grad_dtype` that was set no longer follows the type of a parameter."""
-    module = nn.Linear(3, 2)
-    GradStore.from_backward(module(torch.ones(1, 3)).sum(), module.parameters(), mode=mode)
-    module.double()
-    module(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-    assert module.weight.grad.dtype is torch.float64
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_under_autocast(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_under_autocast(way):
     module, inputs = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(5, 4)
 
     def run(module):
         with torch.autocast("cpu", torch.bfloat16):
             return module(inputs).float().sin().sum()
 
-    twin = copy.deepcopy(module)
+    twin, store = copy.deepcopy(module), GradStore(module.parameters())
     run(twin).backward()
-    store = GradStore.from_backward(run(module), module.parameters(), mode=mode)
+    collect(store, run(module), way)
     assert_holds(store, module, {name: p.grad for name, p in twin.named_parameters()})
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_compiled(mode, fresh_compiler):
-    module, inputs = made("linear")
-    compiled = torch.compile(copy.deepcopy(module), backend="aot_eager")
-    for x in inputs:
-        loss_of(compiled(x)).backward()
-    want = {name: p.grad.clone() for name, p in compiled._orig_mod.named_parameters()}
-    compiled.zero_grad()
-    store = GradStore(compiled.parameters())
-    with Undisturbed(*compiled.parameters()):
-        for x in inputs:
-            store.backward(loss_of(compiled(x)), mode=mode)
-    assert_holds(store, compiled._orig_mod, want)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -139,34 +111,27 @@ def test_weights_and_chains_of_ours(kind, mode):
         module = recoup.Sequential(*stages, memory=kind)
     module.double()
     inputs = [torch.randn(5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-
     torch.manual_seed(3)
-    want = plain(module, inputs)
-    want_x = [x.grad for x in inputs]
-    for x in inputs:
-        x.grad = None
+    want, want_x = plain(module, inputs), [x.grad for x in inputs]
     torch.manual_seed(3)
-    store = GradStore(module.parameters())
-    got_x = []
+    store, got_x = GradStore(module.parameters()), []
     with Undisturbed(*module.parameters(), *inputs):
         for x in inputs:
             got_x += store.backward(loss_of(module(x)), inputs=x, mode=mode)
     assert_holds(store, module, want)
-    for got, expected in zip(got_x, want_x, strict=True):
-        assert torch.equal(got, expected)
+    assert all(map(torch.equal, got_x, want_x))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_many_16_bit_sums(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_many_16_bit_sums(way):
     """In the type of the parameters, small gradients are lost to rounding."""
     w = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     gradients = torch.rand(512, 64).bfloat16()
-    exact = gradients.double().sum(0)
-    found = {}
+    exact, found = gradients.double().sum(0), {}
     for dtype in (None, torch.bfloat16):
         store = GradStore([w], dtype=dtype)
         for each in gradients:
-            store.backward((w * each).sum(), mode=mode)
+            collect(store, (w * each).sum(), way)
         found[dtype] = float((store[w].double() - exact).norm() / exact.norm())
     assert found[None] < 1e-3
     assert found[torch.bfloat16] > 10 * found[None]
@@ -176,39 +141,22 @@ def test_many_16_bit_sums(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_took_no_part_is_absent(mode):
-    used, unused, frozen = parameter(), parameter(), parameter()
-    frozen.requires_grad_(False)
-    store = GradStore([used, unused, frozen])
-    with Undisturbed(used, unused):
-        store.backward((used * frozen).sum(), mode=mode)
-    assert list(store) == [used]
-    with pytest.raises(GradientError, match="None of the 1 targets"):
-        store.backward(used.sum(), params=[unused], mode=mode)
-    store.backward(used.sum(), params=[unused], mode=mode, allow_empty=True)
-    assert torch.equal(store[used], frozen)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_all_are_frozen(mode):
-    frozen, x = parameter(), parameter()
-    store = GradStore([frozen.requires_grad_(False)])
-    (dx,) = store.backward((frozen * x).sum(), inputs=x, mode=mode)
-    assert torch.equal(dx, frozen)
-    store.backward((frozen * x).sum(), mode=mode, allow_empty=True)
-    assert len(store) == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_leaves_that_are_no_targets(mode):
-    """Nor are inputs: their gradients are returned."""
-    w, other, x = parameter(), parameter(), parameter()
-    store = GradStore([w])
-    with Undisturbed(w, other, x):
-        (dx,) = store.backward((x @ w @ other).sum(), inputs=[x], mode=mode)
+    """Nor are inputs, whose gradients are returned; what took no part, or is frozen, is absent."""
+    w, other, x, other_x, unused, frozen = (parameter() for _ in range(6))
+    frozen.requires_grad_(False)
+    store = GradStore([w, unused, frozen])
+    with Undisturbed(w, other, x, unused):
+        (dx, none) = store.backward((x @ w @ other).sum(), inputs=[x, other_x], mode=mode)
     want_x, want_w = torch.autograd.grad((x @ w @ other).sum(), [x, w])
     assert list(store) == [w]
     assert torch.equal(dx, want_x)
+    assert none is None
+    assert torch.equal(store[w], want_w)
+    store.backward(x.sum(), params=[unused], mode=mode, allow_empty=True)
+    store.backward((frozen * x).sum(), params=[frozen], mode=mode, allow_empty=True)
+    (dx,) = store.backward((frozen * x).sum(), params=[frozen], inputs=x, mode=mode)
+    assert torch.equal(dx, frozen)
     assert torch.equal(store[w], want_w)
 
 
@@ -224,27 +172,13 @@ def test_tensors_within_the_graph(mode):
     assert w.grad is None
 
 
-def test_tensors_within_the_graph_are_refused():
-    inside = parameter() * 2
-    with pytest.raises(GradientError, match=r'no.* leaf.*Use mode="grad"'):
-        GradStore([inside]).backward(inside.sum(), mode="harvest")
-    with (
-        pytest.raises(GradientError, match=r"no.* leaf.*Use `backward`"),
-        GradStore([inside]).collecting(),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("form", ["x@w@w", "two names", "named twice"])
-def test_one_parameter_counts_once(form, mode):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("names", [1, 2])
+def test_one_parameter_counts_once(names, way):
     w, x = parameter(), parameter()
-    w.grad = None
-    (x @ w @ w).sum().backward(inputs=[w])
-    want, w.grad = w.grad, None
-    given = {"x@w@w": [w], "two names": [("a", w), ("b", w)], "named twice": [w, w]}[form]
-    store = GradStore(given)
-    store.backward((x @ w @ w).sum(), mode=mode)
+    (want,) = torch.autograd.grad((x @ w @ w).sum(), [w])
+    store = GradStore([("a", w), ("b", w)] if names == 2 else [w, w])
+    collect(store, (x @ w @ w).sum(), way)
     assert len(store) == 1
     assert torch.equal(store[w], want)
 
@@ -255,39 +189,49 @@ def test_one_parameter_counts_once(form, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_two_losses_of_one_graph(mode):
     module, (x, _) = made("linear")
-    first, second = GradStore(module.parameters()), GradStore(module.parameters())
-    y = module(x)
+    first, second, y = GradStore(module.parameters()), GradStore(module.parameters()), module(x)
     first.backward(y.sin().sum(), mode=mode, retain_graph=True)
     second.backward(y.exp().sum(), mode=mode)
     assert_holds(first, module, plain(module, [x], lambda y: y.sin().sum()))
     assert_holds(second, module, plain(module, [x], lambda y: y.exp().sum()))
 
 
-def test_collecting_within_collecting():
-    module, (x, _) = made("linear")
+@pytest.mark.parametrize("layer", ["linear", "sparse"])
+def test_collecting_within_collecting(layer):
+    """Of another store, and backward into the same one."""
+    module, (x, y) = made(layer)
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
     for _ in range(2):
         with Undisturbed(*module.parameters()), outer.collecting():
-            module(x).sin().sum().backward()
+            loss_of(module(x)).backward()
             with inner.collecting():
-                module(x).exp().sum().backward()
-            inner.backward(module(x).exp().sum())
-            module(x).cos().sum().backward()
-    want = plain(module, [x, x], lambda y: y.sin().sum() + y.cos().sum())
-    assert_holds(outer, module, want, 1e-14)
-    assert_holds(inner, module, plain(module, [x] * 4, lambda y: y.exp().sum()), 1e-14)
+                loss_of(module(y)).backward()
+            inner.backward(loss_of(module(y)))
+            outer.backward(loss_of(module(y)))
+            loss_of(module(x)).backward()
+    assert_holds(outer, module, plain(module, [x, y, x] * 2), 1e-14)
+    assert_holds(inner, module, plain(module, [y] * 4), 1e-14)
 
 
-@pytest.mark.parametrize("layer", ["linear", "sparse"])
-def test_backward_within_collecting_of_the_same_store(layer):
-    module, (x, y) = made(layer)
-    store = GradStore(module.parameters())
-    for _ in range(2):
-        with Undisturbed(*module.parameters()), store.collecting():
-            loss_of(module(x)).backward()
-            store.backward(loss_of(module(y)))
-            loss_of(module(x)).backward()
-    assert_holds(store, module, plain(module, [x, y, x] * 2), 1e-14)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [5, 1, 7]])
+def test_mean_of_unequal_parts(sizes, mode):
+    """By weights of backwards, of stores that are merged, and of both."""
+    module = nn.Linear(4, 3).double()
+    batch = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    want = plain(module, [batch], lambda y: y.sin().mean())
+    stores = [GradStore(module.parameters()) for _ in range(3)]
+    for part in batch.split(sizes):
+        stores[0].backward(module(part).sin().mean(), weight=len(part), mode=mode)
+        one = GradStore.from_backward(module(part).sin().mean(), module.parameters(), mode=mode)
+        stores[1].extend_(one, weight=len(part))
+        other = GradStore(module.parameters())
+        other.backward(module(part).sin().mean(), weight=len(part), mode=mode)
+        stores[2].extend_(other)
+    for store in stores:
+        assert store.weight == sum(sizes)
+        assert_holds(store.mean_(), module, want, 1e-14)
+        assert store.weight == 1
 
 
 # -- graphs of gradients ---------------------------------------------------------------------------
@@ -302,8 +246,7 @@ def test_hessian_times_vector():
     want = torch.autograd.functional.hvp(loss, w, v)[1]
     store = GradStore([w])
     store.backward(loss(w) / 2, create_graph=True)
-    other = GradStore.from_backward(loss(w) / 2, [w], create_graph=True)
-    store.extend_(other)
+    store.extend_(GradStore.from_backward(loss(w) / 2, [w], create_graph=True))
     second = GradStore.from_backward((store[w] * v).sum(), [w])
     torch.testing.assert_close(second[w], want)
     assert store[w].requires_grad
@@ -328,18 +271,41 @@ def test_gradients_with_and_without_a_graph_are_summed(layer, first, mode):
 # -- what lives on ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", ["linear", "lstm", "sparse"])
-def test_nothing_of_the_graph_lives_on(layer, mode):
+def test_nothing_of_the_graph_lives_on(layer, way):
     module, (x, _) = made(layer)
     store = GradStore(module.parameters())
     gc.disable()
     try:
         y = module(x)
         loss = loss_of(y)
+        # A node that accumulates is bound to the stream that made it.
+        (node, *_) = (each for each in nodes_of([y]) if hasattr(each, "variable"))
+        node.metadata["seen"] = True
         watched = [weakref.ref(each) for each in (y, loss, y.untyped_storage())]
-        store.backward(loss, mode=mode)
-        del y, loss
+        collect(store, loss, way)
+        del y, loss, node, _
         assert [each() for each in watched] == [None] * 3
+        for each in module.parameters():
+            assert "seen" not in each.view_as(each).grad_fn.next_functions[0][0].metadata
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("take_out", ["pop", "popitem", "discard", "clear"])
+def test_what_is_taken_out_is_freed(take_out, mode):
+    """Also if it came as a piece of something larger."""
+    a, b = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+    store = GradStore([a, b])
+    store.backward(torch.cat([a, b]).sin().sum(), mode=mode)
+    watched = [weakref.ref(gradient.untyped_storage()) for gradient in store.values()]
+    gc.disable()
+    try:
+        target = getattr(store, take_out)(*([b] if take_out in ("pop", "discard") else []))
+        del target
+        assert watched[1]() is None
+        assert (watched[0]() is None) is (take_out == "clear")
     finally:
         gc.enable()

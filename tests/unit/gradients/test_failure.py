@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import MODES, NAMES, Undisturbed, assert_holds, made, plain
+from tests.unit.gradients.cases import MODES, WAYS, Undisturbed, assert_holds, collect, made, plain
 
 
 class Checkpointed(nn.Module):
@@ -40,6 +39,10 @@ def x():
     return torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
 
 
+def sine(y):
+    return y.sin().sum()
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -54,14 +57,13 @@ quiet = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad
 @pytest.mark.parametrize("kind", ["reentrant", "other"])
 def test_checkpoints_deliver_all_or_are_refused(kind, is_nested, is_tied, mode, x):
     module = Checkpointed(kind, is_tied=is_tied, is_nested=is_nested)
-    want = plain(module, [x, x], lambda y: y.sin().sum())
-    x.grad = None
+    want = plain(module, [x, x], sine)
     store = GradStore(module.parameters())
     with Undisturbed(*module.parameters(), x):
         for _ in range(2):
-            loss = module(x).sin().sum()
-            if kind == "reentrant" and mode not in ("auto", "harvest"):
-                with pytest.raises(GradientError, match='Use mode="harvest"'):
+            loss = sine(module(x))
+            if kind == "reentrant" and mode == "grad":
+                with pytest.raises(GradientError, match=r'use_reentrant=False.*mode="harvest"'):
                     store.backward(loss, mode=mode)
                 assert len(store) == 0
                 return
@@ -74,16 +76,16 @@ def test_checkpoints_deliver_all_or_are_refused(kind, is_nested, is_tied, mode, 
 def test_reentrant_checkpoint_of_leaves_that_are_no_targets(is_nested, x):
     """They show when the checkpoint runs again, and must be left alone all the same."""
     module = Checkpointed("reentrant", is_nested=is_nested)
-    want = plain(module, [x], lambda y: y.sin().sum())
+    want = plain(module, [x], sine)
     want_x, x.grad = x.grad, None
-    for targets in (module.head, module.deeper):
+    for name in ("head", "deeper"):
+        targets = module.get_submodule(name)
         store = GradStore(targets.parameters())
-        loss = module(x).sin().sum()
+        loss = sine(module(x))
         with Undisturbed(*module.parameters(), x):
             (dx,) = store.backward(loss, inputs=x, retain_graph=True)
             store.backward(loss, retain_graph=True)
         assert torch.equal(dx, want_x)
-        name = "head" if targets is module.head else "deeper"
         assert_holds(store, targets, {n: 2 * want[f"{name}.{n}"] for n in ("weight", "bias")})
     module.zero_grad()
     loss.backward(retain_graph=True)  # a plain backward of the same graph is as it was
@@ -117,58 +119,45 @@ class RunsWithin(torch.autograd.Function):
         return None, x.grad
 
 
-def test_a_plain_backward_reaches_leaves_that_nothing_shows(x):
+@pytest.mark.parametrize("way", ["harvest", "collecting"])
+def test_a_plain_backward_reaches_leaves_that_nothing_shows(way, x):
     first, layer = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
     want = plain(nn.Sequential(first, layer), [x], torch.sum)
     store = GradStore([*first.parameters(), *layer.parameters()])
-    store.backward(RunsWithin.apply(layer, first(x)).sum(), mode="harvest")
+    collect(store, RunsWithin.apply(layer, first(x)).sum(), way)
     assert_holds(store, nn.Sequential(first, layer), want)
 
 
 # -- hooks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_of_tensors_run_once(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_tensors_run_once(way):
     module, inputs = made("tied")
-    calls = []
-
-    def tenfold(gradient):
-        calls.append(gradient)
-        return gradient * 10
-
-    want = plain(module, inputs)
-    handle = module.a.weight.register_hook(tenfold)
+    calls, want = [], plain(module, inputs)
+    handle = module.a.weight.register_hook(lambda g: (calls.append(g), g * 10)[1])
     store = GradStore(module.parameters())
     for x in inputs:
-        store.backward(module(x).double().sin().sum(), mode=mode)
+        collect(store, module(x).double().sin().sum(), way)
     handle.remove()
     assert len(calls) == 2
     want["a.weight"] *= 10
     assert_holds(store, module, want, 1e-14)
-    kept = [each.clone() for each in calls]
-    store.scale_(3.0)
-    assert all(map(torch.equal, calls, kept)), "what a hook has kept is its own"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_hooks_after_accumulation(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_after_accumulation(way):
     module, (x, _) = made("linear")
-    calls = []
+    calls, want = [], plain(module, [x], torch.sum)
     module.weight.register_post_accumulate_grad_hook(calls.append)
     store = GradStore(module.parameters())
-    if mode == "harvest":
-        with pytest.raises(GradientError, match=r'post-accumulate hook.*Use mode="grad"'):
-            store.backward(module(x).sum(), mode=mode)
+    if way in ("harvest", "collecting"):
+        with pytest.raises(GradientError, match=r'post-accumulate hook.*Use (mode="grad"|`back)'):
+            collect(store, module(x).sum(), way)
         assert len(store) == 0
     else:
-        store.backward(module(x).sum(), mode=mode)
-        assert len(store) == 2
-    with (
-        pytest.raises(GradientError, match=r"post-accumulate hook.*Use `backward`"),
-        store.collecting(),
-    ):
-        module(x).sum().backward()
+        collect(store, module(x).sum(), way)
+        assert_holds(store, module, want)
     assert calls == []
 
 
@@ -194,32 +183,22 @@ class Breaks(nn.Module):
 
 
 @pytest.mark.parametrize("was_empty", [True, False])
-@pytest.mark.parametrize("way", [*MODES, "collecting"])
+@pytest.mark.parametrize("way", WAYS)
 def test_an_error_half_way(way, was_empty, x):
     module = Breaks()
-    # In another type, harvest sums aside, and an error changes nothing.
-    dtype = torch.float64 if way == "harvest" else torch.float32
-    store = GradStore(module.parameters(), dtype=dtype)
-
-    def backward():
-        if way != "collecting":
-            store.backward(module(x).sin().sum(), mode=way)
-            return
-        with store.collecting():
-            module(x).sin().sum().backward()
-
+    store = GradStore(module.parameters(), dtype=torch.float32)
     if not was_empty:
-        backward()
+        collect(store, sine(module(x)), way)
     before = {name: each.clone() for name, each in store.named(module).items()}
     module.fails = True
     with Undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
-        backward()
+        collect(store, sine(module(x)), way)
     module.fails = False
     if was_empty or way == "grad":
         assert_holds(store, module, before)
     else:
         for use in (
-            backward,
+            lambda: collect(store, sine(module(x)), way),
             store.norm,
             store.clone,
             lambda: store[module.last.weight],
@@ -233,74 +212,70 @@ def test_an_error_half_way(way, was_empty, x):
         store.clear()
         before = {}
     weight = store.weight
-    backward()
+    collect(store, sine(module(x)), way)
     assert store.weight == weight + 1
-    want = plain(module, [x], lambda y: y.sin().sum())
+    want = plain(module, [x], sine)
     for name, gradient in store.named(module).items():
         wanted = want[name] + before.get(name, 0)
-        torch.testing.assert_close(gradient, wanted.to(dtype), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_in_collecting_before_any_backward(x):
+def test_an_error_before_any_backward(x):
     module = Breaks()
     store = GradStore.from_backward(module(x).sum(), module.parameters())
     with Undisturbed(*module.parameters()), pytest.raises(KeyError), store.collecting():
         raise KeyError
     assert len(store) == 4
+    assert store.norm() > 0
 
 
 # -- misuse of `collecting` ------------------------------------------------------------------------
-
-
-def cleared(module, store):
-    module.zero_grad()
 
 
 def replaced(module, store):
     module.weight.grad = torch.zeros_like(module.weight)
 
 
-def stepped(module, store):
-    store.step(torch.optim.SGD(module.parameters(), lr=0.0))
-
-
-def with_graph(module, store):
-    (module.weight**3).sum().backward(create_graph=True)
+MISUSES = {
+    "cleared": lambda module, store: module.zero_grad(),
+    "replaced": replaced,
+    "stepped": lambda module, store: store.step(torch.optim.SGD(module.parameters(), lr=0.0)),
+    "graph": lambda module, store: (module.weight**3).sum().backward(create_graph=True),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("is_last", [False, True])
-@pytest.mark.parametrize("misuse", [cleared, replaced, stepped, with_graph])
-def test_what_would_lose_gradients_raises(misuse, is_last):
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_would_lose_gradients_raises(name, is_last):
     module, (x, _) = made("linear")
-    store = GradStore(module.parameters())
-    store.backward(module(x).sum())
+    store = GradStore.from_backward(module(x).sum(), module.parameters())
 
-    def collect():
+    def collect_and_misuse():
+        calls = [lambda: MISUSES[name](module, store), lambda: module(x).sum().backward()]
         with store.collecting():
-            if not is_last:
-                misuse(module, store)
-            module(x).sum().backward()
-            if is_last:
-                misuse(module, store)
+            for call in reversed(calls) if is_last else calls:
+                call()
 
     with (
         Undisturbed(*module.parameters()),
         pytest.raises(GradientError, match="Within `collecting`"),
     ):
-        collect()
+        collect_and_misuse()
     with pytest.raises(GradientError, match="Call `clear"):
         store.clone()
 
 
 def test_a_tensor_that_was_resized():
     module, (x, _) = made("linear")
-    store = GradStore(module.parameters())
-    store.backward(module(x).sum())
+    store = GradStore.from_backward(module(x).sum(), module.parameters())
     module.weight.data, module.bias.data = torch.ones(7, 4).double(), torch.ones(7).double()
-    for mode in NAMES:
+    for way in ("auto", "grad", "harvest", "collecting"):
         with pytest.raises(ValueError, match=r"shape \(3.* is a tensor of shape \(7.*`discard`"):
-            store.backward(module(x).sum(), mode=mode)
+            collect(store, module(x).sum(), way)
+    with pytest.raises(ValueError, match=r"has shape \(3"):
+        GradStore(module.parameters()).extend_(store)
+    assert len(store) == 2
     store.discard(module.weight)
     store.discard(module.bias)
     store.backward(module(x).sum())
@@ -346,53 +321,25 @@ def test_threads_with_the_same_parameters(mode):
         assert_holds(store, module, plain(module, [x] * 20, torch.sum), 1e-13)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_while_another_thread_collects(mode):
+@pytest.mark.parametrize("way", WAYS)
+def test_while_another_thread_collects(way):
+    """It may begin at the last moment, and what does not need `.grad` goes on."""
     module, (x, _) = made("linear")
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
+    is_refused = way in ("harvest", "collecting")
 
     def other():
-        if mode == "harvest":
+        if is_refused:
             with pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"'):
-                inner.backward(module(x).sum(), mode=mode)
-            with pytest.raises(GradientError, match="nother thread"), inner.collecting():
-                pass
+                collect(inner, module(x).sum(), way)
         else:
-            inner.backward(module(x).sum(), mode=mode)
+            collect(inner, module(x).sum(), way)
 
     with Undisturbed(*module.parameters()), outer.collecting():
         in_threads(other)
         module(x).exp().sum().backward()
     assert_holds(outer, module, plain(module, [x], lambda y: y.exp().sum()))
-    assert_holds(inner, module, {} if mode == "harvest" else plain(module, [x], torch.sum))
-
-
-def test_another_thread_comes_first_at_the_last_moment(monkeypatch):
-    """`auto` has chosen when the other one begins."""
-    from recoup.gradients import collecting
-
-    module, (x, _) = made("linear")
-    held, done = threading.Event(), threading.Event()
-    outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
-
-    def other():
-        with outer.collecting(allow_empty=True):
-            held.set()
-            done.wait()
-
-    thread = threading.Thread(target=other)
-    real = collecting.ends_of
-
-    def late(outputs):
-        if not thread.is_alive():
-            thread.start()
-            held.wait()
-        return real(outputs)
-
-    monkeypatch.setattr(collecting, "ends_of", late)
-    try:
-        inner.backward(module(x).sum())
-    finally:
-        done.set()
-        thread.join()
-    assert_holds(inner, module, plain(copy.deepcopy(module), [x], torch.sum))
+    assert_holds(inner, module, {} if is_refused else plain(module, [x], torch.sum))
+    inner.clear()
+    collect(inner, module(x).sum(), way)  # `.grad` is free again
+    assert_holds(inner, module, plain(module, [x], torch.sum))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.errors import ChangedError, GradientError, NotInvertibleError, ReplayError
+from recoup.errors import ChangedError, NotInvertibleError, ReplayError
 from recoup.invertible import AdditiveCoupling
 from tests.oracle import assert_same_tensor
 from tests.unit.gradients.cases import MODES
@@ -59,12 +59,17 @@ def assert_same(store, cell, plain):
 def test_shared_segments_equal_one_backward(memory, wrap):
     cell, x = block(dropout=0.3, norm=True), torch.randn(4, 6)
     plain = copy.deepcopy(cell)
+    seen, versions = [], [each._version for each in cell.parameters()]
+    for each in (plain, cell):
+        each[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     torch.manual_seed(1)
     want = whole([wrap(plain)] * 6, x)
     want.backward()
     stream = torch.get_rng_state()
     torch.manual_seed(1)
     store, loss = in_segments(cell, [wrap(cell)] * 6, x, memory)
+    assert torch.equal(*seen), "hooks of parameters are called once, too"
+    assert [each._version for each in cell.parameters()] == versions
     assert torch.equal(loss, want)
     assert not loss.requires_grad
     assert_same(store, cell, plain)
@@ -100,34 +105,6 @@ def test_ten_steps_equal_ten_plain_steps(name, memory):
         assert torch.equal(got, want)
 
 
-def test_a_step_for_each_segment_is_another_training():
-    """What a store is for: the loop of the candle thread, stepped too early."""
-    cell, x = block(dtype=torch.float64), torch.randn(4, 6).double()
-    start = copy.deepcopy(cell)
-    together = torch.optim.AdamW(cell.parameters(), lr=1e-2)
-    for _ in range(5):
-        in_segments(cell, [cell] * 8, x)[0].step(together)
-    other = copy.deepcopy(start)
-    apart = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    for _ in range(5):
-        inputs = [x]
-        for _ in range(7):
-            inputs.append(other(inputs[-1]).detach())
-        y = other(inputs[-1].requires_grad_())
-        outputs, gradient = loss_fn(y), None
-        for given in reversed(inputs):
-            store = recoup.GradStore(other.parameters())
-            given.requires_grad_()
-            outputs = loss_fn(other(given)) if gradient is None else other(given)
-            (gradient,) = store.backward(outputs, gradient, inputs=given)
-            store.step(apart)
-    worst = max(
-        float((a - b).detach().abs().max())
-        for a, b in zip(cell.parameters(), other.parameters(), strict=True)
-    )
-    assert worst > 1e-3
-
-
 def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
     """R6: the loop that docs/gradients.md prints, whose second runs used to draw anew."""
     page = (Path(__file__).parents[3] / "docs" / "gradients.md").read_text(encoding="utf-8")
@@ -148,31 +125,6 @@ def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
     for got, want in zip(names["cell"].parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(names["store"][got], want.grad, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(names["gradient"], x.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_loop_by_hand_that_calls_segments_twice_is_another_function():
-    """R6: the negative control of the loop above."""
-    cell, inputs = block(dropout=0.3), [torch.randn(4, 6)]
-    torch.manual_seed(1)
-    want, _ = in_segments(cell, [cell] * 5, inputs[0])
-    torch.manual_seed(1)
-    for _ in range(4):
-        inputs.append(cell(inputs[-1]).detach())
-    store, gradient = recoup.GradStore(cell.parameters()), None
-    for given in reversed(inputs):
-        y = cell(given.requires_grad_())
-        outputs = loss_fn(y) if gradient is None else y
-        (gradient,) = store.backward(outputs, gradient, inputs=given)
-    assert store.cosine(want) < 0.999
-
-
-def test_no_parameter_changes_before_the_step():
-    cell = block()
-    before = [each.clone() for each in cell.parameters()]
-    versions = [each._version for each in cell.parameters()]
-    in_segments(cell, [cell] * 4, torch.randn(2, 6))
-    assert [each._version for each in cell.parameters()] == versions
-    assert all(map(torch.equal, cell.parameters(), before))
 
 
 def test_distinct_mixed_and_frozen_segments():
@@ -268,32 +220,6 @@ def test_kept_inputs_can_be_offloaded():
         assert torch.equal(again[each], want[each])
 
 
-def test_stores_sum_over_calls_and_weights():
-    cell, x = block(), torch.randn(6, 6)
-    plain = copy.deepcopy(cell)
-    whole([plain] * 3, x).backward()
-    store = recoup.GradStore(cell.parameters())
-    for part in (x[:4], x[4:]):
-        recoup.segments_backward([cell] * 3, part, loss_fn, store, weight=len(part))
-    store.mean_()
-    for got, want in zip(cell.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(store[got], want.grad)
-
-
-def test_backpropagation_that_is_truncated():
-    cell, x = block(), torch.randn(4, 6)
-    plain = copy.deepcopy(cell)
-    y = x
-    for _ in range(5):
-        y = plain(y)
-    whole([plain] * 3, y.detach()).backward()
-    with torch.no_grad():
-        for _ in range(5):
-            x = cell(x)
-    store, _ = in_segments(cell, [cell] * 3, x)
-    assert_same(store, cell, plain)
-
-
 @pytest.mark.parametrize("memory", ["inputs", "sqrt"])
 def test_noisy_weights_and_autocast_and_no_grad_around(memory):
     cell = recoup.weight_dropout(block(), r"0\.weight", p=0.4)
@@ -307,17 +233,6 @@ def test_noisy_weights_and_autocast_and_no_grad_around(memory):
         store, loss = in_segments(cell, [cell] * 4, x, memory)
     assert torch.equal(loss, want)
     assert_same(store, cell, plain)
-
-
-def test_hooks_of_parameters_see_what_one_backward_shows_them():
-    cell = block()
-    seen = []
-    cell[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    whole([cell] * 4, torch.ones(2, 6)).backward()
-    cell.zero_grad()
-    in_segments(cell, [cell] * 4, torch.ones(2, 6))
-    assert len(seen) == 2
-    assert torch.equal(*seen)
 
 
 def test_nothing_outlives_the_call():
@@ -422,27 +337,9 @@ def test_a_loss_with_more_beside_it(memory):
     assert not aux["y"].requires_grad
 
 
-def test_what_cannot_be_right_raises():
-    cell, x = block(), torch.randn(2, 6)
+def test_what_cannot_be_repeated_raises():
+    cell, x, generator = block(), torch.randn(2, 6), torch.Generator()
     store = recoup.GradStore(cell.parameters())
-    segments = [cell, cell]
-    for wrong, said in [
-        ([], "is empty"),
-        ([cell, 3], r"\[1\]` is a int"),
-        (cell[0], "give .segment."),
-    ]:
-        with pytest.raises(ValueError, match=f"`segments.*{said}"):
-            recoup.segments_backward(wrong, x, loss_fn, store)
-    with pytest.raises(ValueError, match="`memory` is 'most'"):
-        recoup.segments_backward(segments, x, loss_fn, store, memory="most")
-    with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
-        recoup.segments_backward(segments, x, loss_fn, store)
-    with pytest.raises(GradientError, match="does not require grad"):
-        recoup.segments_backward(segments, x, lambda y: y.detach().sum(), store)
-    other = recoup.GradStore(block().parameters())
-    with pytest.raises(GradientError, match="None of the 2 targets"):
-        recoup.segments_backward(segments, x, loss_fn, other)
-    generator = torch.Generator()
     noisy = [cell, lambda x: x * torch.rand(x.shape, generator=generator), cell]
     with pytest.raises(ReplayError, match="did not repeat"):
         recoup.segments_backward(noisy, x, loss_fn, store)
@@ -453,5 +350,5 @@ def test_what_cannot_be_right_raises():
         return loss_fn(y)
 
     with pytest.raises((ChangedError, RuntimeError), match=r"changed|modified"):
-        recoup.segments_backward(segments, x, stepped, store)
+        recoup.segments_backward([cell, cell], x, stepped, store)
     assert len(store) == 0

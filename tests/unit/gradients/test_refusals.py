@@ -1,0 +1,278 @@
+"""What a store cannot use: an error that says what to give, before anything has changed."""
+
+from __future__ import annotations
+
+import io  # noqa: F401
+import math
+import pickle  # noqa: F401
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup import GradStore
+from recoup.errors import GradientError, NotInvertibleError
+
+X = torch.ones(1, 3)
+CPU_SCALERS = {scale: lambda s=scale: torch.amp.GradScaler("cpu", init_scale=s) for scale in (2, 8)}
+
+
+class World:
+    """A model, stores of its gradients that are scaled in each way, and what does not belong."""
+
+    def __init__(self):
+        self.model, self.stranger = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
+        self.weight, self.bias = self.params = [*self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.model.named_parameters(), lr=1.0)
+        self.scaler, self.other_scaler = CPU_SCALERS[8](), CPU_SCALERS[2]()
+        self.store = self.collected()
+        self.part = GradStore(self.params).add_(self.weight, torch.ones(2, 3))
+        self.scaled = self.collected(scaler=self.scaler)
+        self.unscaled = self.collected(scaler=self.scaler)
+        self.unscaled.unscale_(self.scaler, self.optimizer)
+        self.unknown = GradStore().add_(self.stranger, torch.ones(4))
+        self.complex = GradStore().add_(nn.Parameter(torch.ones(2) * 1j), torch.ones(2) * 1j)
+        self.infinite = GradStore().add_(self.stranger, torch.full((4,), math.inf))
+        self.weightless = GradStore().add_(self.stranger, torch.ones(4))
+        self.graph = GradStore(self.params)
+        self.graph.backward(self.loss().square(), create_graph=True)
+        self.inside = self.weight * 1
+        self.stores = [each for each in vars(self).values() if isinstance(each, GradStore)]
+
+    def loss(self):
+        return self.model(X).sum()
+
+    def backward_of(self, tensor, **settings):
+        self.store.backward(tensor.sum(), params=[tensor], **settings)
+
+    def collected(self, **settings):
+        store = GradStore(self.params)
+        store.backward(self.loss(), **settings)
+        return store
+
+    def frozen(self):
+        self.bias.requires_grad_(requires_grad=False)
+        return self.store
+
+    def state(self, key=None, **gradients):
+        """A state of the store; with a part or some gradients replaced."""
+        state = self.store.state_dict(self.model)
+        if key is not None:
+            return {**state, **key}
+        return {**state, "gradients": {**state["gradients"], **gradients}}
+
+    def load(self, state, **settings):
+        self.store.load_state_dict(state, self.model, **settings)
+
+    def content(self):
+        gradients = [g.detach().clone() for store in self.stores for g in store.values()]
+        weights = [(store.weight, store._scale, len(store)) for store in self.stores]
+        return weights, [*gradients, *(each.detach().clone() for each in self.params)]
+
+
+def never(x):
+    raise AssertionError("a segment ran before the arguments were looked at")
+
+
+def segments(w, fns=None, loss=torch.sum, x=X, **settings):
+    return recoup.segments_backward([w.model] if fns is None else fns, x, loss, w.store, **settings)
+
+
+def dense(*shape, **settings):
+    return torch.ones(shape, **settings)
+
+
+def listed(row):
+    """A sparse gradient of the weight, of a row that it may not have."""
+    rows, values = torch.tensor([[row]]), torch.ones(1, 3)
+    return torch.sparse_coo_tensor(rows, values, (2, 3), check_invariants=False)
+
+
+def in_inference_mode(w):
+    with torch.inference_mode():
+        segments(w)
+
+
+LBFGS = torch.optim.LBFGS
+TIED = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+TIED["b"].weight = TIED["a"].weight
+OF_TIED = {"a.weight": dense(2, 3), "b.weight": dense(2, 3)}
+
+# What is called, the argument or the thing that the error names, and what else it says.
+REFUSALS = r"""
+# making a store
+GradStore(w.weight) -> `params` -> a tensor of shape .*\[tensor\]
+GradStore(w.model) -> `params` -> a Linear.*module\.parameters\(\)
+GradStore([1]) -> `params` -> a int in it
+GradStore(3) -> `params` -> a int, but must be tensors
+GradStore("ab") -> `params` -> a str, but must be tensors
+GradStore({"a": w.weight}) -> `params` -> a str in it
+GradStore(dtype=torch.int64) -> `dtype` -> floating-point
+GradStore(dtype=torch.complex64) -> `dtype` -> floating-point
+GradStore(device="moon") -> `device` -> is 'moon'
+GradStore(ddp=w.model) -> `ddp` -> must be the DistributedDataParallel
+GradStore.from_grad(w.params) -> None of the 2 targets -> allow_empty
+# backward
+w.store.backward(3.0) -> `outputs` -> is 3.0, but must be a tensor
+w.store.backward([3.0]) -> `outputs` -> is 3.0, but must be a tensor
+w.store.backward(w.loss().detach()) -> `outputs` -> does not require grad
+w.store.backward(w.loss(), weight=0) -> `weight` -> is 0, but .* above zero
+w.store.backward(w.loss(), weight=math.inf) -> `weight` -> is inf
+w.store.backward(w.loss(), weight="x") -> `weight` -> is 'x'
+w.store.backward(w.loss(), scaler=8) -> `scaler` -> is 8, .*GradScaler
+w.store.backward(w.model(X)) -> `grad_outputs` -> None for .*\(1, 2\)
+w.store.backward([w.model(X)], []) -> `grad_outputs` -> 0 gradients for 1
+w.store.backward(w.loss(), X) -> `grad_outputs` -> \(1, 3\) for .*shape \(\)
+w.store.backward(w.loss(), 3) -> `grad_outputs` -> has 3 for an output
+w.store.backward(w.loss(), mode="x") -> `mode` -> 'x', .*auto, grad, harvest
+w.store.backward(w.loss(), inputs=X) -> `inputs` -> does not require grad
+w.store.backward(w.loss(), inputs=w.weight) -> `inputs` -> in `params`, too
+w.store.backward(w.loss(), params=[w.stranger]) -> None of the 1 -> copies
+w.store.backward(w.loss(), params=[]) -> `params` -> nothing to collect
+GradStore().backward(w.loss()) -> `params` -> missing
+w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
+w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
+w.scaled.collecting().__enter__() -> A backward -> scaled by 8
+w.backward_of(w.inside, mode="harvest") -> `mode` -> not a leaf.*Use mode="grad"
+w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
+# a mapping
+w.store[X] -> no gradient of -> \(1, 3\)
+w.store["x"] -> no gradient of -> a str
+w.store.pop(X) -> no gradient of -> \(1, 3\)
+w.store.__delitem__(X) -> no gradient of -> \(1, 3\)
+GradStore().popitem() ->  -> empty
+w.store.__setitem__(w.weight, dense(3)) -> gradient of -> shape \(3,\)
+w.store.__setitem__(w.weight, [1.0]) -> `grad` -> a list
+w.store.__setitem__("w", dense(2, 3)) -> `param` -> a str
+w.store.add_(3, X) -> `param` -> a int
+w.store.add_(w.weight, 3) -> `grad` -> a int
+w.store.add_(w.weight, X) -> gradient of -> shape \(1, 3\).*the same shape
+w.store.add_(w.weight, dense(2, 3) * 1j) -> gradient of -> complex
+w.store.add_(w.weight, dense(2, 3).long()) -> gradient of -> torch.int64
+w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
+w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
+w.store.add_(w.weight, dense(2, 3), alpha="x") -> `alpha` -> 'x'
+w.store.split(w.params[:1]) -> `groups` -> 0 of the 1
+w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
+w.store.split(w.weight) -> `groups` -> \[tensor\]
+w.store.insert -> no `insert` -> store\[param\] = gradient
+w.store.remove -> no `remove` -> store\.pop\(param\)
+w.store.extend -> no `extend` -> a\.extend_\(b\)
+w.store.anything -> no `anything` -> \.$
+pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
+torch.save(w.store, io.BytesIO()) -> state_dict -> load_state_dict
+# algebra
+w.store.extend_(3) -> `others` -> 3, but must be a GradStore
+w.store.extend_(w.store, None) -> `others` -> None
+w.store.dot(3) -> `other` -> 3
+w.store.extend_(w.part, weight=-2) -> `weight` -> is -2
+w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
+w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
+GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
+w.scaled + w.unscaled -> goes with -> unscaled.*scaled by 8
+w.store.scale_(dense(3)) -> `factor` -> single real number
+w.store.scale_("2") -> `factor` -> '2'
+w.store.scale_(1j) -> `factor` -> 1j
+w.store * w.store ->  -> unsupported operand
+w.store + 1 ->  -> unsupported operand
+1 + w.store ->  -> unsupported operand
+w.store - {} ->  -> unsupported operand
+w.store / 0 ->  -> division
+w.store.norm(math.nan) -> `norm_type` -> is nan
+w.store.clip_norm_(1.0, 0) -> `norm_type` -> is 0
+w.store.clip_norm_(-1.0) -> `max_norm` -> is -1.0
+w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
+w.store.clip_norm_("1") -> `max_norm` -> '1'
+w.store.clip_value_(math.nan) -> `clip_value` -> is nan
+w.complex.clip_value_(0.1) -> complex -> `clip_norm_`
+w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
+w.weightless.mean_() -> weight of 0 -> `scale_`
+# a step
+w.store.step(w.params) -> `optimizer` -> is a list
+recoup.step(w.optimizer) -> `stores` -> is empty
+recoup.step(w.store, w.optimizer) -> `stores` -> must be a GradStore
+w.store.step(LBFGS(w.params)) -> `optimizer` -> LBFGS.*closure
+recoup.step(LBFGS(w.params), w.store, w.part) -> `optimizer` -> closure
+w.store.step(w.optimizer, missing="none") -> `missing` -> 'none'
+w.store.step(w.optimizer, unknown="skip") -> `unknown` -> 'skip'
+w.store.step(w.optimizer, scaler=1) -> `scaler` -> GradScaler
+w.unknown.step(w.optimizer) -> `optimizer` -> shape \(4,\).*assign=True
+w.part.step(w.optimizer, missing="error") -> no gradient of -> `bias`
+w.frozen().step(w.optimizer) -> `bias` -> was frozen
+w.scaled.step(w.optimizer) -> scaled by 8 -> autograd made
+recoup.step(w.optimizer, w.scaled, w.scaled) -> scaled by 8 -> autograd made
+w.scaled.step(w.optimizer, scaler=w.other_scaler) -> scaled by 2 -> by 8
+recoup.step(w.optimizer, w.scaled, w.store, scaler=w.scaler) -> goes -> scaled
+w.unscaled.step(w.optimizer, scaler=w.other_scaler) -> `scaler` -> it again
+w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
+w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
+w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
+w.scaled.unscale_(w.scaler) -> `optimizers` -> 0 of the 0
+w.scaled.unscale_(None) -> `scaler` -> is None
+w.scaled.unscale_(w.scaler, w.optimizer, LBFGS(w.params)) -> LBFGS -> closure
+w.scaled.unscale_(w.scaler, w.optimizer, torch.optim.SGD(w.params)) -> `optimizers` -> 2 of the 2
+w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
+w.store.as_grad(w.model).__enter__() -> `params` -> module\.parameters
+w.store.step(torch.optim.SGD([w.inside], differentiable=True)) -> not a leaf -> `differentiable`
+# copies and files
+w.store.to("meta", pin_memory=True) -> `pin_memory` -> device="cpu"
+w.store.to(dtype=torch.int8) -> `dtype` -> floating-point
+w.store.named(nn.Linear(3, 2)) -> no parameter -> Linear.*`filter`
+w.store.named(3) -> `module` -> 3
+w.load(w.store.named(w.model)) -> no 'gradients' -> `add_`
+w.load(w.model) -> `state_dict` -> load_state_dict\(state_dict, module\)
+w.store.load_state_dict(w.state(), None) -> `module` -> state_dict, module
+w.load(w.state(a=X, b=X)) -> no parameter 'a', 'b' -> strict=False
+w.load(w.state(weight=X)) -> `weight` -> \(1, 3\).*\(2, 3\)
+w.load(w.state(weight=dense(2, 3) * 1j)) -> gradient of -> complex
+w.load(w.state(weight=dense(2, 3).int())) -> gradient of -> torch.int32
+w.load(w.state(weight=[1.0])) -> `weight` -> None
+w.load(w.state(weight=listed(7))) -> `weight` -> damaged: .*ind
+w.load(w.state(weight=listed(-1))) -> `weight` -> damaged
+w.load(w.state({"gradients": [X]})) -> 'gradients' -> tensors by name
+w.load(w.state({"weight": math.nan})) -> 'weight' -> nan
+w.load(w.state({"weight": -1.0})) -> 'weight' -> -1.0
+w.load(w.state({"weight": "1"})) -> 'weight' -> '1'
+w.load(w.state({"scale": "x"})) -> 'scale' -> 'x'
+w.load(w.state({"scale": 0.0})) -> 'scale' -> 0.0
+GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> `b.weight` -> another name
+w.store.all_reduce_(op="max") -> `op` -> 'max'
+GradStore().all_reduce_() -> `params` -> order
+w.store.all_reduce_() -> no processes -> init_process_group
+# segments
+segments(w, []) -> `segments` -> is empty
+segments(w, [w.model, 3]) -> `segments\[1\]` -> is 3
+recoup.segments_backward(3, X, torch.sum, w.store) -> `segments` -> give .segm
+recoup.segments_backward([never], X, torch.sum, w.model) -> `store` -> GradStore
+segments(w, [never], 3) -> `loss_fn` -> is 3
+segments(w, loss=lambda y: 3.0) -> `loss_fn` -> returned a float
+segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
+segments(w, loss=lambda y: y) -> `loss_fn` -> shape \(1, 2\).*Sum it
+segments(w, loss=lambda y: y.sum() * 1j) -> `loss_fn` -> real tensor
+segments(w, has_aux=True) -> `has_aux` -> `loss_fn` returned a tensor
+segments(w, [never], mode="x") -> `mode` -> is 'x'
+segments(w, [never], weight=-1.0) -> `weight` -> is -1.0
+segments(w, [never], params=[3]) -> `params` -> a int
+segments(w, memory="most") -> `memory` -> is 'most'
+segments(w, memory="constant") -> Linear -> has no inverse
+segments(w, params=[w.stranger]) -> None of the 1 targets -> copies
+segments(w, loss=lambda y: y.detach().sum()) -> `outputs` -> require grad
+in_inference_mode(w) -> inference mode -> no_grad
+"""
+ROWS = [line.split(" -> ") for line in REFUSALS.splitlines() if " -> " in line]
+ERRORS = (GradientError, ValueError, NotInvertibleError, TypeError, KeyError, AttributeError)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(("call", "named", "words"), ROWS, ids=[row[0] for row in ROWS])
+def test_what_cannot_be_used_is_named_and_changes_nothing(call, named, words):
+    world = World()
+    before, tensors = world.content()
+    with pytest.raises((*ERRORS, ZeroDivisionError), match=f"(?s)(?=.*{named}).*{words}"):
+        eval(call, globals(), {"w": world})
+    after, now = world.content()
+    assert after == before
+    assert all(map(torch.equal, now, tensors))
+    assert not world.optimizer.state_dict()["state"]
+    assert world.store.norm() > 0, "it can be used as before"
