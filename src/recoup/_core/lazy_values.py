@@ -218,7 +218,7 @@ class Value(Tensor):
                 return _OF_PARAMETERS[func](func, first, *args[1:], **kwargs)
             if func in _LOOKS or not torch.is_grad_enabled() or is_transformed():
                 result = func(*args, **kwargs)
-                _check_unchanged(func, first if type(first) is list else args)
+                _check_unchanged(func, cast("Any", first) if type(first) is list else args)
                 if kwargs:
                     _check_unchanged(func, kwargs.values())
                 if not stands_for:
