@@ -14,7 +14,6 @@ Rule 3. Backward may hold one more weight than the plain one, and what a draw ta
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
+from recoup.weights import draws
 from tests.alive import Remade, allocated_bytes, held_after, histories, no_collector, step_of
 from tests.oracle import hooks_in_force
 from tests.weight_zoo import (
@@ -40,7 +40,6 @@ from tests.weight_zoo import (
     built,
     first_of,
     matching,
-    used,
 )
 
 A_WEIGHT = 64
@@ -179,14 +178,17 @@ def batch():
 @functools.cache
 def bytes_of_a_draw(shape: torch.Size) -> int:
     """What drawing takes beside its result, at worst."""
-    module, peaks = nn.Linear(1, 1, bias=False), []
-    module.weight = nn.Parameter(torch.zeros(shape))
-    for way in ("dropout", "noise"):
-        noisy = OURS[way](copy.deepcopy(module))
+    weight, peaks = torch.zeros(shape), []
+    like = {"dtype": weight.dtype, "device": weight.device}
+    for draw in (
+        lambda: draws.dropped(weight, 1, 0.5),
+        lambda: draws.noised(weight, 1, 0.5),
+        lambda: draws.scales(tuple(shape), 1, 0.5, **like),
+    ):
         with StorageTracker() as tracker:
-            used(noisy)
+            draw()
         peaks.append(tracker.peak_bytes)
-    return max(peaks) - module.weight.nbytes
+    return max(peaks) - weight.nbytes
 
 
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
