@@ -231,11 +231,10 @@ class _Building(DispatchMode):
         try:
             made = func(*args, **kwargs)
         except DataDependentOutputException:
-            if isinstance(func._schema.returns[0].type, torch.TensorType):
+            if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            is_entry = func is torch.ops.aten._local_scalar_dense.default
-            with unset_fake_temporarily():  # others say whether something holds
-                return torch.zeros((), dtype=args[0].dtype if is_entry else torch.bool).item()
+            with unset_fake_temporarily():
+                return torch.zeros((), dtype=args[0].dtype).item()
         self._known.clear()  # `module.to` cannot convert what a weak reference is held of
         is_small = sum(tensor.numel() for tensor in tensors_in(made)) <= _FEW
         if given or not is_small:
