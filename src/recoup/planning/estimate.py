@@ -15,6 +15,7 @@ Rule 4. Kernels of recurrent layers return a workspace whose size nobody knows w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -183,7 +184,9 @@ def _built(
     build: Callable[[], Any], mode: FakeTensorMode, after: ExitStack
 ) -> tuple[nn.Module, Args, Kwargs]:
     """Return the model and its arguments, without values until `after` (See Rules 1 to 3)."""
-    with _Building(mode):
+    with warnings.catch_warnings(), _Building(mode):
+        # Torch asks for the address of a tensor that it copies deeply, and warns of its own code.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         given = build()
     is_several = isinstance(given, (tuple, list))
     parts: list[Any] = [*cast("Any", given)] if is_several else [given]
@@ -194,7 +197,10 @@ def _built(
         )
 
     def without_values(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return mode.from_tensor(tensor)
+        tensor.fake_mode = mode  # a deep copy has a copy of it
+        return tensor
 
     model, *args = parts
     for module in model.modules():

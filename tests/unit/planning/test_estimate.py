@@ -155,6 +155,15 @@ def test_a_model_that_was_there_before_and_random_streams_stay_as_they_were():
     model(x).sum().backward()
 
 
+def test_deep_copies_of_layers_are_those_of_the_step():
+    def build():
+        layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+        return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(8, 32, 128)
+
+    found, (model, x) = recoup.estimate(build), build()
+    assert found.least_bytes == pytest.approx(recoup.plan(model, x).least_bytes, rel=0.02)
+
+
 def test_counted_times_are_taken_once():
     from recoup.planning import timing
 
@@ -167,6 +176,7 @@ def test_counted_times_are_taken_once():
 
     seconds_of = timing.seconds_of
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_MOST_ROUNDS", 10)
         patch.setattr(timing, "seconds_of", counted)
         recoup.estimate(small)
     assert runs <= 3
