@@ -206,7 +206,8 @@ def _built(
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             after.callback(cast("Any", module)._init_flat_weights)
-        for own in (module._parameters, module._buffers):
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)
+        for own in tables:
             after.callback(own.update, dict(own))
             own.update({name: without_values(t) for name, t in own.items() if t is not None})
         if isinstance(module, nn.RNNBase):

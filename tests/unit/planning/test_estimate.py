@@ -164,24 +164,6 @@ def test_deep_copies_of_layers_are_those_of_the_step():
     assert found.least_bytes == pytest.approx(recoup.plan(model, x).least_bytes, rel=0.02)
 
 
-def test_counted_times_are_taken_once():
-    from recoup.planning import timing
-
-    runs = 0
-
-    def counted(step):
-        nonlocal runs
-        runs += 1
-        return seconds_of(step)
-
-    seconds_of = timing.seconds_of
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_MOST_ROUNDS", 10)
-        patch.setattr(timing, "seconds_of", counted)
-        recoup.estimate(small)
-    assert runs <= 3
-
-
 class ReadsItsRates(nn.Module):
     """Its rates come from a `linspace`, its weights from a truncated normal distribution."""
 
