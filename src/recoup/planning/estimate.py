@@ -206,8 +206,8 @@ def _built(
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             after.callback(cast("Any", module)._init_flat_weights)
-        tables: tuple[Any, ...] = (module._parameters, module._buffers)
-        for own in tables:
+        own_tensors: Any = module
+        for own in (own_tensors._parameters, own_tensors._buffers):
             after.callback(own.update, dict(own))
             own.update({name: without_values(t) for name, t in own.items() if t is not None})
         if isinstance(module, nn.RNNBase):
