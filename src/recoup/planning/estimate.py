@@ -7,14 +7,17 @@ Rule 1. Everything happens without values (NOTE [ Steps without values ]): the m
 Rule 2. Code that builds a model reads numbers: rates that a `linspace` made, the sign of a
         determinant, whether a random weight has to be drawn again. So tensors of a few entries have
         values until the model is built, and a number that is read of another one is zero.
-Rule 3. Kernels of recurrent layers return a workspace whose size nobody knows without running them.
+Rule 3. Nothing is kept: random streams go on as before, and a model that was there before has its
+        tensors again in the end.
+Rule 4. Kernels of recurrent layers return a workspace whose size nobody knows without running them.
         They are refused.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -30,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 
 from recoup._arguments import check_callable, shown
 from recoup._core.compile import never_compiled
+from recoup._core.devices import generators_restored
 from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.pytree import flatten, tensors_in
 from recoup.errors import RecoupError
@@ -38,6 +42,7 @@ from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import FrontierPoint, frontier_of
 from recoup.planning.largest import largest_of
 from recoup.planning.options import PlanOptions, checked_budget
+from recoup.planning.rehearsal import streams_restored
 
 __all__ = ["Estimate", "estimate"]
 
@@ -156,8 +161,8 @@ def estimate(
         raise ValueError(
             "`build_batch` is given, and no `budget` in which a size could be largest."
         )
-    with _without_values() as mode:
-        model, args, kwargs = _built(build, mode)
+    with _without_values() as mode, ExitStack() as after:
+        model, args, kwargs = _built(build, mode, after)
         made = None if optimizer is None else optimizer(model.parameters())
         options = PlanOptions(
             loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards
@@ -175,9 +180,13 @@ def estimate(
     return Estimate(name, whole, least, points, budget_bytes, peak, time, size, table)
 
 
-def _built(build: Callable[[], Any], mode: FakeTensorMode) -> tuple[nn.Module, Args, Kwargs]:
-    """Return the model and its arguments, without values (See Rules 1 and 2)."""
-    with _Building(mode):
+def _built(
+    build: Callable[[], Any], mode: FakeTensorMode, after: ExitStack
+) -> tuple[nn.Module, Args, Kwargs]:
+    """Return the model and its arguments, without values until `after` (See Rules 1 to 3)."""
+    with warnings.catch_warnings(), _Building(mode):
+        # Torch asks for the address of a tensor that it copies deeply, and warns of its own code.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         given = build()
     is_several = isinstance(given, (tuple, list))
     parts: list[Any] = [*cast("Any", given)] if is_several else [given]
@@ -188,11 +197,18 @@ def _built(build: Callable[[], Any], mode: FakeTensorMode) -> tuple[nn.Module, A
         )
 
     def without_values(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return mode.from_tensor(tensor)
+        tensor.fake_mode = mode  # a deep copy has a copy of it
+        return tensor
 
     model, *args = parts
     for module in model.modules():
-        for own in (module._parameters, module._buffers):
+        if isinstance(module, nn.RNNBase):
+            after.callback(cast("Any", module)._init_flat_weights)
+        own_tensors: Any = module
+        for own in (own_tensors._parameters, own_tensors._buffers):
+            after.callback(own.update, dict(own))
             own.update({name: without_values(t) for name, t in own.items() if t is not None})
         if isinstance(module, nn.RNNBase):
             cast("Any", module)._init_flat_weights()  # its list of parameters
@@ -238,7 +254,11 @@ class _Building(DispatchMode):
 def _without_values() -> Generator[FakeTensorMode]:
     """A context without values, whose errors say so."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with (
+            generators_restored(),
+            streams_restored(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
             yield mode
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RecoupError(

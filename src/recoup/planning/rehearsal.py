@@ -102,7 +102,7 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
     torch.clear_autocast_cache()  # earlier casts would not be counted
     with (
         generators_restored(),
-        _streams_restored(),
+        streams_restored(),
         settings_restored(),
         without_gradients(parameters),
         uncollected(),
@@ -181,7 +181,7 @@ def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
 
 
 @contextmanager
-def _streams_restored() -> Generator[None]:
+def streams_restored() -> Generator[None]:
     numpy = sys.modules.get("numpy.random")
     of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.get_state()

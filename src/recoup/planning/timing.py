@@ -11,7 +11,8 @@ Rule 2. What blocks pay is divided among them by the times of their second runs,
         share its time by their counted work, of which keeping them saves the part that the step
         which keeps products shows.
 Rule 3. The steps are run in turn, several times if they are short, and the shortest time of each
-        counts, since other programs only make it longer.
+        counts, since other programs only make it longer. Times that are counted (without values)
+        are always the same: once is enough.
 Rule 4. The plain step, and the one that keeps products, are run only if the system has room for
         them. The plain step then takes what is left of the other one without its second runs.
 """
@@ -26,6 +27,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from recoup._core.fake_values import is_without_values
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlannedModel
@@ -150,7 +152,7 @@ def _in_turn(
     """Return the shortest time of the step in each way (See Rule 3)."""
     seconds: dict[str, float] = {}
     spent = 0.0
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(1 if is_without_values() else _MOST_ROUNDS):
         if spent > _ENOUGH_SECONDS:
             break
         for name, entered in list(ways.items()):

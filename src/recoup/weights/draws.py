@@ -14,7 +14,9 @@ Rule 3. Torch's generators draw in one thread. So threads are started for a call
         while they run, and on 32768 elements or fewer they start no threads of their own.
 Rule 4. A draw of one piece takes as long as its operators are many. So it is made on its own, and
         torch adds it or multiplies by it; autograd holds the recipe of a mask in its place.
-Rule 5. The weight of an embedding, of which a forward may need a few rows, is drawn by row, which
+Rule 5. Where tensors have no values, a draw is made in one thread (a FakeTensorMode is that of a
+        thread) and at most 16 pieces, since operators take as long for a small one as for a large.
+Rule 6. The weight of an embedding, of which a forward may need a few rows, is drawn by row, which
         takes longer for a whole table.
 
 NOTE [ A draw that is addressed by row ]
@@ -46,9 +48,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 from recoup._core.devices import own_generator
+from recoup._core.fake_values import has_values
 from recoup._core.rng import hash_seed
 from recoup._core.saved_tensors import untransformed
 
@@ -77,12 +81,18 @@ class Rate(NamedTuple):
         scale: what entries that are kept are multiplied by, as the type of the weight has it.
         constants: the least value of a lane that is kept, and the scale, as tensors, from which an
             operator takes half the time.
+        numbers: the same as numbers, for tensors without values, which those cannot meet.
     """
 
     lanes: torch.dtype
     num_lanes: int
     scale: float
     constants: tuple[Tensor, Tensor]
+    numbers: tuple[int, float]
+
+    def beside(self, tensor: Tensor) -> tuple[Tensor, Tensor] | tuple[int, float]:
+        """Return the constants as an operator takes them together with `tensor`."""
+        return self.constants if type(tensor) is not FakeTensor else self.numbers
 
 
 @functools.lru_cache(1024)
@@ -97,9 +107,10 @@ def rate_of(p: float, dtype: torch.dtype) -> Rate:
     if num_dropped % 256 == 0:
         lanes, num_lanes, least = torch.int8, 8, num_dropped // 256 - 128
     with no_modes(), untransformed():  # they are cached
-        least_kept = torch.tensor(min(least, torch.iinfo(lanes).max), dtype=lanes, device=_CPU)
+        numbers = min(least, torch.iinfo(lanes).max), scale
+        least_kept = torch.tensor(numbers[0], dtype=lanes, device=_CPU)
         constants = least_kept, torch.tensor(scale, dtype=dtype, device=_CPU)
-    return Rate(lanes, num_lanes, scale, constants)
+    return Rate(lanes, num_lanes, scale, constants, numbers)
 
 
 def dropped(
@@ -197,7 +208,7 @@ class Mask(NamedTuple):
         """Draw the mask."""
         kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
         generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
-        return _kept(kept, self.rate, generator).mul_(self.rate.constants[1])
+        return _kept(kept, self.rate, generator).mul_(self.rate.beside(kept)[1])
 
     def pack(self, _: Tensor) -> Mask:
         """Return what autograd holds."""
@@ -225,9 +236,11 @@ def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
 # -- pieces (See Rules 1 and 3) --------------------------------------------------------------------
 
 
-def piece_for(device: torch.device) -> int:
-    """Return the number of entries that an operator works on at once."""
-    return _PIECE if device.type == "cpu" else _GPU_PIECE
+def _piece_for(out: Tensor) -> int:
+    """Return the number of entries of a result that an operator works on at once."""
+    if not out.is_cpu:
+        return _GPU_PIECE
+    return _PIECE if has_values(out) else max(_PIECE, -(-out.numel() // 16))  # See Rule 5
 
 
 def _kept(out: Tensor, rate: Rate, generator: torch.Generator) -> Tensor:
@@ -237,7 +250,7 @@ def _kept(out: Tensor, rate: Rate, generator: torch.Generator) -> Tensor:
     # All 64 bits: without a range, the first would be zero.
     lanes = words.random_(-(2**63), None, generator=generator).view(rate.lanes)
     lanes = lanes if num % num_lanes == 0 else lanes[:num]
-    return torch.ge(lanes.view(out.shape), rate.constants[0], out=out)
+    return torch.ge(lanes.view(out.shape), rate.beside(out)[0], out=out)
 
 
 def _filling(weight: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) -> _Draw:
@@ -268,7 +281,8 @@ def _written(
     if device.type == "meta":
         return out
     is_inference = torch.is_inference_mode_enabled()
-    size, piece = _CHUNK if device.type == "cpu" else max(1, numel), piece_for(device)
+    is_shared = out.is_cpu and has_values(out)
+    size, piece = _CHUNK if is_shared else max(1, numel), _piece_for(out)
 
     def work(chunk: int) -> None:
         generator = own_generator(device, hash_seed(seed, chunk))
@@ -361,7 +375,7 @@ def _written_rows(
     """Return `combine(weight, draw)`, of each of whose rows `width` numbers are drawn."""
     out = weight if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
     numbers = torch.arange(weight.shape[0], device=weight.device) if rows is None else rows.long()
-    step = max(1, piece_for(weight.device) // max(1, width))
+    step = max(1, _piece_for(out) // max(1, width))
     for start in range(0, weight.shape[0], step):
         place = slice(start, start + step)
         combine(weight[place], draw(numbers[place]), out=out[place])
@@ -372,7 +386,7 @@ def _scales(rows: Tensor, width: int, seed: int, rate: Rate, dtype: torch.dtype)
     """Return the entries of a mask in some rows (See Rule 3)."""
     lanes = _words(rows, -(-width // rate.num_lanes), seed).view(rate.lanes)[:, :width]
     kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
-    return torch.ge(lanes, rate.constants[0], out=kept).mul_(rate.scale)
+    return torch.ge(lanes, rate.beside(kept)[0], out=kept).mul_(rate.scale)
 
 
 def _normals(rows: Tensor, width: int, seed: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,67 @@ def test_noise_on_weights_costs_nothing_there_either():
 
     plain, found = recoup.estimate(small), recoup.estimate(noisy)
     assert found.plain_peak_bytes < plain.plain_peak_bytes + 3 * 64 * 64 * 4
+
+
+def test_noise_on_large_weights_is_drawn_without_values_in_any_number_of_threads():
+    def noisy():
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+        return recoup.weight_dropout(model, r".*weight", p=0.3), torch.randn(512, 1024)
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = recoup.estimate(noisy)
+    finally:
+        torch.set_num_threads(num_threads)
+    model, x = noisy()
+    real = recoup.plan(model, x)
+    assert found.least_bytes == pytest.approx(real.least_bytes, rel=0.05)
+    assert found.plain_peak_bytes == pytest.approx(real.points[-1].peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 256)])
+def test_noisy_weights_run_in_a_mode_of_the_user(shape):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recoup.weight_dropout(nn.Linear(*shape), "weight", p=0.3)(torch.ones(2, shape[0]))  # caches
+    with FakeTensorMode():
+        model = recoup.weight_dropout(nn.Linear(*shape), "weight", p=0.3)
+        model(torch.ones(2, shape[0])).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_model_that_was_there_before_and_random_streams_stay_as_they_were():
+    model, x = small()
+    model.register_buffer("big", torch.randn(100, 64))
+    before = [*model.parameters(), *model.buffers()]
+    sums = [tensor.sum().item() for tensor in before]
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+
+    def build():
+        torch.manual_seed(0)
+        random.seed(0)
+        small()
+        return model, x
+
+    recoup.estimate(build)
+    with pytest.raises(BudgetError):
+        recoup.estimate(build, 0)
+    after = [*model.parameters(), *model.buffers()]
+    assert [*map(id, after)] == [*map(id, before)]
+    assert [tensor.sum().item() for tensor in after] == sums
+    assert torch.equal(torch.get_rng_state(), of_torch)
+    assert random.getstate() == of_python
+    model(x).sum().backward()
+
+
+def test_deep_copies_of_layers_are_those_of_the_step():
+    def build():
+        layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+        return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(8, 32, 128)
+
+    found, (model, x) = recoup.estimate(build), build()
+    assert found.least_bytes == pytest.approx(recoup.plan(model, x).least_bytes, rel=0.02)
 
 
 class ReadsItsRates(nn.Module):
