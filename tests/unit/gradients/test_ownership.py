@@ -84,6 +84,20 @@ def test_gradients_of_inputs_are_the_callers(has_graph, mode):
     assert torch.equal(seed.detach(), before)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sparse_seed_is_the_callers(mode):
+    values, other = leaf(3), leaf(5)
+    indices = torch.tensor([[0, 2, 4]])
+    rows = torch.sparse_coo_tensor(indices, values, (5,), check_invariants=True)
+    seed = torch.arange(1.0, 6.0).double().to_sparse()
+    store = GradStore([values, other])
+    store.backward([rows, other * 1], [seed, seed], mode=mode)
+    store.scale_(2.0)
+    assert torch.equal(store[values], torch.tensor([2.0, 6.0, 10.0]).double())
+    assert torch.equal(store[other].to_dense(), 2 * seed.to_dense())
+    assert torch.equal(seed.to_dense(), torch.arange(1.0, 6.0).double())
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_what_others_hold(is_sparse, way):
