@@ -148,21 +148,21 @@ def mean_square(output: Tensor) -> Tensor:
 def unreduced(
     rank: int, way: str, end: str, dtype: torch.dtype | None = None, ddp: bool | None = True
 ) -> float | str:
-    """Backwards within `no_sync`; then `all_reduce_`, or one more backward that is reduced."""
+    """Backwards within `no_sync`; then one more that is reduced, after `all_reduce_` or alone."""
     model = model_for("plain")
     wrapped = DistributedDataParallel(model)
     given = wrapped if ddp else ddp
     store = recoup.GradStore(model.parameters(), dtype=dtype, ddp=given)
     for step in range(STEPS):
-        is_reduced = end == "backward" and step == STEPS - 1
+        is_reduced = step == STEPS - 1
+        if is_reduced and end == "all_reduce_":
+            store.all_reduce_()
         with nullcontext() if is_reduced else wrapped.no_sync():
             if way == "segments":
                 recoup.segments_backward([wrapped], batch(step, rank), mean_square, store)
                 continue
             loss = mean_square(wrapped(batch(step, rank)))
             collect(store, loss, "auto" if is_reduced else way)
-    if end == "all_reduce_":
-        store.all_reduce_()
     return difference(store.named(model), whole(model))
 
 
@@ -173,7 +173,7 @@ def taken_unreduced(rank: int) -> float | str:
     store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
     with wrapped.no_sync():
         mean_square(wrapped(batch(0, rank))).backward()
-    store.extend_(recoup.GradStore.from_grad(model.parameters()))
+    store.extend_(recoup.GradStore.from_grad(model.parameters()).clone())
     store.backward(mean_square(wrapped(batch(1, rank))))
     return difference(store.named(model), whole(model, 2))
 
