@@ -79,9 +79,11 @@ def test_grad_dtype_that_was_set(preset, way):
     assert module.weight.grad_dtype is preset
     assert_holds(store, module, want)
     other = nn.Linear(3, 2)  # whose type changes: a `grad_dtype` that was set would not follow
-    GradStore.from_backward(other(torch.ones(1, 3)).sum(), other.parameters())
+    store = GradStore.from_backward(other(torch.ones(1, 3)).sum(), other.parameters())
     other.double()(torch.ones(1, 3).double()).sum().backward()
     assert other.weight.grad.dtype is torch.float64
+    collect(store, other(torch.ones(1, 3).double()).sum(), way)
+    assert torch.equal(store[other.weight], torch.full((2, 3), 2.0))
 
 
 @pytest.mark.parametrize("way", WAYS)
