@@ -17,6 +17,7 @@ from tests.unit.gradients.cases import (
     LAYERS,
     MODES,
     WAYS,
+    Elsewhere,
     Undisturbed,
     assert_holds,
     collect,
@@ -42,7 +43,7 @@ def collected(module, inputs, way, **settings):
 # -- equal to plain autograd -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, Elsewhere("collecting")])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_collecting_equals_plain_backward(layer, way):
     module, inputs = made(layer)
