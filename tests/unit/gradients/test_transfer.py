@@ -197,6 +197,8 @@ def test_another_type_is_that_of_later_sums_too(dtype):
     moved.backward(conv(x).square().sum())
     for each, value in store.items():
         torch.testing.assert_close(moved[each], 2 * value.double(), rtol=1e-6, atol=1e-6)
+    moved.clear()
+    assert moved.add_(conv.bias, torch.ones(4))[conv.bias].dtype is torch.float64
 
 
 def test_what_is_elsewhere_is_summed_there():
