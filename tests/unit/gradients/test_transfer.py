@@ -160,8 +160,9 @@ def test_copied_together_they_belong_together(layer, order):
     store.backward(loss_of(module(inputs[0])), weight=3.0)
     want = {name: gradient.to_dense().clone() for name, gradient in store.named(module).items()}
     pair = {"model": module, "store": store}
-    copied = copy.deepcopy({key: pair[key] for key in order})
+    copied = copy.deepcopy({key: pair[key] for key in order} | {"again": store})
     twin, twins = copied["model"], copied["store"]
+    assert copied["again"] is twins
     assert [*map(id, twins.params)] == [*map(id, twin.parameters())]
     others = (
         (store.clone(), module),
