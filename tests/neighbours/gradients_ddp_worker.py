@@ -141,22 +141,53 @@ def unlike(rank: int, kind: str) -> float:
     return difference(store.named(model), want)
 
 
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
 def unreduced(
     rank: int, way: str, end: str, dtype: torch.dtype | None = None, ddp: bool | None = True
 ) -> float | str:
-    """Backwards within `no_sync`; then `all_reduce_`, or one more backward that is reduced."""
+    """Backwards within `no_sync`; then one more that is reduced, after `all_reduce_` or alone."""
     model = model_for("plain")
     wrapped = DistributedDataParallel(model)
     given = wrapped if ddp else ddp
     store = recoup.GradStore(model.parameters(), dtype=dtype, ddp=given)
     for step in range(STEPS):
-        is_reduced = end == "backward" and step == STEPS - 1
+        is_reduced = step == STEPS - 1
+        if is_reduced and end == "all_reduce_":
+            store.all_reduce_()
         with nullcontext() if is_reduced else wrapped.no_sync():
-            loss = wrapped(batch(step, rank)).square().mean()
+            if way == "segments":
+                recoup.segments_backward([wrapped], batch(step, rank), mean_square, store)
+                continue
+            loss = mean_square(wrapped(batch(step, rank)))
             collect(store, loss, "auto" if is_reduced else way)
-    if end == "all_reduce_":
-        store.all_reduce_()
     return difference(store.named(model), whole(model))
+
+
+def taken_unreduced(rank: int) -> float | str:
+    """What was collected within `no_sync` in a store that knows no reducer, merged into another."""
+    model = model_for("plain")
+    wrapped = DistributedDataParallel(model)
+    store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
+    with wrapped.no_sync():
+        mean_square(wrapped(batch(0, rank))).backward()
+    store.extend_(recoup.GradStore.from_grad(model.parameters()).clone())
+    store.backward(mean_square(wrapped(batch(1, rank))))
+    return difference(store.named(model), whole(model, 2))
+
+
+def partly_unreduced(rank: int) -> float | str:
+    """Some gradients are collected within `no_sync`, others reduced, and then all."""
+    model = model_for("plain")
+    wrapped = DistributedDataParallel(model)
+    store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
+    with wrapped.no_sync():
+        store.backward(mean_square(wrapped(batch(0, rank))), params=model.a.parameters())
+    for params in (model.b.parameters(), None):
+        store.backward(mean_square(wrapped(batch(1, rank))), params=params)
+    return max(float(each.abs().max()) for each in store.values())
 
 
 def trained(rank: int) -> float:
@@ -233,7 +264,7 @@ def cases(rank: int) -> dict[str, Any]:
             found[f"subset {kind} {way}"] = said(subset, rank, kind, way)
     for kind in ("unused", "views unused"):
         found[f"unlike {kind}"] = said(unlike, rank, kind)
-    for way in ("auto", "grad", "collecting"):
+    for way in ("auto", "grad", "collecting", "segments"):
         for end in ("all_reduce_", "backward"):
             found[f"unreduced {way} {end}"] = said(unreduced, rank, way, end)
     for end in ("all_reduce_", "backward"):
@@ -241,10 +272,13 @@ def cases(rank: int) -> dict[str, Any]:
     for end in ("all", "all_reduce_", "backward"):
         found[f"sparse {end}"] = said(of_words, rank, end)
     found["trained"] = said(trained, rank)
+    found["unknown segments"] = said(unreduced, rank, "segments", "backward", None, None)
     # Last, since what goes wrong here may leave a reducer waiting.
     found["refused grad"] = said(subset, rank, "plain", "grad")
     found["refused graph"] = said(with_a_graph, rank, True)
     found["nobody asked"] = said(with_a_graph, rank, False)
+    found["taken unreduced"] = said(taken_unreduced, rank)
+    found["partly unreduced"] = said(partly_unreduced, rank)
     found["unknown"] = said(unreduced, rank, "auto", "backward", torch.float32, None)
     return found
 

@@ -67,9 +67,14 @@ def test_ranks_that_use_different_layers(found, kind):
 
 
 @pytest.mark.parametrize("end", ["all_reduce_", "backward"])
-@pytest.mark.parametrize("way", ["auto", "grad", "collecting"])
+@pytest.mark.parametrize("way", ["auto", "grad", "collecting", "segments"])
 def test_what_was_collected_within_no_sync_is_reduced_in_the_end(found, way, end):
     assert furthest(found, f"unreduced {way} {end}") < 1e-12
+
+
+def test_a_merge_keeps_what_is_yet_to_be_reduced_with_the_rest(found):
+    """Collected apart (`segments_backward`), the rest alone would be reduced."""
+    assert furthest(found, "unknown segments") < 1e-12
 
 
 @pytest.mark.parametrize("end", ["all", "all_reduce_"])
@@ -81,10 +86,12 @@ def test_a_sum_in_another_type_is_reduced(found):
     assert furthest(found, "float32 all_reduce_") < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["float32", "sparse"])
-def test_a_backward_that_would_reduce_itself_alone_is_refused(found, kind):
+@pytest.mark.parametrize(
+    "case", ["float32 backward", "sparse backward", "taken unreduced", "partly unreduced"]
+)
+def test_a_backward_that_would_reduce_itself_alone_is_refused(found, case):
     """What a reducer cannot take over would stay a part of this process."""
-    refused(found, f"{kind} backward", "`no_sync()`", "`all_reduce_`")
+    refused(found, case, "`no_sync()`", "`all_reduce_`")
 
 
 def test_ways_that_pass_the_reducer_by_are_refused(found):

@@ -187,11 +187,12 @@ def _lent(
     grads = [each.grad for each in (*targets, *others)] if reduces else []
     values = [(grad, grad.clone()) for grad in grads if grad is not None]
     nothing = [None] * len(others)
+    parts = [seed._values() if seed.is_sparse else seed for seed in seeds if seed is not None]
     replaced = ReplacedGrad(
         [*targets, *others],
         [*gradients, *nothing],
         [*dtypes, *nothing],
-        None if reduces else {seed.untyped_storage()._cdata for seed in seeds if seed is not None},
+        None if reduces else {each.untyped_storage()._cdata for each in parts},
     )
     replaced.is_converted = not reduces and not elsewhere
     with store._reduced_in_time(targets), replaced:

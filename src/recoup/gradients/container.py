@@ -51,7 +51,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._dtype = dtype
         self._device = None if device is None else device_of(device)
         self._ddp = ddp
-        self._is_local = False  # parts of a sum over processes that no reducer has seen
+        self._is_local = False  # maybe parts of a sum over processes that no reducer has seen
         self._scale: float | str | None = None
         self._damage: str | None = None
         self._num_changes = 0
@@ -197,7 +197,10 @@ class Container(MutableMapping[Tensor, Tensor]):
                 "call `all_reduce_` at the end. Without a reducer, pass ddp=False."
             )
         yield
-        self._is_local = bool(ddp) and not syncs
+        if syncs:
+            self._is_local &= not self._gradients.keys() <= set(targets)
+        else:
+            self._is_local = ddp is not False
 
     # -- a mapping -------------------------------------------------------------------------
 

@@ -102,14 +102,16 @@ class GradStore(Stepping, Transfer):
 
         Args:
             params: the tensors.
-            take: whether `.grad` becomes None. If not, the gradients are copied.
+            take: whether `.grad` becomes None, and its memory the store's. If not, the gradients
+                are copied.
 
         Raises:
             GradientError: none of them has a gradient.
         """
         check_flag(take=take)
         store = cls(params)
-        storages = None if is_reduced(store.params) or not take else set[int]()
+        store._is_local = is_reduced(store.params)  # it may come from `no_sync`
+        storages = None if store._is_local or not take else set[int]()
         for each in store.params:
             gradient = each.grad
             if gradient is not None:
@@ -262,8 +264,8 @@ class GradStore(Stepping, Transfer):
     def _unchanged_by_errors(self) -> Generator[Self]:
         """Yield a store to collect in, so that an error leaves this one unchanged.
 
-        It is this store if that is empty. It must be this one, too, if its gradients have yet to
-        reach a reducer: an error then makes it unusable, as in `backward`.
+        It is this store if that is empty. It must be this one, too, if its gradients may have yet
+        to reach a reducer: an error then makes it unusable, as in `backward`.
         """
         self._check_is_whole()
         if not self or self._is_local:

@@ -157,9 +157,7 @@ class Transfer(Container):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         pairs = ((copy.deepcopy(each, memo), value.clone()) for each, value in self.items())
-        store = self._derived(pairs, params=copy.deepcopy(self.params, memo), ddp=None)
-        memo[id(self)] = store
-        return store
+        return self._derived(pairs, params=copy.deepcopy(self.params, memo), ddp=None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         raise GradientError(

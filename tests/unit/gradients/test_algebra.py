@@ -133,6 +133,7 @@ def test_operators(kind):
         (-a, -one),
         (a + 0.5 * b - a / 2, one / 2 + other / 2),
         (sum([a, b, GradStore()]), one + other),
+        (sum([a]), one),
         (GradStore() + a, one),
     ):
         close(flat(got, params), want, kind)

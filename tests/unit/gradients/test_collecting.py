@@ -17,6 +17,7 @@ from tests.unit.gradients.cases import (
     LAYERS,
     MODES,
     WAYS,
+    Elsewhere,
     Undisturbed,
     assert_holds,
     collect,
@@ -42,7 +43,7 @@ def collected(module, inputs, way, **settings):
 # -- equal to plain autograd -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, Elsewhere("collecting")])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_collecting_equals_plain_backward(layer, way):
     module, inputs = made(layer)
@@ -79,9 +80,11 @@ def test_grad_dtype_that_was_set(preset, way):
     assert module.weight.grad_dtype is preset
     assert_holds(store, module, want)
     other = nn.Linear(3, 2)  # whose type changes: a `grad_dtype` that was set would not follow
-    GradStore.from_backward(other(torch.ones(1, 3)).sum(), other.parameters())
+    store = GradStore.from_backward(other(torch.ones(1, 3)).sum(), other.parameters())
     other.double()(torch.ones(1, 3).double()).sum().backward()
     assert other.weight.grad.dtype is torch.float64
+    collect(store, other(torch.ones(1, 3).double()).sum(), way)
+    assert torch.equal(store[other.weight], torch.full((2, 3), 2.0))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -277,7 +277,11 @@ def test_a_tensor_that_was_resized():
         GradStore(module.parameters()).extend_(store)
     assert len(store) == 2
     store.discard(module.weight)
-    store.discard(module.bias)
+    with pytest.raises(ValueError, match="`discard`"):
+        store.backward(module(x).sum())  # after the gradient of the weight was received
+    with pytest.raises(GradientError, match=r"`clear\(\)`"):
+        store.clone()
+    store.clear()
     store.backward(module(x).sum())
 
 
@@ -341,5 +345,5 @@ def test_while_another_thread_collects(way):
     assert_holds(outer, module, plain(module, [x], lambda y: y.exp().sum()))
     assert_holds(inner, module, {} if is_refused else plain(module, [x], torch.sum))
     inner.clear()
-    collect(inner, module(x).sum(), way)  # `.grad` is free again
+    in_threads(lambda: collect(inner, module(x).sum(), way))  # `.grad` is free again
     assert_holds(inner, module, plain(module, [x], torch.sum))

@@ -61,7 +61,7 @@ def test_gradients_may_be_changed_in_place(name, way):
     store.detach_()
     storages = [gradient.untyped_storage() for gradient in store.values()]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
-    assert sum(storage.nbytes() for storage in storages) == store.nbytes()
+    assert [storage.nbytes() for storage in storages] == [each.nbytes for each in store.values()]
     store.scale_(0.5).clip_value_(1e9)
     total = store.clip_norm_(1e-3)
     for target, gradient in want.items():
@@ -82,6 +82,20 @@ def test_gradients_of_inputs_are_the_callers(has_graph, mode):
     db.zero_()
     assert torch.equal(store[a], 2 * before)
     assert torch.equal(seed.detach(), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sparse_seed_is_the_callers(mode):
+    values, other = leaf(3), leaf(5)
+    indices = torch.tensor([[0, 2, 4]])
+    rows = torch.sparse_coo_tensor(indices, values, (5,), check_invariants=True)
+    seed = torch.arange(1.0, 6.0).double().to_sparse()
+    store = GradStore([values, other])
+    store.backward([rows, other * 1], [seed, seed], mode=mode)
+    store.scale_(2.0)
+    assert torch.equal(store[values], torch.tensor([2.0, 6.0, 10.0]).double())
+    assert torch.equal(store[other].to_dense(), 2 * seed.to_dense())
+    assert torch.equal(seed.to_dense(), torch.arange(1.0, 6.0).double())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -130,6 +144,13 @@ def test_gradients_with_a_graph_are_not_changed_in_place(add):
     assert torch.equal(first, before)
     second = GradStore.from_backward(penalty, [a])
     torch.testing.assert_close(second[a], (36 * a**3).detach())
+
+
+def test_one_gradient_of_two_is_copied_when_its_graph_is_cut():
+    a, b = leaf(4), leaf(4)
+    store = GradStore.from_backward((a + b).square().sum(), [a, b], create_graph=True).detach_()
+    store[a].zero_()
+    assert store[b].all()
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])

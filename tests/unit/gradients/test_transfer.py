@@ -160,8 +160,9 @@ def test_copied_together_they_belong_together(layer, order):
     store.backward(loss_of(module(inputs[0])), weight=3.0)
     want = {name: gradient.to_dense().clone() for name, gradient in store.named(module).items()}
     pair = {"model": module, "store": store}
-    copied = copy.deepcopy({key: pair[key] for key in order})
+    copied = copy.deepcopy({key: pair[key] for key in order} | {"again": store})
     twin, twins = copied["model"], copied["store"]
+    assert copied["again"] is twins
     assert [*map(id, twins.params)] == [*map(id, twin.parameters())]
     others = (
         (store.clone(), module),
@@ -197,6 +198,8 @@ def test_another_type_is_that_of_later_sums_too(dtype):
     moved.backward(conv(x).square().sum())
     for each, value in store.items():
         torch.testing.assert_close(moved[each], 2 * value.double(), rtol=1e-6, atol=1e-6)
+    moved.clear()
+    assert moved.add_(conv.bias, torch.ones(4))[conv.bias].dtype is torch.float64
 
 
 def test_what_is_elsewhere_is_summed_there():
