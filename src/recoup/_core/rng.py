@@ -83,12 +83,12 @@ def draw_seed() -> int:
 
 def _fresh_seed() -> int:
     _local.num_seeds += 1
-    if is_without_values():
-        return 0
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     try:
         return int(seed.item())
     except RuntimeError as error:
+        if is_without_values():
+            return 0
         raise RecoupError(
             '`randomness` of vmap is "different", but one call has one draw, which is the same for '
             'all samples. Use randomness="same", or recoup.weights.same_draw around vmap.'

@@ -79,38 +79,32 @@ class Rate(NamedTuple):
         lanes: the type in which words are viewed.
         num_lanes: the entries for each word.
         scale: what entries that are kept are multiplied by, as the type of the weight has it.
-        constants: the least value of a lane that is kept, and the scale, as tensors, from which an
-            operator takes half the time.
-        numbers: the same as numbers, for tensors without values, which those cannot meet.
+        constants: the least value of a lane that is kept, and the scale: as tensors, from which an
+            operator takes half the time, or as numbers for tensors without values.
     """
 
     lanes: torch.dtype
     num_lanes: int
     scale: float
-    constants: tuple[Tensor, Tensor]
-    numbers: tuple[int, float]
-
-    def beside(self, tensor: Tensor) -> tuple[Tensor, Tensor] | tuple[int, float]:
-        """Return the constants as an operator takes them together with `tensor`."""
-        return self.constants if type(tensor) is not FakeTensor else self.numbers
+    constants: tuple[Tensor, Tensor] | tuple[int, float]
 
 
 @functools.lru_cache(1024)
-def rate_of(p: float, dtype: torch.dtype) -> Rate:
+def rate_of(p: float, dtype: torch.dtype, is_fake: bool = False) -> Rate:
     """Return the rate of which `p` is the probability, for weights of a type."""
     num_dropped = round(p * 65536)
     scale = 65536 / (65536 - num_dropped) if num_dropped < 65536 else 0.0
-    if dtype.itemsize == 2:
-        # Torch would multiply with the exact scale. That of the type is finite.
-        scale = torch.tensor(scale, dtype=dtype).clamp_(max=torch.finfo(dtype).max).item()
     lanes, num_lanes, least = torch.int16, 4, num_dropped - 32768
     if num_dropped % 256 == 0:
         lanes, num_lanes, least = torch.int8, 8, num_dropped // 256 - 128
+    least = min(least, torch.iinfo(lanes).max)
     with no_modes(), untransformed():  # they are cached
-        numbers = min(least, torch.iinfo(lanes).max), scale
-        least_kept = torch.tensor(numbers[0], dtype=lanes, device=_CPU)
+        if dtype.itemsize == 2:
+            # Torch would multiply with the exact scale. That of the type is finite.
+            scale = torch.tensor(scale, dtype=dtype).clamp_(max=torch.finfo(dtype).max).item()
+        least_kept = torch.tensor(least, dtype=lanes, device=_CPU)
         constants = least_kept, torch.tensor(scale, dtype=dtype, device=_CPU)
-    return Rate(lanes, num_lanes, scale, constants, numbers)
+    return Rate(lanes, num_lanes, scale, (least, scale) if is_fake else constants)
 
 
 def dropped(
@@ -139,7 +133,7 @@ def dropped(
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
         mask_of_axes = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
         return torch.mul(weight, mask_of_axes, out=_result(weight, in_place))
-    rate = rate_of(p, weight.dtype)
+    rate = rate_of(p, weight.dtype, type(weight) is FakeTensor)
     zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
 
     def draw(generator: torch.Generator, num: int) -> Tensor:
@@ -208,7 +202,7 @@ class Mask(NamedTuple):
         """Draw the mask."""
         kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
         generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
-        return _kept(kept, self.rate, generator).mul_(self.rate.beside(kept)[1])
+        return _kept(kept, self.rate, generator).mul_(self.rate.constants[1])
 
     def pack(self, _: Tensor) -> Mask:
         """Return what autograd holds."""
@@ -219,7 +213,9 @@ def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ())
     """Return the mask of `dropped`; None where it is more than a piece, or shared along axes."""
     if axes or weight.numel() > _PIECE or not weight.is_cpu:
         return None
-    return Mask(weight.shape, weight.dtype, seed, rate_of(p, weight.dtype))
+    return Mask(
+        weight.shape, weight.dtype, seed, rate_of(p, weight.dtype, type(weight) is FakeTensor)
+    )
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
@@ -250,7 +246,7 @@ def _kept(out: Tensor, rate: Rate, generator: torch.Generator) -> Tensor:
     # All 64 bits: without a range, the first would be zero.
     lanes = words.random_(-(2**63), None, generator=generator).view(rate.lanes)
     lanes = lanes if num % num_lanes == 0 else lanes[:num]
-    return torch.ge(lanes.view(out.shape), rate.beside(out)[0], out=out)
+    return torch.ge(lanes.view(out.shape), rate.constants[0], out=out)
 
 
 def _filling(weight: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) -> _Draw:
@@ -329,7 +325,8 @@ def dropped_rows(
     Returns:
         `weight`, or a contiguous tensor of its shape, dtype and device; all zeros if p is 1.
     """
-    rate, width = rate_of(p, weight.dtype), 1 if 1 in axes else weight.shape[1]
+    rate = rate_of(p, weight.dtype, type(weight) is FakeTensor)
+    width = 1 if 1 in axes else weight.shape[1]
     if 0 in axes:  # See Rule 6
         rows = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
 
@@ -386,7 +383,7 @@ def _scales(rows: Tensor, width: int, seed: int, rate: Rate, dtype: torch.dtype)
     """Return the entries of a mask in some rows (See Rule 3)."""
     lanes = _words(rows, -(-width // rate.num_lanes), seed).view(rate.lanes)[:, :width]
     kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
-    return torch.ge(lanes, rate.beside(kept)[0], out=kept).mul_(rate.scale)
+    return torch.ge(lanes, rate.constants[0], out=kept).mul_(rate.scale)
 
 
 def _normals(rows: Tensor, width: int, seed: int) -> Tensor:
