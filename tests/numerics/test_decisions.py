@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import recoup
 from recoup._core.dispatch_modes import num_dispatch_modes
@@ -336,3 +339,29 @@ def test_a_cached_mask_that_nothing_compares():
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
         assert num_modes == [0 if is_known else 1] * 3  # composite operators differ in a mode
         cache.clear()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_code_that_is_compiled_within_a_run_decides_nothing_for_it():
+    def inner(x):
+        values, places = x.square().topk(3, -1)
+        return values.sigmoid() * x.gather(1, places)
+
+    class Outer(nn.Module):
+        run = staticmethod(inner)
+
+        def forward(self, x):
+            return self.run(x * (x > x.topk(4, -1)[0][:, -1:]).to(x))
+
+    def fake_decisions():  # that the slots of a run hold
+        return [t for t in gc.get_objects() if type(t) is FakeTensor and t.dtype is torch.uint8]
+
+    outer, x = Outer(), torch.randn(5, 8, requires_grad=True)
+    for _ in range(2):  # looked at, before anything is compiled
+        recoup.checkpoint(outer, x).sum().backward()
+    (wanted,) = torch.autograd.grad(outer(x).sum(), x)
+    outer.run = torch.compile(inner, backend="aot_eager")
+    made = recoup.checkpoint(outer, x).sum()
+    assert not fake_decisions()
+    (found,) = torch.autograd.grad(made, x)
+    torch.testing.assert_close(found, wanted)

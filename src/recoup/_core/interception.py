@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 from recoup._core.compile import never_compiled
@@ -47,6 +48,8 @@ unseen: Callable[[], AbstractContextManager[None]] = functools.partial(
     _dispatcher._ExcludeDispatchKeyGuard, _excluded
 )
 _forward_mode: Any = forward_ad
+# Whether the compiler traces: its tensors without values are no plain ones (See Rule 5).
+_is_traced: Callable[[], object] = TracingContext.try_get
 _registering = threading.Lock()
 _libraries: dict[str, torch.library.Library] = {}  # by namespace; kernels live as long as these
 _registered: set[Any] = set()
@@ -113,8 +116,8 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
         if not interceptors:
             _include(_key, False)
         try:
-            is_wrapped = is_transformed() or _forward_mode._current_level >= 0
-            if interceptor is None or is_wrapped or not are_plain(args, kwargs):
+            passes_by = is_transformed() or _forward_mode._current_level >= 0 or _is_traced()
+            if interceptor is None or passes_by or not are_plain(args, kwargs):
                 return func(*args, **kwargs)
             return interceptor(func, args, kwargs)
         finally:

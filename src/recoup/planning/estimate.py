@@ -185,7 +185,7 @@ def _built(
 ) -> tuple[nn.Module, Args, Kwargs]:
     """Return the model and its arguments, without values until `after` (See Rules 1 to 3)."""
     with warnings.catch_warnings(), _Building(mode):
-        # Torch asks for the address of a tensor that it copies deeply, and warns of its own code.
+        # `copy.deepcopy` of a tensor asks for its address, and torch warns of that.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         given = build()
     is_several = isinstance(given, (tuple, list))

@@ -141,6 +141,7 @@ def _kept_of(call: MeasuredCall, seconds: float) -> float:
 
 def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
     """Return a call whose work is in seconds, and that of its products in what keeping saves."""
+    # Products are ranked by their times, so these are never 0.
     rate = (times.share_of_products or -1e-6) * seconds / call.work if call.work else 0.0
     products = [each._replace(work=rate * each.work) for each in call.products]
     return replace(call, work=seconds, products=products)
