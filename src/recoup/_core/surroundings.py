@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from recoup._core.devices import autocast_kinds, unrepeated
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
-from recoup._core.fake_values import has_values
+from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.rng import Draws
@@ -246,6 +246,8 @@ class Surroundings(Draws):
         elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
             self._has_mode = True
+        if self.buffers and is_without_values():
+            return  # it is not seen which of them the run has changed
         for known, parts in self._seen:
             _add(known, parts)
 

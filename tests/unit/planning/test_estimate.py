@@ -228,3 +228,23 @@ def test_a_measurement_without_values_is_that_of_the_storages():
         x = torch.zeros(1024, requires_grad=True)
         measured = recoup.measure(lambda: x.exp().sin())
     assert (measured.peak_bytes, measured.held_bytes, measured.seconds) == (8192, 8192, None)
+
+
+class CountsUnseen(nn.Module):
+    """It changes a buffer, of which its version does not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("num_calls", torch.zeros(3))
+
+    def forward(self, x):
+        self.num_calls.data.add_(1)
+        return (self.linear(x) * self.num_calls.sum()).tanh()
+
+
+def test_what_an_estimate_saw_of_a_model_is_not_taken_for_what_it_does_with_values():
+    model, x = CountsUnseen(), torch.randn(4, 8)
+    recoup.estimate(lambda: (recoup.Sequential(model, model, memory=1), x))
+    recoup.checkpoint(model, x).sum().backward()
+    assert model.num_calls.tolist() == [1, 1, 1]
