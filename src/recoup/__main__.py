@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from recoup.errors import BudgetError, RecoupError
 from recoup.memory import Point, curve, format_bytes, load_builder
 from recoup.memory.figures import check_format, require_matplotlib
 from recoup.memory.timeline_page import check_page
+from recoup.planning.estimate import model_and_arguments
 
 __all__ = ["main"]
 
@@ -182,15 +183,7 @@ def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any
         built: Any = builder()
     except Exception as error:
         raise _StepError(f"`build` ({build})", error) from error
-    is_several = isinstance(built, (tuple, list))
-    parts = list(cast("Sequence[Any]", built)) if is_several else [built]
-    if not parts or not isinstance(parts[0], nn.Module):
-        raise ValueError(
-            f"`build` ({build}) returned a {type(built).__name__}, but must return a model and its "
-            "arguments: (model, argument, ...)."
-        )
-    model, *args = parts
-    kwargs: dict[str, Any] = args.pop() if args and isinstance(args[-1], dict) else {}
+    model, args, kwargs = model_and_arguments(built, f"`build` ({build})")
     try:
         model.to(device)
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))

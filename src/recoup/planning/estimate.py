@@ -44,7 +44,7 @@ from recoup.planning.largest import largest_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.rehearsal import streams_restored
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "estimate", "model_and_arguments"]
 
 _FEW = 4096  # entries of a tensor that has values (See Rule 2)
 
@@ -188,13 +188,7 @@ def _built(
         # `copy.deepcopy` of a tensor asks for its address, and torch warns of that.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         given = build()
-    is_several = isinstance(given, (tuple, list))
-    parts: list[Any] = [*cast("Any", given)] if is_several else [given]
-    if not parts or not isinstance(parts[0], nn.Module):
-        raise ValueError(
-            f"`build` returned a {type(given).__name__}, but must return the model and its "
-            "arguments: (model, *args)."
-        )
+    model, args, kwargs = model_and_arguments(given)
 
     def without_values(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
@@ -202,7 +196,6 @@ def _built(
         tensor.fake_mode = mode  # a deep copy has a copy of it
         return tensor
 
-    model, *args = parts
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             after.callback(cast("Any", module)._init_flat_weights)
@@ -212,10 +205,30 @@ def _built(
             own.update({name: without_values(t) for name, t in own.items() if t is not None})
         if isinstance(module, nn.RNNBase):
             cast("Any", module)._init_flat_weights()  # its list of parameters
-    tensors, tree = flatten(args)
-    args = tree.unflatten(tuple(map(without_values, tensors)))
-    kwargs: Kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+    tensors, tree = flatten((args, kwargs))
+    args, kwargs = tree.unflatten(tuple(map(without_values, tensors)))
     return model, tuple(args), kwargs
+
+
+def model_and_arguments(
+    built: Any, name: str = "`build`"
+) -> tuple[nn.Module, list[Any], dict[str, Any]]:
+    """Return the model, its arguments and its keyword arguments, which a function has built.
+
+    Args:
+        built: what it returned: ``(model, *args)``, of which a last dict has keyword arguments.
+        name: the name of the function in errors.
+    """
+    is_several = isinstance(built, (tuple, list))
+    parts: list[Any] = [*cast("Any", built)] if is_several else [built]
+    if not parts or not isinstance(parts[0], nn.Module):
+        raise ValueError(
+            f"{name} returned a {type(built).__name__}, but must return a model and its "
+            "arguments: (model, argument, ...)."
+        )
+    model, *args = parts
+    kwargs: dict[str, Any] = args.pop() if args and isinstance(args[-1], dict) else {}
+    return model, args, kwargs
 
 
 class _Building(DispatchMode):
