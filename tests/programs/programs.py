@@ -22,7 +22,7 @@ class Trained(NamedTuple):
     Attributes:
         losses: the loss and the norm of the gradients, of each step.
         weights: all parameters, one after the other.
-        peaks: the bytes of each forward with its backward, but the first, by the allocator's events.
+        peaks: the bytes of each forward with its backward but the first, as the allocator saw them.
     """
 
     losses: list[tuple[float, float]]
@@ -59,12 +59,11 @@ def llama(num_layers: int = 4) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": num_layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **sizes, **heads, vocab_size=len(VOCABULARY), max_position_embeddings=256,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager",
-        )  # fmt: skip
-    )
+    config = transformers.LlamaConfig(
+        **sizes, **heads, vocab_size=len(VOCABULARY), max_position_embeddings=256,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
 
 
 def watch() -> Any:

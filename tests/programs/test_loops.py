@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch.nn import functional as F
 
 import recoup
 from recoup._core.allocations import Allocations
-from tests.planned_zoo import transformers_or_skip
-from tests.programs.programs import VOCABULARY, llama, weights_of
+from tests.programs.programs import VOCABULARY, llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -155,7 +153,9 @@ def assert_same_values(found: nn.Module, wanted: nn.Module) -> None:
         if isinstance(value, torch.Tensor):
             plain = getattr(value, "dequantize", lambda value=value: value)()
             other = wanted_values[name]
-            assert torch.equal(plain, getattr(other, "dequantize", lambda other=other: other)()), name
+            assert torch.equal(plain, getattr(other, "dequantize", lambda other=other: other)()), (
+                name
+            )
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -177,7 +177,7 @@ def test_the_same_training_within_the_budget(program):
 
 
 def test_adapters_that_are_off_for_a_reference():
-    """The base model in the same step, without a graph (DPO with LoRA), leaves the plan as it is."""
+    """The base model in the same step, without a graph (DPO with LoRA), leaves the plan alone."""
     (plain, batch), (planned, _) = lora(), lora()
     least = recoup.plan(planned, **batch, budget="1 GiB").least_bytes
     recoup.plan(planned, **batch, budget=least * 5 // 4).apply()

@@ -54,7 +54,11 @@ def cached(model: Any) -> Any:
 
 
 def train(
-    folder: Any, loss: Any, *callbacks: Any, num_steps: int = 3, num_words: tuple[int, int] = (24, 24)
+    folder: Any,
+    loss: Any,
+    *callbacks: Any,
+    num_steps: int = 3,
+    num_words: tuple[int, int] = (24, 24),
 ) -> Trained:
     anchors, positives = num_words
     rows = [{"anchor": text(anchors, i), "positive": text(positives, i + 100)} for i in range(64)]
