@@ -31,7 +31,7 @@ from recoup.integrations.transformers import MemoryBudget
 from recoup.memory.timeline import timeline
 
 QUICK = bool(os.environ.get("RECOUP_QUICK"))
-UNITS, LAYERS, LENGTH, BATCH, STEPS = (32, 3, 32, 4, 3) if QUICK else (256, 8, 256, 8, 6)
+UNITS, LAYERS, LENGTH, BATCH, STEPS = (32, 3, 32, 4, 3) if QUICK else (192, 6, 128, 8, 6)
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(996))]
 ROUNDS = 2 if QUICK else 7
 Program = Callable[..., Any]
@@ -229,7 +229,7 @@ def contrastive() -> Iterator[dict]:
 
 def long_sequences() -> Iterator[dict]:
     """Ten times the tokens, in the bytes that a step of the model as it is takes for one."""
-    length = 64 if QUICK else 512
+    length = 64 if QUICK else 256
     model = llama(layers=12, words=8000, use_cache=False, attn_implementation="sdpa").train()
 
     def batch(num_tokens: int) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def checked_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
                 f"`{name}` is no option of recoup.plan, and the forward of {kind} takes no "
                 f"`{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
             )
-    if not model._forward_pre_hooks:  # which may give it others
+    if not vars(model)["_forward_pre_hooks"]:  # which may give it others
         way_out = "Give its arguments as in training, after the model"
         check_takes(model, args, kwargs, f"The forward of {kind}", way_out)
     return args, kwargs

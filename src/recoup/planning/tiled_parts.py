@@ -154,11 +154,10 @@ class TiledParts:
         if not is_linear(module, forward):
             return RowCall(name, rows, module.parameters, forward, loss).logits()
         # Those of this call: `functional_call` puts others in their place for a while.
-        both: list[Any] = [module.weight, module.bias]
-        weights = [each for each in both if each is not None]
-        return RowCall(
-            name, rows, lambda: weights, lambda rows: F.linear(rows, *weights), loss
-        ).logits()
+        weight, bias = module.weight, module.bias
+        weights = [weight] if bias is None else [weight, bias]
+        linear = partial(F.linear, weight=weight, bias=bias)
+        return RowCall(name, rows, lambda: weights, linear, loss).logits()
 
     def _cross_entropy(
         self,
