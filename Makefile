@@ -65,10 +65,10 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest -n 2 -m $(QUICK) $(ARGS)
 
-# Without what diffusers asks for beside transformers; timm needs a torchvision that is built for
-# the same torch, which an index with CPU builds need not have: there its tests are skipped.
+# Programs and models of other libraries, which tests train. timm needs a torchvision that is built
+# for the same torch, which an index with CPU builds need not have: there its tests are skipped.
 .venv/.foreign: .venv/.ready
-	@$(INSTALL) --no-deps diffusers requests charset-normalizer urllib3 certifi
+	@$(INSTALL) datasets diffusers peft sentence-transformers torchao trl
 	@touch $@
 
 test-all: .venv/.foreign

@@ -40,7 +40,7 @@ SUITES = (
     "drift",
     "flows",
 )
-LONG_SUITES = ("mnist", "language_model_curve")  # only when they are named
+LONG_SUITES = ("mnist", "language_model_curve", "programs")  # only when they are named
 ON_ALL_CORES = {
     "weights", "language_model", "language_model_curve", "plans", "compiled", "tiles", "offload",
 }  # fmt: skip

@@ -287,13 +287,22 @@ def test_transformers(tmp_path, options):
 
 
 @pytest.mark.slow
-def test_transformers_refuses_what_it_cannot_plan(tmp_path):
+def test_transformers_switches_the_own_checkpointing_of_a_model_off(tmp_path):
     transformers = transformers_or_skip()
     names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     newer = "activation_checkpointing"  # than transformers 5.0
     name = newer if newer in names else "gradient_checkpointing"
-    with pytest.raises(ValueError, match="checkpointing"):
-        train(tmp_path, of_transformers()("1 GiB"), **{name: True})
+    wanted, losses = train(tmp_path)
+    with pytest.warns(UserWarning, match="its own activation checkpointing on"):
+        found, found_losses = train(tmp_path, of_transformers()("1 GiB"), **{name: True})
+    assert found_losses == losses
+    for key, value in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[key], value), key
+    assert any(getattr(each, "gradient_checkpointing", False) for each in found.modules())
+
+
+@pytest.mark.slow
+def test_transformers_refuses_what_it_cannot_plan(tmp_path):
     with pytest.raises(BudgetError):
         train(tmp_path, of_transformers()(1000))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -46,8 +47,11 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
 
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
-        ValueError: `budget` is not a number of bytes; or the trainer checkpoints the model itself
-            (`gradient_checkpointing`).
+        ValueError: `budget` is not a number of bytes.
+
+    The model's own checkpointing (`activation_checkpointing`, formerly `gradient_checkpointing`,
+    which TRL switches on unless told otherwise) is off while it trains, with a warning: the plan
+    decides which blocks run again.
 
     Example:
         >>> from recoup.integrations.transformers import MemoryBudget
@@ -78,18 +82,14 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         )  # fmt: skip
         super().__init__(budget, options, show, replan=replan)
         self._first_forward_hook: Any = None
+        self._checkpointing: list[nn.Module] = []  # modules whose own checkpointing is switched off
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the first forward."""
-        if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
-            raise ValueError(
-                "`gradient_checkpointing` (newer: `activation_checkpointing`) is on in the "
-                "TrainingArguments, so every block is run again already. Turn it off: a plan "
-                "decides that by the budget."
-            )
+        """Switch the model's own checkpointing off, and wait for the first forward."""
         model: nn.Module = kwargs["model"]
+        self._switch_checkpointing_off(model)
         options = self.options
         if options.budget_of == "total":
             optimizer = kwargs.get("optimizer")
@@ -110,9 +110,29 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove the plan from the model."""
+        """Remove the plan from the model, and switch its own checkpointing on again."""
         self._remove_hook()
         self._remove()
+        self._switch_checkpointing_on()
+
+    def _switch_checkpointing_off(self, model: nn.Module) -> None:
+        self._switch_checkpointing_on()  # of a training that an exception ended
+        own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+        if own:
+            warnings.warn(
+                f"{type(model).__name__} has its own activation checkpointing on (TRL's default), "
+                "which runs every layer again. recoup's MemoryBudget switches it off while the "
+                "model trains: its plan runs again only what the budget asks for.",
+                stacklevel=2,
+            )
+        for module in own:
+            vars(module)["gradient_checkpointing"] = False
+        self._checkpointing = own
+
+    def _switch_checkpointing_on(self) -> None:
+        for module in self._checkpointing:
+            vars(module)["gradient_checkpointing"] = True
+        self._checkpointing = []
 
     def _remove_hook(self) -> None:
         hook, self._first_forward_hook = self._first_forward_hook, None

@@ -37,6 +37,7 @@ from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
+from recoup.planning.arguments import check_module
 from recoup.planning.blocks import Block, name_blocks, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
@@ -389,8 +390,7 @@ def _remedy_for(blocks: Sequence[Block]) -> str:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    check_module(model)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "`model` has parameters on the meta device. Allocate them first: "

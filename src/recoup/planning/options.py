@@ -20,6 +20,7 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tiers import existing_folder, tier_for
 from recoup.memory import parse_bytes
+from recoup.planning.arguments import check_takes
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.step import Forwards, Step
@@ -98,6 +99,9 @@ class PlanOptions:
                 f"`loss` is {self.loss!r}, but must be a function from what the model returns to a "
                 "scalar tensor or a tuple of them."
             )
+        if self.loss is not None:
+            way_out = "Give a function of the output, such as lambda output: loss(output, target)"
+            check_takes(self.loss, (None,) * self.num_forwards, {}, "`loss`", way_out)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise ValueError(
                 f"`optimizer` is {self.optimizer!r}, but must be a torch.optim.Optimizer, such as "

@@ -6,7 +6,6 @@ are rehearsed, the fastest first, and each rehearsal is compared with the plain 
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, overload
@@ -14,6 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from recoup.planning.arguments import checked_arguments
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
@@ -94,7 +94,8 @@ def plan(
     Args:
         model: any module. The plan is for its current mode (training or evaluation), and for the
             autocast that is in force.
-        example_args: its arguments as in training, with the largest batch that will occur.
+        example_args: its arguments as in training, with the largest batch that will occur. One dict
+            alone has the keyword arguments, if the forward has a parameter by one of its keys.
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
         loss: a function from the output of the model to a scalar, or several. The default is the
@@ -172,7 +173,7 @@ def plan(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards,
     )  # fmt: skip
-    _check_keywords(model, example_kwargs)
+    example_args, example_kwargs = checked_arguments(model, example_args, example_kwargs)
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
     step = options.step(model, model, example_args, example_kwargs)
@@ -205,19 +206,3 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
         made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
     return made
-
-
-def _check_keywords(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raise ValueError if a keyword is neither an option nor an argument of the model."""
-    try:
-        taken = inspect.signature(model.forward).parameters
-    except (AttributeError, TypeError, ValueError):
-        return
-    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        return
-    for name in given:
-        if name not in taken:
-            raise ValueError(
-                f"`{name}` is no option of recoup.plan, and the forward of {type(model).__name__} "
-                f"takes no `{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
-            )

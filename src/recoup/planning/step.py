@@ -59,7 +59,10 @@ class Forwards:
     num: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return [self.model(*args, **kwargs) for _ in range(self.num)]
+        # Each call has containers of its own: a model may write its output into a dict that it got.
+        tensors, tree = flatten((args, kwargs))
+        calls: list[Any] = [tree.unflatten(tensors) for _ in range(self.num)]
+        return [self.model(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
 
 
 @dataclass(frozen=True)

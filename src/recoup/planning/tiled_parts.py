@@ -2,10 +2,11 @@
 
 NOTE [ Parts in tiles ]
 
-Rule 1. A head is an `nn.Linear` outside of all blocks, called once, after them, whose output is
-        large. So it is known to treat rows independently. What it returns is not computed before
-        somebody reads it; a cross entropy is computed in pieces, whose gradients are taken at once
-        (See NOTE [ Gradients of a sum ]).
+Rule 1. A head is called once, after all blocks, and its output is large. It is an `nn.Linear`,
+        whose weight may be computed (a parametrization, weight dropout), or a module around one
+        that was seen to treat rows independently (an adapter). What it returns is not computed
+        before somebody reads it; a cross entropy is computed in pieces, whose gradients are taken
+        at once (See NOTE [ Gradients of a sum ]).
 Rule 2. Within a checkpoint that runs the model again, where the compiler looks at frames, and in
         transforms of torch.func the head runs as it is.
 Rule 3. A mean is a sum whose summands are divided by their number before they are differentiated,
@@ -31,7 +32,7 @@ Rule 7. The rows and the weights must be unchanged when it is read. A tensor tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import GetSetDescriptorType
@@ -52,7 +53,7 @@ from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward
 
-__all__ = ["ROW_DIM", "Head", "LazyLogits", "TiledParts", "has_rows"]
+__all__ = ["ROW_DIM", "Head", "LazyLogits", "TiledParts", "has_rows", "is_linear"]
 
 ROW_DIM = -2  # of the rows of an MLP: the one before the features
 _TINY = 1e-30  # numbers as small as a gradient over the number of targets
@@ -65,13 +66,15 @@ class Head(NamedTuple):
         name: its qualified name.
         module: the layer.
         num_rows: the rows of its output.
+        num_features: the features of its input.
         num_bytes: the bytes of its output.
         tile_rows: how many rows a tile has at most.
     """
 
     name: str
-    module: nn.Linear
+    module: nn.Module
     num_rows: int
+    num_features: int
     num_bytes: int
     tile_rows: int = 0
 
@@ -104,7 +107,7 @@ class TiledParts:
         """A line for each kind of part, that says in how many tiles it runs."""
         lines: list[str] = []
         if self.head is not None:
-            name, _, num_rows, num_bytes, rows = self.head
+            name, _, num_rows, _, num_bytes, rows = self.head
             lines.append(
                 f"tile: `{name}` with its cross entropy, {math.ceil(num_rows / rows)} tiles of at "
                 f"most {rows} rows; its output of {format_bytes(num_bytes)} is computed when it is "
@@ -137,23 +140,24 @@ class TiledParts:
     def _logits(self, head: Head, forward: Callable[..., Any], rows: Tensor) -> Tensor:
         """Return the output of the head, which is computed when somebody reads it."""
         module: Any = head.module
-        hooks = [vars(each) for each in (module, nn.modules.module)]
+        hooks = [vars(each) for each in (*module.modules(), nn.modules.module)]
         if (
             rows.dim() < 2
             or rows.numel() == 0
             or enclosing_checkpoints() != (0, None)
             or is_transformed()
-            or type(module) is not nn.Linear
-            or getattr(own_forward(forward), "__func__", None) is not nn.Linear.forward
             # Hooks want the gradient of what it returns.
             or any(own.get(name) for own in hooks for name in _BACKWARD_HOOKS)
         ):
             return forward(rows)
+        loss, name = partial(self._cross_entropy, head), f"`{head.name}`"
+        if not is_linear(module, forward):
+            return RowCall(name, rows, module.parameters, forward, loss).logits()
         # Those of this call: `functional_call` puts others in their place for a while.
-        both: list[Any] = [module.weight, module.bias]
-        weights = [each for each in both if each is not None]
-        loss = partial(self._cross_entropy, head)
-        return RowCall(f"`{head.name}`", rows, weights, loss).logits()
+        weight, bias = module.weight, module.bias
+        weights = [weight] if bias is None else [weight, bias]
+        linear = partial(F.linear, weight=weight, bias=bias)
+        return RowCall(name, rows, lambda: weights, linear, loss).logits()
 
     def _cross_entropy(
         self,
@@ -205,6 +209,12 @@ _BACKWARD_HOOKS = (
 )  # fmt: skip
 
 
+def is_linear(module: nn.Module, forward: Forward) -> bool:
+    """Whether a module's forward is that of `nn.Linear`, with the weight that it has then."""
+    own = getattr(own_forward(forward), "__func__", None)
+    return isinstance(module, nn.Linear) and own is nn.Linear.forward
+
+
 def has_rows(value: Any) -> bool:
     """Whether a value is a tensor of several rows of features."""
     is_numbers = isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point()
@@ -245,33 +255,41 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class RowCall:
-    """A call of a linear layer, which makes each row of logits from the same row of its input.
+    """A call of an output layer, which makes each row of logits from the same row of its input.
 
     Args:
         name: its name in error messages.
         rows: its input, of shape (..., D).
-        weights: the weight of the layer, and its bias if it has one.
+        weights: returns the tensors that it reads.
+        forward: what it does with rows.
         cross_entropy: called in place of torch's with the logits and the other arguments; it may
             return NotImplemented.
     """
 
     def __init__(
-        self, name: str, rows: Tensor, weights: Sequence[Tensor], cross_entropy: Callable[..., Any]
+        self,
+        name: str,
+        rows: Tensor,
+        weights: Callable[[], Iterable[Tensor]],
+        forward: Forward,
+        cross_entropy: Callable[..., Any],
     ) -> None:
-        self.name, self.rows, self.weights = name, rows, weights
+        self.name, self.rows, self.weights = name, rows, list(weights())
+        self._weights, self._forward = weights, forward
         self.cross_entropy, self.was_cut = cross_entropy, False
         self.whole: Tensor | None = None
         self.version = 0  # of the whole, when it was computed
         self._with_settings = settings_as_now()
-        self._versions = [(each, version_of(each)) for each in (rows, *weights)]
+        self._versions = [(each, version_of(each)) for each in (rows, *self.weights)]
 
     def __call__(self, rows: Tensor) -> Tensor:
         with self._with_settings():
-            return F.linear(rows, *self.weights)
+            return self._forward(rows)
 
     def check(self) -> None:
         """Raise if it would compute something else now (See Rule 7)."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
+        is_other = [id(each) for each in self._weights()] != list(map(id, self.weights))
+        if is_other or any(version_of(tensor) != version for tensor, version in self._versions):
             raise ChangedError(
                 f"The output of {self.name} is computed when it is read, but what it is computed "
                 "from has changed since (by an optimizer's step?). Read it before that. " + _WAY_OUT

@@ -30,7 +30,7 @@ from recoup.errors import ChangedError, GradientError
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks
 from recoup.planning.step import Observer, Step
-from recoup.planning.tiled_parts import ROW_DIM, Head, TiledParts, has_rows
+from recoup.planning.tiled_parts import ROW_DIM, Head, TiledParts, has_rows, is_linear
 
 __all__ = ["with_tiles"]
 
@@ -92,26 +92,27 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
             if each is not block and next(each.children(), None) is not None:
                 parts[each] = f"{name}.{path}"
     within = {each for _, block in blocks for each in block.modules()}
-    linears: dict[nn.Module, str] = {
+    around = {each for each in step.model.modules() if not within.isdisjoint(each.modules())}
+    heads: dict[nn.Module, str] = {
         module: name
         for name, module in named_modules(step.model)
-        if type(module) is nn.Linear and module not in within and not is_compiled(module)
+        if module not in around and any(isinstance(each, nn.Linear) for each in module.modules())
     }
     if any(map(is_compiled, step.model.modules())):
-        parts = {}
+        parts, heads = {}, {each: heads[each] for each in heads if not is_compiled(each)}
     with step.rehearsed():
-        called = [*(block for _, block in blocks), *parts, *linears]
-        found = step.observe_forward(called, partial(_Finder, linears, parts))
+        called = [*(block for _, block in blocks), *parts, *heads]
+        found = step.observe_forward(called, partial(_Finder, heads, parts))
     modules = [each.module for each in found.calls]
-    heads = [each for each in found.calls if modules.count(each.module) == 1]
-    head = max(heads, key=lambda each: each.num_bytes, default=None)
+    once = [each for each in found.calls if modules.count(each.module) == 1]
+    # Of nested ones, which are as large, the outermost: it ended last.
+    head = max(reversed(once), key=lambda each: each.num_bytes, default=None)
     if head is not None:
         # As large as the gradient of the weight, which is there at any time, are the logits of as
         # many rows as there are features; they are there up to four times.
-        rows = min(max(head.module.in_features // 4, _LEAST_ROWS), _MOST_ROWS)
+        rows = min(max(head.num_features // 4, _LEAST_ROWS), _MOST_ROWS)
         rows = rows if tiles is None else math.ceil(head.num_rows / tiles)
-        is_large = head.module.out_features > head.module.in_features and head.num_rows > rows
-        head = head._replace(tile_rows=rows) if is_large else None
+        head = head._replace(tile_rows=rows) if head.num_rows > rows else None
     sizes = {part: size for part, size in found.sizes.items() if size is not None}
     inner = {each for part in sizes for each in part.modules() if each is not part}
     mlps = [(name, part) for part, name in parts.items() if part in sizes and part not in inner]
@@ -121,15 +122,15 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
 
 
 class _Finder(Observer):
-    """An observer of linear layers after the last block, and of parts of blocks, which it checks.
+    """An observer of layers after the last block, and of parts of blocks, which it checks.
 
     Args:
-        linears: the names of linear layers outside of blocks.
+        heads: the names of modules outside of blocks that may be the output layer.
         parts: the modules within blocks; others are blocks.
     """
 
-    def __init__(self, linears: dict[nn.Module, str], parts: Iterable[nn.Module]) -> None:
-        self._linears, self._parts, self._is_trying = linears, set(parts), False
+    def __init__(self, heads: dict[nn.Module, str], parts: Iterable[nn.Module]) -> None:
+        self._heads, self._parts, self._is_trying = heads, set(parts), False
         self.calls: list[Head] = []
         # The rows, and the length, of parts; None for those that do not qualify.
         self.sizes: dict[nn.Module, tuple[int, int] | None] = {}
@@ -140,21 +141,26 @@ class _Finder(Observer):
             return
         is_plain = len(args) == 1 and not kwargs and isinstance(output, Tensor)
         x: Any = args[0] if is_plain else None
-        if module in self._linears:
-            if x is not None and output.dim() > 1:
-                name, num_rows = self._linears[module], math.prod(output.shape[:-1])
-                self.calls.append(Head(name, cast("Any", module), num_rows, output.nbytes))
+        has_same_rows = has_rows(x) and output.shape[:-1] == x.shape[:-1]
+        num_rows = math.prod(output.shape[:-1]) if has_same_rows else 0
+        if module in self._heads:
+            if has_same_rows and output.shape[-1] > x.shape[-1]:
+                head = Head(self._heads[module], module, num_rows, x.shape[-1], output.nbytes)
+                if is_linear(module, module.forward) or self._is_local(module, x):
+                    self.calls.append(head)
         elif module not in self._parts:
             self.calls.clear()  # a block: the head is after all of them
-        elif module in self.sizes or not has_rows(x) or output.shape[:-1] != x.shape[:-1]:
-            self.sizes[module] = None
         else:
-            self._is_trying = True
-            try:
-                is_local = _is_row_local(module, x)
-            finally:
-                self._is_trying = False
-            self.sizes[module] = (x.numel() // x.shape[-1], x.shape[ROW_DIM]) if is_local else None
+            is_seen = module in self.sizes or not has_same_rows
+            is_local = not is_seen and self._is_local(module, x)
+            self.sizes[module] = (num_rows, x.shape[ROW_DIM]) if is_local else None
+
+    def _is_local(self, module: nn.Module, x: Tensor) -> bool:
+        self._is_trying = True
+        try:
+            return _is_row_local(module, x)
+        finally:
+            self._is_trying = False
 
 
 def _is_row_local(module: nn.Module, x: Tensor) -> bool:

@@ -1,0 +1,199 @@
+"""Models of other libraries in a loop of one's own: adapters, low precision, diffusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import recoup
+from recoup._core.allocations import Allocations
+from tests.programs.programs import VOCABULARY, llama
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def tokens(num_rows: int = 4, length: int = 32) -> Any:
+    torch.manual_seed(3)
+    drawn = torch.randint(4, len(VOCABULARY), (num_rows, length))
+    return {"input_ids": drawn, "labels": drawn, "use_cache": False}
+
+
+def with_adapters(*, asks_for_input_gradients: bool = False, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = llama()
+    if asks_for_input_gradients:
+        base.enable_input_require_grads()
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM", **options
+    )
+    torch.manual_seed(2)
+    return peft.get_peft_model(base, config), tokens()
+
+
+def lora() -> Any:
+    return with_adapters()
+
+
+def lora_on_inputs_with_gradients() -> Any:
+    return with_adapters(asks_for_input_gradients=True)
+
+
+def dora() -> Any:
+    return with_adapters(use_dora=True)
+
+
+def int8_weights() -> Any:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = llama()
+    quantization.quantize_(base, quantization.Int8WeightOnlyConfig(version=2))
+    torch.manual_seed(2)
+    targets = ["q_proj", "v_proj"]
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=targets)), tokens()
+
+
+def int8_training() -> Any:
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    quantization = pytest.importorskip("torchao.quantization")
+    model = llama()
+    quantization.quantize_(model.model.layers, training.int8_mixed_precision_training())
+    return model, tokens()
+
+
+def fake_quantized() -> Any:
+    qat = pytest.importorskip("torchao.quantization.qat")
+    quantization = pytest.importorskip("torchao.quantization")
+    model = llama()
+    weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=16)
+    inputs = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    config = qat.QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
+    quantization.quantize_(model.model.layers, config)
+    return model, tokens()
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            for _ in range(5)
+        )
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def observed() -> Any:
+    """The fused kernel of torch's own fake quantization writes ranges without a new version."""
+    model = Convolutions().train()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    return torch.ao.quantization.prepare_qat(model), {"x": torch.randn(8, 8, 16, 16)}
+
+
+class Diffusion(nn.Module):
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, images: Any, noise: Any, times: Any) -> Any:
+        return {"loss": F.mse_loss(self.unet(images + noise, times).sample, noise)}
+
+
+def diffusion() -> Any:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    kinds = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    unet = diffusers.UNet2DModel(
+        sample_size=16, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=8,
+        block_out_channels=(16, 32), down_block_types=kinds[0], up_block_types=kinds[1],
+    )  # fmt: skip
+    images, noise = torch.randn(2, 4, 1, 16, 16)
+    return Diffusion(unet), {"images": images, "noise": noise, "times": torch.arange(4)}
+
+
+def accelerated() -> Any:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(llama())
+    return model, tokens()
+
+
+PROGRAMS = [
+    lora, lora_on_inputs_with_gradients, dora, int8_weights, int8_training, fake_quantized,
+    observed, diffusion, accelerated,
+]  # fmt: skip
+
+
+def train(model: nn.Module, batch: Any) -> tuple[list[float], list[int]]:
+    """The loss and the bytes of each of three steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(4)
+    losses, peaks = [], []
+    for _ in range(3):
+        optimizer.zero_grad()
+        levels: list[int] = []
+        with Allocations(levels):
+            loss = model(**batch)["loss"]
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        peaks.append(max(levels))
+    return losses, peaks
+
+
+def assert_same_values(found: nn.Module, wanted: nn.Module) -> None:
+    wanted_values = wanted.state_dict()
+    for name, value in found.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            plain = getattr(value, "dequantize", lambda value=value: value)()
+            other = wanted_values[name]
+            assert torch.equal(plain, getattr(other, "dequantize", lambda other=other: other)()), (
+                name
+            )
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_same_training_within_the_budget(program):
+    (plain, batch), (planned, _) = program(), program()
+    plain.train(), planned.train()
+    frontier = recoup.plan(planned, **batch, holds_output=False, loss=lambda out: out["loss"])
+    points = frontier.points
+    budget = (points[0].peak_bytes + points[-1].peak_bytes) // 2
+    plan = recoup.plan(
+        planned, **batch, budget=budget, holds_output=False, loss=lambda out: out["loss"]
+    ).apply()
+    wanted, plain_peaks = train(plain, batch)
+    found, peaks = train(planned, batch)
+    assert found == wanted
+    assert_same_values(planned, plain)
+    assert max(peaks) <= budget < max(plain_peaks)
+    assert {row.way for row in plan.blocks} != {"keep"}
+
+
+def test_adapters_that_are_off_for_a_reference():
+    """The base model in the same step, without a graph (DPO with LoRA), leaves the plan alone."""
+    (plain, batch), (planned, _) = lora(), lora()
+    least = recoup.plan(planned, **batch, budget="1 GiB").least_bytes
+    recoup.plan(planned, **batch, budget=least * 5 // 4).apply()
+    losses = []
+    for model in (plain, planned):
+        torch.manual_seed(5)
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(**batch).logits.log_softmax(-1)
+        found = F.kl_div(
+            model(**batch).logits.log_softmax(-1), reference, log_target=True, reduction="sum"
+        )
+        found.backward()
+        losses.append(found.item())
+    assert losses[0] == losses[1]
+    for (name, ours), (_, theirs) in zip(
+        planned.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
