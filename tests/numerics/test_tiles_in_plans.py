@@ -144,3 +144,14 @@ def test_logits_of_other_weights_are_not_read():
         torch.func.functional_call(model, others, (tokens,))
         with pytest.raises(ChangedError, match="`head` is computed when it is read"):
             kept[0].sum()
+
+
+def test_hooks_within_an_output_layer_see_it_whole():
+    model, tokens = Language(adapted), torch.randint(2000, (4, 64))
+    shapes = []
+    model.head.b.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    plans = recoup.plan(model, tokens, tiles=True)
+    with plans.plan(plans.least_bytes).applied():
+        shapes.clear()
+        model(tokens).backward()
+    assert shapes == [(4, 64, 2000)]

@@ -28,9 +28,9 @@ def checked_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
     check_module(model)
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise ValueError(
-            f"`model` is a {type(model).__name__} without a `forward`. Plan the network that its "
-            "`training_step` calls; or give the trainer recoup.integrations.lightning.MemoryBudget,"
-            " which plans that step."
+            f"`model` is a {type(model).__name__} without a `forward`. Plan a module that training "
+            "calls; the `training_step` of a LightningModule is planned by the trainer's callback "
+            "recoup.integrations.lightning.MemoryBudget."
         )
     signature = _signature(model.forward)
     if signature is None:
@@ -38,8 +38,7 @@ def checked_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
     taken = signature.parameters
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
         given = cast("Mapping[Any, Any]", args[0])
-        names = {name for name, each in taken.items() if each.kind is not each.VAR_KEYWORD}
-        if not names.isdisjoint(given):
+        if not _names_of(model).isdisjoint(given):
             args, kwargs = (), dict(given)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     kind = type(model).__name__
@@ -53,6 +52,19 @@ def checked_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
         way_out = "Give its arguments as in training, after the model"
         check_takes(model, args, kwargs, f"The forward of {kind}", way_out)
     return args, kwargs
+
+
+def _names_of(model: nn.Module) -> set[str]:
+    """Return the names of what a forward takes, or else of what the one takes that it passes to."""
+    for module in model.modules():  # wrappers pass on anything (peft)
+        signature = _signature(module.forward)
+        named = () if signature is None else signature.parameters.values()
+        names = {
+            each.name for each in named if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        }
+        if names:
+            return names
+    return set()
 
 
 def check_module(model: Any) -> None:

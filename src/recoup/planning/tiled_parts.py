@@ -146,8 +146,9 @@ class TiledParts:
             or rows.numel() == 0
             or enclosing_checkpoints() != (0, None)
             or is_transformed()
-            # Hooks want the gradient of what it returns.
+            # Hooks want the gradient of what it returns; those within it, no pieces.
             or any(own.get(name) for own in hooks for name in _BACKWARD_HOOKS)
+            or any(own.get(name) for own in hooks[1:-1] for name in _FORWARD_HOOKS)
         ):
             return forward(rows)
         loss, name = partial(self._cross_entropy, head), f"`{head.name}`"
@@ -203,6 +204,7 @@ class TiledParts:
         )  # fmt: skip
 
 
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = (
     "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks",
     "_global_backward_pre_hooks",
