@@ -99,6 +99,8 @@ class Plan(PlanReport):
         budget_bytes: the budget.
         standing_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
+        collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
+        collectives_again: those of them that second runs repeat.
         step_seconds: the time of a step that followed the plan.
         costs: the costs of the calls of blocks, and of the code after them, in seconds.
         frontier: the plans that are best for some budget, from the least bytes to the most. The

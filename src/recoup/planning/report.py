@@ -20,6 +20,7 @@ from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import MeasuredCall
+from recoup.planning.ranks import CollectiveCounter
 from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Rehearsed
 from recoup.schedules import (
@@ -74,6 +75,7 @@ class PlanReport:
         least_bytes: the fewest bytes that a step was seen to take.
         budget_bytes: the budget.
         room: the room that it leaves for a step.
+        collectives: those of a step that followed it.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class PlanReport:
         least_bytes: int,
         budget_bytes: int,
         room: Room,
+        collectives: CollectiveCounter,
     ) -> None:
         self.model = planned.model
         self.planned = planned
@@ -102,6 +105,9 @@ class PlanReport:
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]
         self._rehearsed_bytes, self._held_bytes, _, self._rehearsed_peaks = rehearsed
         self._least_bytes, self._room = least_bytes, room
+        self.collectives = collectives.num_all
+        self.collectives_again = collectives.num_again
+        self._collective_bytes_again = collectives.bytes_again
         self.held_by_others = tuple(_held_by_others(planned.model, planned.calls))
         self._advice = list(self.held_by_others)
         if planned.guard is None:
@@ -265,6 +271,11 @@ class PlanReport:
             )
         notes += [*([] if self.planned.tiled is None else [self.planned.tiled.described])]
         notes += self._advice
+        if self.collectives_again:
+            notes.append(
+                f"second runs repeat {self.collectives_again} of the {self.collectives} "
+                f"collectives of a step, with {format_bytes(self._collective_bytes_again)}"
+            )
         if self.headroom:
             notes.append(f"left for fragmentation: {self.headroom:.3g} of the budget")
         if self.standing_bytes:

@@ -32,7 +32,7 @@ from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.plan import Plan
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.ranks import is_sharded
+from recoup.planning.ranks import CollectiveCounter, is_sharded
 from recoup.planning.report import what_can_be_inverted
 from recoup.planning.step import Rehearsed, rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
@@ -138,10 +138,14 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
+        collectives = CollectiveCounter()
+        if is_sharded(step.model):
+            with step.rehearsed(), collectives:
+                step.run()
     return Plan(
         kind, planned, point, last[choice.point_index]._replace(peak_bytes=choice.peak_bytes),
         step_seconds=step_seconds, least_bytes=choice.least_bytes, budget_bytes=budget_bytes,
-        room=room,
+        room=room, collectives=collectives,
     )  # fmt: skip
 
 
