@@ -26,6 +26,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
+from recoup._core.compile import is_compiled
 from recoup.errors import BudgetError, ChangedError, ReplayError
 from recoup.memory import format_bytes
 from recoup.planning.following import PlannedModel
@@ -139,7 +140,9 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
         collectives = CollectiveCounter()
-        if is_sharded(step.model):
+        # Under a dispatch mode the compiler gives up what it meets.
+        compiles = kind.is_compiled or any(map(is_compiled, step.model.modules()))
+        if is_sharded(step.model) and not compiles:
             with step.rehearsed(), collectives:
                 step.run()
     return Plan(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from recoup._core import devices
 from recoup._core.devices import Peaks
 from recoup.memory import measure
 from recoup.memory.meter import Measurement
@@ -245,6 +247,14 @@ def test_wrong_arguments(arguments, message):
 def test_cuda_without_a_device():
     with pytest.raises(ValueError, match="torch finds no such device here"):
         measure(lambda: None, device="cuda")
+
+
+def test_a_device_that_tells_its_allocated_bytes_alone(monkeypatch):
+    told = {"memory_allocated": 5, "max_memory_allocated": 7, "reset_peak_memory_stats": None}
+    module = SimpleNamespace(**{name: lambda _, value=value: value for name, value in told.items()})
+    monkeypatch.setattr(devices, "_module_of", lambda _: module)
+    counts = devices.memory_counts(torch.device("cuda"))
+    assert counts == devices.MemoryCounts(5, 5, Peaks(7, 7), 0)
 
 
 @pytest.mark.cuda
