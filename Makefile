@@ -1,9 +1,9 @@
 # Everything lives in .venv. Variables that may be given on the command line:
 #   PYTHON=python3.12      the interpreter that .venv is made from, 3.11 or newer
 #   PIP_ARGS=...           further arguments for pip, such as an index with CPU builds of torch
-#   ARGS=...               further arguments for pytest (make test) or the benchmark (make bench)
+#   ARGS=...               further arguments for pytest (make test) or benchmarks (make bench, make accelerator)
 #   OLDEST_PYTHON=...      the oldest interpreter that pyproject.toml names (make test-oldest)
-#   RESULTS=...            the folder for what `make cuda` finds
+#   RESULTS=...            the folder for what `make accelerator` finds
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -26,7 +26,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start many processes, each of which would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all test-oldest cuda check bench dist-test docs docs-links clean
+.PHONY: help setup demo test test-all test-oldest accelerator check bench dist-test docs docs-links clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,7 +34,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-all     all cases of them, plans for models of other libraries, what takes minutes"
 	@echo "make test-oldest  the tests with the oldest Python, torch and neighbours that are named"
-	@echo "make cuda    run the tests and benchmarks of a GPU, with the Python that is on the path"
+	@echo "make accelerator  run the tests and benchmarks of a GPU, with the Python that is on the path"
 	@echo "make dist-test    build a wheel and an sdist in dist, and test them without the repository"
 	@echo "make check   run the linters, the type checker and the import contracts"
 	@echo "make bench   measure against other libraries"
@@ -88,8 +88,8 @@ test-oldest: .venv-oldest/.ready
 	@$(OLDEST)/python -m pytest -n 2 -m $(QUICK) $(ARGS)
 
 # Neither .venv nor the network: a machine with a GPU is often lent for minutes, and bare.
-cuda:
-	@PYTHONPATH=src $(PYTHON) benchmarks/cuda.py --results $(RESULTS)
+accelerator:
+	@PYTHONPATH=src $(PYTHON) benchmarks/accelerator.py --results $(RESULTS) $(ARGS)
 
 check: setup
 	@$(BIN)/ruff check

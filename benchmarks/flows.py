@@ -1,9 +1,10 @@
 """Speed and memory of a RealNVP on points and of a small Glow, beside other libraries of flows.
 
-One thread; `flow_rivals` has the contestants.
+One thread; `flow_rivals` has the contestants. With RECOUP_QUICK=1 it takes seconds.
 """
 
 import gc
+import os
 import random
 import statistics
 import time
@@ -15,16 +16,24 @@ import torch
 from couplings import peak_and_held
 from flow_rivals import DIFFERENCES, GLOWS, IMAGES, MOONS, Contestant
 from rivals import installed
-from sklearn.datasets import make_moons
 from torch import Tensor
 
-POINTS, DEPTHS = 512, (2, 8, 16)
+from recoup._core.devices import synchronize
+
+QUICK = bool(os.environ.get("RECOUP_QUICK"))
+POINTS, DEPTHS = 512, (2,) if QUICK else (2, 8, 16)
 REFERENCE = "recoup linear"
 
 
 def points(device: str) -> Tensor:
-    found, _ = make_moons(POINTS, noise=0.1, random_state=0)
-    return torch.tensor(found, dtype=torch.float32, device=device)
+    """Two half circles, one within the other, with noise."""
+    torch.manual_seed(0)
+    angles = torch.pi * torch.rand(POINTS)
+    outer = torch.stack([angles.cos(), angles.sin()], 1)
+    found = torch.where(
+        torch.arange(POINTS)[:, None] % 2 == 0, outer, torch.tensor([1, 0.5]) - outer
+    )
+    return (found + 0.1 * torch.randn(POINTS, 2)).to(device)
 
 
 def images(device: str) -> Tensor:
@@ -87,11 +96,11 @@ def seconds(
             for name in order.sample(list(contestants), len(contestants)):
                 if turn > 1:
                     run(contestants[name], x)
-                _wait(x)
+                synchronize(x.device)
                 start = clock()
                 for _ in range(turn):
                     run(contestants[name], x)
-                _wait(x)
+                synchronize(x.device)
                 times[name].append((clock() - start) / turn)
         reference = times[REFERENCE]
         for name, values in times.items():
@@ -103,11 +112,6 @@ def seconds(
                 "median_over_ours": statistics.median(ratios),
             }
     return found
-
-
-def _wait(x: Tensor) -> None:
-    if x.device.type != "cpu":
-        torch.cuda.synchronize()
 
 
 def rows(
@@ -142,7 +146,7 @@ def rows(
 
 
 def moons(device: str) -> list[dict]:
-    return rows("moons", MOONS, points(device), rounds=60, turn=4)
+    return rows("moons", MOONS, points(device), rounds=2 if QUICK else 60, turn=4)
 
 
 def glow(device: str) -> Iterator[list[dict]]:
@@ -150,7 +154,8 @@ def glow(device: str) -> Iterator[list[dict]]:
     found = []
     for num_steps in DEPTHS:
         builders = {name: partial(build, num_steps) for name, build in GLOWS.items()}
-        measured = rows("glow", builders, images(device), rounds=max(20, 80 // num_steps), turn=1)
+        rounds = 2 if QUICK else max(20, 80 // num_steps)
+        measured = rows("glow", builders, images(device), rounds, turn=1)
         found += [{"num_steps": num_steps, **row} for row in measured]
         yield found
 

@@ -1,7 +1,7 @@
 """A chain whose states wait elsewhere: peak bytes and time beside keeping them in memory.
 
 `RECOUP_QUICK=1 python benchmarks/run.py offload` is a small size, in seconds. On the CPU states go
-to a file in RECOUP_FOLDER (by default that of temporary files), on CUDA to host memory too.
+to a file in RECOUP_FOLDER (by default that of temporary files), else to host memory too.
 """
 
 import gc
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
+from recoup._core.devices import synchronize
 from recoup.schedules import Cost, Schedule, offloaded, revolve, simulate
 
 QUICK = bool(os.environ.get("RECOUP_QUICK"))
@@ -90,7 +91,7 @@ def ways(device: str) -> list[Way]:
         Way("all residuals in memory", None, nullcontext),
         Way("recoup.offloading, all residuals", None, lambda: recoup.offloading(to=FOLDER)),
     ]
-    if device == "cuda":
+    if device != "cpu":
         found[2:2] = [
             Way("save_on_cpu, states", kept, lambda: torch.autograd.graph.save_on_cpu(True)),
             Way("recoup, states in host memory", offloaded(NUM_BLOCKS), nullcontext),
@@ -179,12 +180,10 @@ def _costs(block: nn.Module, x: Tensor, device: str) -> list[Cost]:
 
 
 def _seconds(step: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(torch.device(device))
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(torch.device(device))
     return time.perf_counter() - start
 
 

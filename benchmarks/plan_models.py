@@ -38,17 +38,16 @@ class Case:
         return self.loss(self.model(**self.kwargs))
 
 
-def gpt2(device: str, num_layers: int = 12, dropout: float = 0.1, batch_size: int = 6) -> Case:
+def gpt2(
+    device: str, num_layers: int = 12, dropout: float = 0.1, batch_size: int = 6, **sizes: int
+) -> Case:
     """A GPT-2 with a small vocabulary: logits larger than a block would hide what plans save."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=num_layers,
-        n_embd=256,
-        n_head=8,
-        n_positions=256,
-        vocab_size=2048,
+        **{"n_embd": 256, "n_head": 8, "n_positions": 256, "vocab_size": 2048, **sizes},
         embd_pdrop=dropout,
         attn_pdrop=dropout,
         resid_pdrop=dropout,
@@ -69,7 +68,7 @@ def llama(
     num_layers: int = 12,
     batch_size: int = 6,
     length: int = 256,
-    vocab_size: int = 2048,
+    **sizes: int,
 ) -> Case:
     """A Llama of the size of the GPT-2, which has no dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,11 +76,14 @@ def llama(
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=num_layers,
-        hidden_size=256,
-        intermediate_size=688,
-        num_attention_heads=8,
+        **{
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_attention_heads": 8,
+            "vocab_size": 2048,
+            **sizes,
+        },
         max_position_embeddings=length,
-        vocab_size=vocab_size,
         use_cache=False,
         attn_implementation="sdpa",
     )
@@ -95,16 +97,14 @@ def llama_of_many_words(device: str) -> Case:
     return llama(device, num_layers=6, batch_size=2, length=1024, vocab_size=32_000)
 
 
-def vit(device: str, num_layers: int = 12, batch_size: int = 8) -> Case:
+def vit(device: str, num_layers: int = 12, batch_size: int = 8, **sizes: int) -> Case:
     """A ViT of 256 units over 196 patches, with dropout 0.1."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
     config = ViTConfig(
         num_hidden_layers=num_layers,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_attention_heads=8,
+        **{"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, **sizes},
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
         num_labels=100,

@@ -196,11 +196,12 @@ def compiled(budget: float) -> Callable[[Case], Forward]:
     return change
 
 
-def compiled_blocks(budget: float) -> Callable[[Case], Forward]:
+def compiled_blocks(budget: float, backend: str = "inductor") -> Callable[[Case], Forward]:
     """Compile each block by itself; alike blocks share their code."""
 
     def change(case: Case) -> Forward:
-        call = torch.compile(with_own_code(_call, f"block_{budget}"), fullgraph=True, dynamic=False)
+        own = with_own_code(_call, f"block_{budget}")
+        call = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
         case.blocks = [Around(block, call) for block in case.blocks]
 
         def run():

@@ -15,6 +15,7 @@ from plan_rivals import RIVALS, Forward, NotForThisError
 from torch import Tensor
 
 import recoup
+from recoup._core.devices import synchronize
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier, FrontierPoint
 
@@ -77,10 +78,10 @@ class Contestant:
         self.clear()
 
     def time(self, device: str) -> None:
-        _wait(device)
+        synchronize(torch.device(device))
         start = clock()
         self.step()
-        _wait(device)
+        synchronize(torch.device(device))
         self.seconds.append(clock() - start)
         self.clear()
 
@@ -293,8 +294,3 @@ def suite(device: str, models: Sequence[str] = tuple(MODELS)) -> Iterator[tuple[
         for name, rows in tables(model, device).items():
             found[name] = found.get(name, []) + rows
         yield from found.items()
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

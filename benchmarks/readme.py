@@ -60,6 +60,9 @@ def write() -> None:
         path = results / f"{name}_cpu.json"
         if path.exists():
             parts[title] = table(json.loads(path.read_text()))
+    for path in sorted(results.glob("budgets_*.json")):
+        title = f"On {json.loads(path.read_text())['device_name']}"
+        parts[title] = tables.budgets_table(json.loads(path.read_text()))
     _put(ROOT / "README.md", _summary(found))
     _put(
         ROOT / "docs" / "benchmarks.md",

@@ -37,12 +37,14 @@ SUITES = (
     "compiled",
     "tiles",
     "offload",
+    "budgets",
     "drift",
     "flows",
 )
 LONG_SUITES = ("mnist", "language_model_curve", "programs")  # only when they are named
 ON_ALL_CORES = {
     "weights", "language_model", "language_model_curve", "plans", "compiled", "tiles", "offload",
+    "budgets",
 }  # fmt: skip
 
 
@@ -55,7 +57,8 @@ def conditions(device: str) -> dict:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    is_cpu = device == "cpu"
+    name = _processor() if is_cpu else torch.get_device_module(device).get_device_name()
     return {
         "device": device,
         "device_name": name,
@@ -101,7 +104,7 @@ def main() -> None:
                 print(f"-- {key}")
                 for row in rows:
                     print("  ", *(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
-    if arguments.device == "cpu":
+    if arguments.device == "cpu" and arguments.results == HERE / "results":
         readme.write()
 
 

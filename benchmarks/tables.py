@@ -300,6 +300,36 @@ def offload_table(found: dict) -> str:
     return "\n".join([*lines, "", conditions])
 
 
+def budgets_table(found: dict) -> str:
+    """Return a row for each budget, one for each way beside plans, and the time of sketches."""
+    plain = {row["model"]: row for row in found["speeds"] if row["name"] == "plain"}
+
+    def cells(row: dict, *first: str) -> str:
+        kinds = ("requested", "allocated", "reserved")
+        sizes = [row[f"{kind}_bytes"] for kind in kinds]
+        shown = ["-" if size is None else mib(size) for size in sizes]
+        over = row["speed"] / plain[row["model"]]["speed"]
+        speed = f"{row['speed']:.4g} {row['unit']}/s"
+        return f"| {' | '.join([row['model'], *first, *shown, speed, f'{over:.2f}'])} |"
+
+    beside = "requested MiB | allocated | reserved | speed | over plain |"
+    lines = [f"| model | budget MiB | predicted | {beside}", "|---|---|---|---|---|---|---|---|"]
+    lines += [
+        cells(row, mib(row["budget_bytes"]), mib(row["predicted_bytes"]))
+        for row in found.get("budgets", ())
+    ]
+    lines += ["", f"| model | way | {beside}", "|---|---|---|---|---|---|---|"]
+    lines += [cells(row, row["name"]) for row in found["speeds"]]
+    lines += [cells(row, f"each block: {row['name']}") for row in found.get("sketches", ())]
+    conditions = (
+        "<sub>Forward, loss and backward, of the Llama with the step of a fused AdamW; peaks "
+        "beyond what is alive before, from an empty cache; the fastest of a few steps. "
+        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}; "
+        "`make accelerator`.</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
 def flows_table(found: dict) -> str:
     """Return a row for each library: its times over ours, and its peak at two depths."""
     lines = [

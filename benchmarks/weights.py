@@ -1,8 +1,12 @@
-"""Weight dropout and weight noise, by everything that has them: bytes held and time of a step."""
+"""Weight dropout and weight noise, by everything that has them: bytes held and time of a step.
+
+With RECOUP_QUICK=1 the layers are small.
+"""
 
 import contextlib
 import copy
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,10 +21,14 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 import recoup
+from recoup._core.devices import synchronize
 from recoup.weights import draws
 
 P = 0.5
 STD = 0.01
+QUICK = bool(os.environ.get("RECOUP_QUICK"))
+WIDE, HIDDEN = (64, 20) if QUICK else (4096, 1150)
+LINEAR, LSTM = f"Linear {WIDE}x{WIDE}", f"LSTM 400, {HIDDEN}"
 
 
 def _layers(device: str) -> dict:
@@ -32,10 +40,10 @@ def _layers(device: str) -> dict:
         return torch.randn(*shape, device=device, requires_grad=True)
 
     layers = {
-        "Linear 4096x4096": (nn.Linear(4096, 4096), "weight", (given(64, 4096),)),
+        LINEAR: (nn.Linear(WIDE, WIDE), "weight", (given(64, WIDE),)),
         "Conv1d 1024x1024x5": (nn.Conv1d(1024, 1024, 5), "weight", (given(4, 1024, 16),)),
         "Embedding 8192x1024": (nn.Embedding(8192, 1024), "weight", (token,)),
-        "LSTM 400, 1150": (nn.LSTM(400, 1150), "weight_hh_l0", (given(35, 20, 400),)),
+        LSTM: (nn.LSTM(400, HIDDEN), "weight_hh_l0", (given(35, 20, 400),)),
         "MultiheadAttention 1024": (
             nn.MultiheadAttention(1024, 8),
             "in_proj_weight",
@@ -185,9 +193,9 @@ def seconds(contestants: dict, device: str) -> list[dict]:
     """Measure the wall time of forward and backward on all cores."""
     rows = []
     for title, kind, noise in (
-        ("Linear 4096x4096", "dropout", dropped),
-        ("Linear 4096x4096", "noise", noisy),
-        ("LSTM 400, 1150", "dropout", dropped),
+        (LINEAR, "dropout", dropped),
+        (LINEAR, "noise", noisy),
+        (LSTM, "dropout", dropped),
     ):
         layer, name, inputs = _layers(device)[title]
 
@@ -199,7 +207,9 @@ def seconds(contestants: dict, device: str) -> list[dict]:
         steps["one mask"] = lambda weight=weight: draws.dropped(weight, 1, P)
         rows += [
             {"layer": title, "kind": kind, "name": contestant, "seconds": taken}
-            for contestant, taken in _in_turn(steps, rounds=9, device=device).items()
+            for contestant, taken in _in_turn(
+                steps, rounds=2 if QUICK else 9, device=device
+            ).items()
         ]
     return rows
 
@@ -216,7 +226,7 @@ def overhead(contestants: dict, device: str) -> list[dict]:
             layers = [nn.Linear(64, 64, device=device) for _ in range(num_layers)]
             return nn.Sequential(*(make(layer, "weight", noise) for layer in layers))
 
-        times = _in_turn(_steps(contestants, stack, (x,)), rounds=60, device=device)
+        times = _in_turn(_steps(contestants, stack, (x,)), rounds=2 if QUICK else 60, device=device)
         rows += [
             {
                 "kind": kind,
@@ -257,17 +267,12 @@ def _in_turn(steps: dict, rounds: int, device: str) -> dict:
     times = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            _wait(device)
+            synchronize(torch.device(device))
             start = time.perf_counter()
             step()
-            _wait(device)
+            synchronize(torch.device(device))
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 # -- all of it -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """An accelerator in Python: ordinary tensors on a device "sim", whose kernels are those of the CPU.
 
-What a device may do, this one does: its random stream and its count of bytes are its own; memory
+What a device may do, this one does: its random stream is its own, and its bytes are those of an
+allocator that caches and may have a limit (tests/caching_allocator.py); memory
 that is new or free holds NaNs; a copy on a stream is made when somebody waits for it, and not
 before; a generator or a tensor of the CPU is refused. It makes no generators and pins no memory,
 and an error of a saved-tensor hook ends the process, since torch's guard of such devices does.
@@ -18,6 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from tests.caching_allocator import CachingAllocator
 
 ATEN, CPU = torch.ops.aten, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # What moves between devices, and what takes indices of the CPU.
@@ -87,8 +90,8 @@ class _Bare:
     manual_seed_all = staticmethod(generator.manual_seed)
 
     def __init__(self):
-        self.allocated = self.peak = self.time = 0
-        self.streams = []
+        self.memory, self.time = CachingAllocator(), 0
+        self.streams, self.is_capturing = [], False
 
     def synchronize(self, device):
         for stream in self.streams:
@@ -106,19 +109,32 @@ class _Full(_Bare):
     def set_rng_state(self, state, device):
         generator.set_state(state)
 
-    def memory_allocated(self, device):
-        return self.allocated
+    def memory_stats(self, device=None):
+        counts = {"current": self.memory.now, "peak": self.memory.peak}
+        return {
+            f"{kind}_bytes.all.{which}": count
+            for which, kinds in counts.items()
+            for kind, count in kinds.items()
+        } | {"num_alloc_retries": self.memory.num_retries}
 
-    memory_reserved = memory_allocated
+    def memory_allocated(self, device=None):
+        return self.memory.now["allocated"]
 
-    def max_memory_allocated(self, device):
-        return self.peak
+    def memory_reserved(self, device=None):
+        return self.memory.now["reserved"]
+
+    def max_memory_allocated(self, device=None):
+        return self.memory.peak["allocated"]
 
     def reset_peak_memory_stats(self, device=None):
-        self.peak = self.allocated
+        self.memory.reset_peaks()
 
     def mem_get_info(self, device):
-        return 2**30 - self.allocated, 2**30
+        whole = min(2**30, self.memory.limit)
+        return whole - self.memory.now["reserved"], whole
+
+    def is_current_stream_capturing(self):
+        return self.is_capturing
 
     def current_stream(self, device):
         return self.current
@@ -155,15 +171,16 @@ def _wrapped(held):
     device = torch.device("sim", 0)
     storage = torch._C._construct_storage_from_data_pointer(where, device, num_bytes)
     _memory[storage], _written[storage] = memory, module.time
-    weakref.finalize(storage, _free, memory, num_bytes)
-    module.allocated += num_bytes
-    module.peak = max(module.peak, module.allocated)
+    block = module.memory.allocate(num_bytes)
+    if block is None:
+        raise torch.OutOfMemoryError(f"sim has no room for {num_bytes} bytes")
+    weakref.finalize(storage, _free, memory, block)
     return _put(torch._C._acc.create_empty_tensor([0], held.dtype), storage, held)
 
 
-def _free(memory, num_bytes):
+def _free(memory, block):
     ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes())
-    module.allocated -= num_bytes
+    module.memory.free(block)
 
 
 def _held(tensor):

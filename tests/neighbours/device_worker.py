@@ -32,6 +32,8 @@ WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to t
 OTHERS = (
     *("constant", "sqrt of invertible", "flows", "weights", "tiled", "settings", "gradients"),
     "plans",
+    "bytes",
+    "captured",
 )
 STRIDE = 1 if "all" in sys.argv else 3  # each model is in so many-th of the ways
 
@@ -217,10 +219,10 @@ def of_plans():
         model, given = nn.Sequential(*copy.deepcopy(modules)).to("sim"), x.to("sim")
         recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
         assert_same(left(model, x), want)
-        before = simulated.module.allocated
+        before = simulated.module.memory_allocated()
         simulated.module.reset_peak_memory_stats()
         loss(model(given)).backward()
-        taken = simulated.module.peak - before
+        taken = simulated.module.max_memory_allocated() - before
         return "" if taken <= BUDGET else f"takes {taken} bytes"
 
     folder = tempfile.gettempdir()
@@ -230,6 +232,82 @@ def of_plans():
         {"offload_to": folder, "replan": True},
     ):
         yield "plans", str(options), cell(partial(run, **options))
+
+
+def of_bytes():
+    """The bytes that the allocator of the device counts, and what it says where it lacks some."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*blocks(8)).to("sim")
+    x = rows(2**13 - 1, 32).to("sim")
+    loss = lambda y: y.sin().sum()  # noqa: E731
+    memory = simulated.module.memory
+
+    def step():
+        model.zero_grad()
+        loss(model(x)).backward()
+
+    step()
+    memory.empty_cache()
+    budget = recoup.measure(step, device="sim", repeats=0).peaks.allocated // 2
+
+    def measured():
+        found = recoup.measure(step, device="sim", repeats=0)
+        requested, allocated, reserved = found.peaks
+        assert 0 < requested < allocated == found.peak_bytes < reserved, found
+        assert f"(requested {recoup.memory.format_bytes(requested)}, reserved" in str(found)
+
+    def planned():
+        plan = recoup.plan(model, x, loss=loss, budget=budget)
+        requested, allocated, reserved = plan.rehearsed_peaks
+        assert requested < allocated == plan.rehearsed_peak_bytes <= 0.95 * budget < reserved
+        assert "reserved" in str(plan), plan
+        assert "left for fragmentation: 0.05" in str(plan), plan
+        assert "reserved" in str(recoup.timeline(model, x, plan=plan, loss=loss))
+        return plan
+
+    def says(what, run, *errors):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                run()
+            except errors as error:
+                said = [error, *error.__notes__]
+        assert any(what in str(getattr(each, "message", each)) for each in said), said
+
+    def limited():
+        plan = planned()
+        with plan.applied():
+            memory.empty_cache()
+            for block in [memory.allocate(2**20) for _ in range(100)]:
+                memory.free(block)  # what is cached, and too small
+            memory.limit = memory.now["reserved"]
+            says("given cached memory back (1 times)", step)
+            memory.empty_cache()
+            memory.limit = memory.now["reserved"]
+            says("let a plan leave more `headroom`", step, torch.OutOfMemoryError)
+        memory.limit = float("inf")
+
+    for run in (measured, planned, limited):
+        yield "bytes", run.__name__, cell(lambda: run() and None)  # noqa: B023
+
+
+def of_captured():
+    """While a stream is captured into a graph: what cannot be in one says so."""
+    modules, x = blocks(4), rows(64, 32).to("sim")
+    plain = built("plain", modules).to("sim")
+    kept = recoup.plan(plain, x, loss=loss_of_all, budget="1 GiB").apply()
+    noisy = recoup.weight_noise(nn.Linear(32, 32).double().to("sim"), std=0.1)
+    models = {way: in_way(way, modules).to("sim") for way in WAYS}
+    models |= {"a plan that keeps everything": kept.model, "weights": noisy}
+    models["plan"] = recoup.plan(copy.deepcopy(plain), x, budget=BUDGET).apply().model
+    models["tiled"] = Called(lambda fn, x: recoup.tiled(fn, dim=0, tiles=4)(x), modules).to("sim")
+    couplings, given = invertible_chain_of(next(iter(INVERTIBLE)))
+    chain, given = Chain(*couplings, memory="constant").to("sim"), given.detach().to("sim")
+    models["constant"] = Called(lambda chain, _: chain[0](given)[0], [chain])
+    simulated.module.is_capturing = True
+    for name, model in models.items():
+        yield "captured", name, cell(lambda: model(x).sum().backward())  # noqa: B023
+    simulated.module.is_capturing = False
 
 
 def of_bare():
@@ -246,7 +324,10 @@ def of_bare():
     yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
 
 
-PARTS = of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans
+PARTS = (
+    *(of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans),
+    *(of_bytes, of_captured),
+)
 
 
 def main():

@@ -9,6 +9,10 @@ Rule 2. A module need not have everything. What draws on a device without a rand
         generators gets draws of the CPU; what could leave for host memory stays on one without
         streams (MPS shares it); host memory that cannot be pinned is ordinary.
 Rule 3. The accelerator of a machine is looked up once. It has no random state before it is in use.
+Rule 4. While a stream is captured into a CUDA graph, kernels are recorded and do not run. What runs
+        again takes random states back and compares numbers on the host, a draw of ours has its seed
+        from the host, and what leaves is held until its copy has landed: a replay would do none of
+        it. So all three are refused there. A plan that keeps everything is the plain model.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ import ctypes
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from recoup.errors import ReplayError
+from recoup.errors import RecoupError, ReplayError
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
@@ -89,6 +93,19 @@ def autocast_kinds() -> tuple[str, ...]:
     return ("cpu",) if kind is None else ("cpu", kind.type)
 
 
+def refuse_capture() -> None:
+    """Raise if a stream is being captured into a CUDA graph (See Rule 4)."""
+    kind = accelerator()
+    is_capturing = kind and getattr(_module_of(kind.type), "is_current_stream_capturing", None)
+    if is_capturing and is_capturing():
+        raise RecoupError(
+            "A stream is being captured into a CUDA graph, in which nothing can run again, wait in "
+            "host memory, or draw from a seed: a replay of the graph would not do it. Capture the "
+            "model without it (a plan that keeps everything is captured as the plain model), or "
+            "run this code outside of the capture."
+        )
+
+
 # --- the default generators ----------------------------------------------------------------------
 
 
@@ -149,6 +166,7 @@ def generator_states() -> States:
     kind = accelerator()
     if kind is None or not _is_in_use(kind.type):
         return (_cpu_state(),)
+    refuse_capture()
     # All devices, since a region may draw on one that is not the current device.
     return (_cpu_state(), *(each.get_state() for each in _of_accelerator()))
 
@@ -240,6 +258,8 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
 
     That is the CPU where torch makes no generators for `device` (See Rule 2).
     """
+    if accelerator() is not None:
+        refuse_capture()
     return torch.Generator(device if makes_generators(device.type) else _CPU).manual_seed(seed)
 
 
@@ -265,6 +285,73 @@ def counter_of(device: torch.device) -> Any:
             "on a device that counts them."
         )
     return module
+
+
+class Peaks(NamedTuple):
+    """The most bytes on a device at one time, as its allocator counts them.
+
+    Args:
+        requested: the bytes that were asked for.
+        allocated: the bytes of the blocks that were handed out for them.
+        reserved: the bytes that the allocator has from the device, with those that it caches; None
+            where it does not tell, as on the CPU.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int | None = None
+
+
+NO_PEAKS = Peaks(0, 0)
+
+
+class MemoryCounts(NamedTuple):
+    """The counts of the allocator of an accelerator.
+
+    Args:
+        requested: the bytes that are in use now, as they were asked for.
+        allocated: the bytes of their blocks.
+        peaks: the most of each since `reset_peaks`.
+        num_retries: how often it gave cached memory back to the device and tried again.
+    """
+
+    requested: int
+    allocated: int
+    peaks: Peaks
+    num_retries: int
+
+
+def memory_counts(device: torch.device) -> MemoryCounts:
+    """Return the counts of an accelerator; what it does not tell counts as what is allocated."""
+    module = counter_of(device)
+    stats: dict[str, int] = module.memory_stats(device) if hasattr(module, "memory_stats") else {}
+    if "requested_bytes.all.peak" not in stats:
+        now, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+        return MemoryCounts(now, now, Peaks(peak, peak), 0)
+    kinds = ("requested", "allocated", "reserved")
+    return MemoryCounts(
+        stats["requested_bytes.all.current"],
+        stats["allocated_bytes.all.current"],
+        Peaks(*(stats[f"{kind}_bytes.all.peak"] for kind in kinds)),
+        stats.get("num_alloc_retries", 0),
+    )
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Let the peaks of an accelerator begin anew."""
+    counter_of(device).reset_peak_memory_stats(device)
+
+
+def explain_lack(error: torch.OutOfMemoryError) -> None:
+    """Add to an error that there is no memory what may help, once."""
+    note = (
+        "A step that recoup runs needed this memory. If what is allocated is well below what there "
+        "is, free memory is in pieces that are too small: let a plan leave more `headroom`, or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts. Otherwise give "
+        "recoup.plan a smaller `budget`."
+    )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def free_bytes(device: torch.device) -> float:

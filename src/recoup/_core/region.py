@@ -18,8 +18,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from recoup._core.devices import explain_lack
 from recoup._core.rng import is_in_second_run
 from recoup._core.save_observer import Way
 from recoup._core.saved_tensors import (
@@ -196,6 +198,9 @@ class Region(Residuals):
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
             except Filled:  # of a region around
+                raise
+            except torch.OutOfMemoryError as error:
+                explain_lack(error)
                 raise
             except Exception:  # code may fail on what is of another call
                 if not surroundings.decides_anew():

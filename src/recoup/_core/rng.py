@@ -30,9 +30,11 @@ import torch
 
 from recoup._core.devices import (
     States,
+    accelerator,
     generator_states,
     generators_restored,
     hash_of,
+    refuse_capture,
     same_states,
     seed_generators,
     set_generator_states,
@@ -82,6 +84,8 @@ def draw_seed() -> int:
 
 
 def _fresh_seed() -> int:
+    if accelerator() is not None:
+        refuse_capture()
     _local.num_seeds += 1
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     try:

@@ -36,6 +36,7 @@ class MemoryBudget(PlanningCallback, Callback):
         exact: as for `recoup.plan`: whether no block may be inverted.
         offload_to: as for `recoup.plan`: where the inputs of blocks may wait for backward.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
+        headroom: as for `recoup.plan`: the part of the budget that is left for fragmentation.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
     Attributes:
@@ -64,11 +65,12 @@ class MemoryBudget(PlanningCallback, Callback):
         exact: bool = True,
         offload_to: str | os.PathLike[str] | None = None,
         tiles: bool | int = False,
+        headroom: float | None = None,
         replan: bool = False,
     ) -> None:
         options = PlanOptions(
             blocks=blocks, budget_of=budget_of, compile=compile, exact=exact,
-            offload_to=offload_to, tiles=tiles,
+            offload_to=offload_to, tiles=tiles, headroom=headroom,
         )  # fmt: skip
         super().__init__(budget, options, show, replan=replan)
 

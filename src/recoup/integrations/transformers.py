@@ -39,6 +39,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         offload_to: as for `recoup.plan`: where the inputs of blocks may wait for backward.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
         num_forwards: as for `recoup.plan`: how many times a step calls the model before a backward.
+        headroom: as for `recoup.plan`: the part of the budget that is left for fragmentation.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
     Attributes:
@@ -73,11 +74,12 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         offload_to: str | os.PathLike[str] | None = None,
         tiles: bool | int = False,
         num_forwards: int = 1,
+        headroom: float | None = None,
         replan: bool = False,
     ) -> None:
         options = PlanOptions(
             loss=loss, blocks=blocks, budget_of=budget_of, compile=compile, exact=exact,
-            offload_to=offload_to, tiles=tiles, num_forwards=num_forwards,
+            offload_to=offload_to, tiles=tiles, num_forwards=num_forwards, headroom=headroom,
             holds_output=False,  # the trainer holds only the loss by then
         )  # fmt: skip
         super().__init__(budget, options, show, replan=replan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recoup._core.devices import Peaks
 from recoup.memory.builders import load_builder
 from recoup.memory.census import Residual, Residuals, residuals
 from recoup.memory.curves import Curve, curve
@@ -14,6 +15,7 @@ __all__ = [
     "Curve",
     "Measurement",
     "Peak",
+    "Peaks",
     "Point",
     "Residual",
     "Residuals",

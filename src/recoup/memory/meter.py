@@ -10,10 +10,11 @@ import torch
 
 from recoup._arguments import check_callable, check_whole
 from recoup._core import devices
+from recoup._core.devices import Peaks
 from recoup._core.fake_values import check_is_in_its_mode, is_without_values
 from recoup._core.pytree import tensors_in
-from recoup.memory.size import format_bytes
-from recoup.memory.timeline import timeline
+from recoup.memory.size import format_bytes, shown_beside
+from recoup.memory.timeline import Timeline, timeline
 
 __all__ = ["Measurement", "check_device", "measure"]
 
@@ -30,6 +31,9 @@ class Measurement:
         cpu_seconds: the least processor time of a timed call, in seconds, summed over all threads;
             None if no call was timed.
         device: the device whose bytes were counted, such as "cpu" or "cuda:0".
+        peaks: the peak as it was `requested`, `allocated` (`peak_bytes`) and `reserved` from the
+            device, beyond what was allocated before. On the CPU nothing is rounded up, and
+            `reserved` is None.
 
     Example:
         >>> import torch
@@ -45,9 +49,11 @@ class Measurement:
     seconds: float | None
     cpu_seconds: float | None
     device: str
+    peaks: Peaks
 
     def __str__(self) -> str:
-        parts = [f"peak {format_bytes(self.peak_bytes)}", f"held {format_bytes(self.held_bytes)}"]
+        peak = f"peak {format_bytes(self.peak_bytes)}{shown_beside(self.peaks)}"
+        parts = [peak, f"held {format_bytes(self.held_bytes)}"]
         if self.seconds is not None and self.cpu_seconds is not None:
             parts += [f"{1e3 * self.seconds:.4g} ms", f"CPU {1e3 * self.cpu_seconds:.4g} ms"]
         return f"{', '.join(parts)} on {self.device}"
@@ -80,7 +86,8 @@ def measure(
 
     On an accelerator the numbers are those of torch's allocator, rounded up to its blocks, for
     `device` alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
-    statistics of that device are reset.
+    statistics of that device are reset. What it has reserved is counted, too, with the memory that
+    it had cached before: call ``torch.accelerator.empty_cache()`` to leave that out.
 
     Args:
         fn: a function without arguments.
@@ -106,16 +113,17 @@ def measure(
     check_whole(0, repeats=repeats)
     where = check_device(devices.device_in_use() if device is None else device)
     where = torch.empty(0, device=where).device  # with its index
-    peak_bytes, held_bytes = _bytes_of(fn, where)
+    line, held_bytes = _line_of(fn, where)
     if is_without_values():
         repeats = 0  # there is nothing to time
     times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
-        peak_bytes=peak_bytes,
+        peak_bytes=line.peak_bytes,
         held_bytes=held_bytes,
         seconds=min((wall for wall, _ in times), default=None),
         cpu_seconds=min((processor for _, processor in times), default=None),
         device=str(where),
+        peaks=line.peaks,
     )
 
 
@@ -134,13 +142,13 @@ def check_device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
+def _line_of(fn: Callable[[], object], device: torch.device) -> tuple[Timeline, int]:
     with timeline(device) as line:
         result = fn()
         held = line.mark()
         check_is_in_its_mode(tensors_in(result))
         del result  # after the mark, so that it counts as held
-    return line.peak_bytes, held.end_bytes
+    return line, held.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:

@@ -6,8 +6,9 @@ import re
 from fractions import Fraction
 
 from recoup._arguments import check_whole
+from recoup._core.devices import Peaks
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "shown_beside"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
@@ -72,3 +73,11 @@ def format_bytes(num_bytes: int) -> str:
         amount, power = amount / 1024, power + 1
     digits = f"{amount:.4g}" if amount < 10_000 else f"{amount:.0f}"
     return f"{'-' if num_bytes < 0 else ''}{digits} {_BINARY[power]}"
+
+
+def shown_beside(peaks: Peaks) -> str:
+    """Return what to print after the allocated peak: the others, on a device that has others."""
+    if peaks.reserved is None:
+        return ""
+    requested, reserved = map(format_bytes, (peaks.requested, peaks.reserved))
+    return f" (requested {requested}, reserved {reserved})"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from recoup._core.devices import NO_PEAKS, Peaks
 from recoup.memory.size import format_bytes
 
 __all__ = ["PHASES", "Peak", "Phase", "StepLine", "Stretch"]
@@ -60,11 +61,13 @@ class StepLine:
         name: what the step follows, such as "planned".
         stretches: the parts of the step, in order.
         standing_bytes: the bytes before the step, where they count.
+        peaks: its peak as it was requested, allocated and reserved, without those.
     """
 
     name: str
     stretches: tuple[Stretch, ...]
     standing_bytes: int = 0
+    peaks: Peaks = NO_PEAKS
 
     def __repr__(self) -> str:
         num_events = sum(len(stretch.levels) for stretch in self.stretches)

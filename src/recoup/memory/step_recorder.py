@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, get_args
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.devices import Peaks
 from recoup._core.graph_ends import nodes_of, when_node_runs
 from recoup._core.save_observer import Way, observed_by
 from recoup._core.saved_tensors import num_nodes
@@ -175,6 +176,11 @@ class StepRecorder:
         self._cause = cause
 
     # -- afterwards ------------------------------------------------------------------------
+
+    @property
+    def peaks(self) -> Peaks:
+        """The peak of the step as it was requested, allocated and reserved."""
+        return self._line.peaks
 
     def stretches(
         self, calls: Sequence[BlockCall] = (), tiled: Iterable[nn.Module] = ()

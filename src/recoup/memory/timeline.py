@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
 
 from recoup._core.allocations import Allocations, can_follow
-from recoup._core.devices import counter_of, is_accelerator, synchronize
+from recoup._core.devices import (
+    NO_PEAKS,
+    Peaks,
+    is_accelerator,
+    memory_counts,
+    reset_peaks,
+    synchronize,
+)
 from recoup._core.fake_values import is_without_values
 from recoup._core.storage_tracking import StorageTracker
 
-__all__ = ["Span", "Timeline", "timeline"]
+__all__ = ["Span", "Timeline", "most_of", "timeline"]
 
 
 @dataclass(slots=True)
@@ -23,13 +31,21 @@ class Span:
 
     Args:
         peak_bytes: the most bytes alive at one time.
+        peaks: the same as they were requested, allocated and reserved.
         end_bytes: the bytes alive at the second mark.
         levels: the bytes alive after each allocation and each free, if the timeline records them.
     """
 
     peak_bytes: int = 0
+    peaks: Peaks = NO_PEAKS
     end_bytes: int = 0
     levels: Sequence[int] = ()
+
+
+class _Take(Protocol):
+    """What gets the peak of a span, its bytes alive, and all peaks where a counter has several."""
+
+    def __call__(self, peak_bytes: int, end_bytes: int, peaks: Peaks | None = None, /) -> None: ...
 
 
 class _Counter(Protocol):
@@ -39,7 +55,7 @@ class _Counter(Protocol):
 
     def __exit__(self, *exc_info: Any) -> None: ...
 
-    def mark(self, take: Callable[[int, int], None]) -> None:
+    def mark(self, take: _Take) -> None:
         """Let `take` get the peak since the last mark and the bytes alive now."""
         ...
 
@@ -65,15 +81,26 @@ class Timeline:
         """The most bytes alive at one time."""
         return max((span.peak_bytes for span in self._spans), default=0)
 
+    @property
+    def peaks(self) -> Peaks:
+        """The most bytes at one time, as they were requested, allocated and reserved.
+
+        Those that the allocator had cached before count as reserved.
+        """
+        return most_of(self._spans)
+
     def mark(self) -> Span:
         """End the current span and begin the next one; return the span that ended."""
         span = Span()
         self._spans.append(span)
-        self._counter.mark(lambda peak_bytes, end_bytes: self._fill(span, peak_bytes, end_bytes))
+        self._counter.mark(partial(self._fill, span))
         return span
 
-    def _fill(self, span: Span, peak_bytes: int, end_bytes: int) -> None:
+    def _fill(
+        self, span: Span, peak_bytes: int, end_bytes: int, peaks: Peaks | None = None, /
+    ) -> None:
         span.peak_bytes, span.end_bytes = peak_bytes, end_bytes
+        span.peaks = Peaks(peak_bytes, peak_bytes) if peaks is None else peaks
         if self._levels is not None:
             span.levels = tuple(self._levels)
             self._levels.clear()
@@ -87,6 +114,17 @@ class Timeline:
             self.mark()
         finally:
             self._counter.__exit__(*exc_info)
+
+
+def most_of(spans: Sequence[Span]) -> Peaks:
+    """Return the peaks of several spans together."""
+    found = [span.peaks for span in spans] or [NO_PEAKS]
+    reserved = [each.reserved for each in found if each.reserved is not None]
+    return Peaks(
+        max(each.requested for each in found),
+        max(each.allocated for each in found),
+        max(reserved, default=None),
+    )
 
 
 def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
@@ -120,21 +158,23 @@ class _DeviceCounter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counter = counter_of(device)
-        self._before = 0
 
     def __enter__(self) -> None:
         synchronize(self._device)
-        self._counter.reset_peak_memory_stats(self._device)
-        self._before = self._counter.memory_allocated(self._device)
+        reset_peaks(self._device)
+        self._before = memory_counts(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
         synchronize(self._device)
 
-    def mark(self, take: Callable[[int, int], None]) -> None:
-        """Let `take` get the peak since the last mark and the bytes alive now."""
-        take(
-            self._counter.max_memory_allocated(self._device) - self._before,
-            self._counter.memory_allocated(self._device) - self._before,
+    def mark(self, take: _Take) -> None:
+        """Let `take` get the peaks since the last mark and the bytes alive now."""
+        now, before = memory_counts(self._device), self._before
+        reserved = now.peaks.reserved
+        peaks = Peaks(
+            now.peaks.requested - before.requested,
+            now.peaks.allocated - before.allocated,
+            None if reserved is None else reserved - before.allocated,
         )
-        self._counter.reset_peak_memory_stats(self._device)
+        take(peaks.allocated, now.allocated - before.allocated, peaks)
+        reset_peaks(self._device)

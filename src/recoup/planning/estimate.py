@@ -103,6 +103,7 @@ def estimate(
     holds_output: bool = True,
     exact: bool = True,
     num_forwards: int = 1,
+    headroom: float | None = None,
 ) -> Estimate:
     """Return the peak and the plans of a training step that is not run: will it fit?
 
@@ -130,6 +131,7 @@ def estimate(
         holds_output: whether the training loop holds the output of the model while backward runs.
         exact: whether no block may be inverted.
         num_forwards: how many times a step calls the model before one backward.
+        headroom: the part of the budget that is left for fragmentation; None for nothing.
 
     Returns:
         The estimate, printable.
@@ -166,8 +168,9 @@ def estimate(
         model, args, kwargs = _built(build, mode, after)
         made = None if optimizer is None else optimizer(model.parameters())
         options = PlanOptions(
-            loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards
-        )
+            loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards,
+            headroom=headroom,
+        )  # fmt: skip
         frontier = frontier_of(options.step(model, model, args, kwargs), options)
         points, least = frontier.points, frontier.least_bytes
         whole, time = points[-1].peak_bytes, points[-1].relative_time

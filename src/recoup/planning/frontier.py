@@ -49,7 +49,7 @@ from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.figure import Line, draw_frontier
 from recoup.planning.forwards import suspended
 from recoup.planning.inverting import with_inverses
-from recoup.planning.options import PlanOptions, checked_budget, place_of
+from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.ranks import largest_among_ranks
@@ -97,7 +97,7 @@ class Frontier:
 
     Args:
         kinds: the blocks with their costs, of each kind that was measured.
-        standing_bytes: the bytes that are alive before a step; 0 for budgets of "step".
+        room: the room that a budget leaves for a step.
         remedy: what a `BudgetError` says in addition, where little can be saved.
         reason: why everything is kept, for a warning with a plan; None for no warning.
 
@@ -119,12 +119,12 @@ class Frontier:
     def __init__(
         self,
         kinds: Sequence[PricedBlocks],
-        standing_bytes: int,
+        room: Room,
         remedy: str = "",
         reason: str | None = None,
     ) -> None:
         self.model = kinds[0].step.model
-        self.standing_bytes = standing_bytes
+        self.standing_bytes, self._room = room.standing_bytes, room
         self._kinds = list(kinds)
         self._remedy, self._reason = remedy, reason
         self._is_compiling = any(kind.is_compiled for kind in kinds)
@@ -164,7 +164,8 @@ class Frontier:
     def least_bytes(self) -> int:
         """The smallest budget that is known to suffice; asking for it first runs a few steps."""
         try:
-            return self.plan(self.points[0].peak_bytes).rehearsed_peak_bytes
+            least = self.points[0].peak_bytes - self.standing_bytes
+            return self.plan(self._room.budget_for(least)).least_bytes
         except BudgetError as error:
             return error.least_bytes
 
@@ -209,13 +210,15 @@ class Frontier:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        points = self.points
-        fitting = sum(point.peak_bytes <= budget_bytes for point in points)
+        points, room = self.points, self._room
+        usable = self.standing_bytes + room.of(budget_bytes)
+        fitting = sum(point.peak_bytes <= usable for point in points)
         most = (1 + more) * points[max(fitting - 1, 0)].relative_time
         first = sum(point.relative_time > most for point in points)
         if first + 1 < fitting:
             with suppress(BudgetError):
-                plan = self.plan(points[first + 1].peak_bytes - 1)
+                fewer = points[first + 1].peak_bytes - 1 - self.standing_bytes
+                plan = self.plan(room.budget_for(fewer))
                 plan.budget_bytes = budget_bytes
                 return plan
         return self.plan(budget_bytes)
@@ -226,7 +229,8 @@ class Frontier:
         difference: DifferentStepError | None = None
         found: list[tuple[Plan, PricedBlocks]] = []
         least_cost = math.inf
-        seconds = [kind.seconds_within(budget_bytes - self.standing_bytes) for kind in self._kinds]
+        room = self._room
+        seconds = [kind.seconds_within(room.of(budget_bytes)) for kind in self._kinds]
         fastest_first = sorted(
             zip(self._kinds, seconds, strict=True),
             key=lambda one: (one[1], one[0].points[0].peak_bytes),
@@ -235,7 +239,7 @@ class Frontier:
             if found and not (self._is_compiling and cost <= _CLOSE * least_cost):
                 break
             try:
-                plan = verified(kind, budget_bytes, self.standing_bytes)
+                plan = verified(kind, budget_bytes, room)
             except BudgetError as error:
                 errors.append(error)
             except DifferentStepError as error:
@@ -319,7 +323,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
     if guard is None and not options.exact:
         guard = DriftGuard()
     backend, blocks = backend_of(options.compile), options.blocks
-    (standing,) = map(int, largest_among_ranks(model, [options.standing_bytes(model)]))
+    room = options.room(step)
     place = place_of(options.offload_to, step.device)
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
@@ -335,9 +339,9 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:
-            return _keeping_all(step, standing, error)
+            return _keeping_all(step, room, error)
         if not priced:
-            return _keeping_all(step, standing, None)
+            return _keeping_all(step, room, None)
         if guard is not None:
             links = with_links(model, named) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
@@ -354,10 +358,10 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         if backend is not None:
             with recompiling():
                 priced = [code for kind in priced for code in price_codes(kind, backend)]
-    return Frontier(priced, standing, _remedy_for(others) if others else "")
+    return Frontier(priced, room, _remedy_for(others) if others else "")
 
 
-def _keeping_all(step: Step, standing: int, error: RuntimeError | None) -> Frontier:
+def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:
     """Return the one plan of a model of which nothing can be run again.
 
     Raises:
@@ -371,7 +375,7 @@ def _keeping_all(step: Step, standing: int, error: RuntimeError | None) -> Front
         raise error from None
     why = _remedy_for([]) if error is None else f"Its blocks cannot be run again. {error}"
     reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
-    return Frontier([whole], standing, why, reason)
+    return Frontier([whole], room, why, reason)
 
 
 def _remedy_for(blocks: Sequence[Block]) -> str:

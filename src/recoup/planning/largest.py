@@ -65,6 +65,7 @@ def largest(
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
     num_forwards: int = 1,
+    headroom: float | None = None,
 ) -> Largest:
     """Return the largest batch, or the longest sequence, that a plan can train in a budget.
 
@@ -92,6 +93,7 @@ def largest(
         offload_to: where the inputs of blocks may wait for backward.
         tiles: whether the output layer and MLPs may run in tiles.
         num_forwards: how many times a step calls the model before one backward.
+        headroom: the part of the budget that is left for fragmentation.
 
     Returns:
         The size, the plan for it, and the arguments. Up to a hundredth more may fit.
@@ -115,7 +117,7 @@ def largest(
     budget_bytes = checked_budget(budget)
     options = PlanOptions(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
-        num_forwards,
+        num_forwards, headroom,
     )  # fmt: skip
     return largest_of(build_batch, model, budget_bytes, options, least, most)
 

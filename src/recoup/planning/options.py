@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections import defaultdict
@@ -23,15 +24,18 @@ from recoup.memory import parse_bytes
 from recoup.planning.arguments import check_takes
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
+from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Forwards, Step
 from recoup.schedules import Offload, Schedule
 
-__all__ = ["OffloadPlace", "PlanOptions", "checked_budget", "losses_from", "place_of"]
+__all__ = ["OffloadPlace", "PlanOptions", "Room", "checked_budget", "losses_from", "place_of"]
 
 # Work of moving a byte to host memory and back, in bytes moved on an accelerator: twice the
 # bandwidth of its memory over that of the bus.
 _MOVED = 2 * 60.0
 _TRIAL_BYTES = 1 << 25
+# Of a budget, on an accelerator: what expandable segments need (tests/unit/planning/test_headroom).
+_HEADROOM = 0.05
 
 
 def checked_budget(budget: int | str) -> int:
@@ -58,6 +62,7 @@ class PlanOptions:
         offload_to: where inputs of blocks may wait.
         tiles: whether parts may run in tiles.
         num_forwards: the number of forwards before one backward.
+        headroom: the part of a budget that is left for fragmentation; None for that of the device.
 
     Raises:
         ValueError: one of them is invalid.
@@ -73,6 +78,7 @@ class PlanOptions:
     offload_to: str | os.PathLike[str] | None = None
     tiles: bool | int = False
     num_forwards: int = 1
+    headroom: float | None = None
 
     def __post_init__(self) -> None:
         if self.budget_of not in ("step", "total"):
@@ -91,6 +97,13 @@ class PlanOptions:
             raise ValueError(
                 f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
                 "step calls the model before one backward, 1 to 1000."
+            )
+        headroom: Any = self.headroom
+        is_part = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
+        if headroom is not None and not (is_part and 0 <= headroom < 1):
+            raise ValueError(
+                f"`headroom` is {headroom!r}, but must be the part of the budget that is left for "
+                "fragmentation, such as 0.05, from 0 to less than 1."
             )
         if isinstance(self.blocks, Iterator):  # it would serve one plan
             object.__setattr__(self, "blocks", list(self.blocks))
@@ -120,7 +133,15 @@ class PlanOptions:
             call, losses = Forwards(model, self.num_forwards), _losses_of_several(self.loss)
         return Step(model, call, args, kwargs, losses, self.holds_output)
 
-    def standing_bytes(self, model: nn.Module) -> int:
+    def room(self, step: Step) -> Room:
+        """Return the room that budgets leave for a step, on the rank that has the least."""
+        headroom = self.headroom
+        if headroom is None:
+            headroom = _HEADROOM if is_accelerator(step.device) else 0.0
+        (standing,) = largest_among_ranks(step.model, [self._standing_bytes(step.model)])
+        return Room(int(standing), float(headroom))
+
+    def _standing_bytes(self, model: nn.Module) -> int:
         """Return the bytes alive before a step that count: none, or all with "total"."""
         if self.budget_of == "step":
             return 0
@@ -147,6 +168,27 @@ class PlanOptions:
 
 
 # -- what a budget bounds --------------------------------------------------------------------------
+
+
+class Room(NamedTuple):
+    """The room that a budget leaves for a step.
+
+    Args:
+        standing_bytes: the bytes that are alive before it and count.
+        headroom: the part of the budget that is left for fragmentation.
+    """
+
+    standing_bytes: int
+    headroom: float
+
+    def of(self, budget_bytes: int) -> int:
+        """Return the bytes that a step may take within a budget."""
+        return budget_bytes - math.ceil(budget_bytes * self.headroom) - self.standing_bytes
+
+    def budget_for(self, step_bytes: int) -> int:
+        """Return the least budget in which a step may take so many bytes."""
+        budget = math.ceil((self.standing_bytes + step_bytes) / (1 - self.headroom))
+        return budget + (self.of(budget) < step_bytes)  # which rounds down
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.allocations import can_follow
-from recoup._core.devices import counter_of, is_accelerator
+from recoup._core.devices import is_accelerator, memory_counts
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup.errors import BudgetError
@@ -263,7 +263,16 @@ class StepWatch:
         return line.peak_bytes
 
     def _say(self) -> None:
-        peak = self.end()
+        line, peak = self._line, self.end()
+        if isinstance(line, _DevicePeak) and line.num_retries:
+            warnings.warn(
+                f"The first step of a {self._name} under its plan found room only when the "
+                f"allocator had given cached memory back ({line.num_retries} times), which takes "
+                "long: free memory is in pieces that are too small. Let recoup.plan leave more "
+                "`headroom`, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch "
+                "starts.",
+                stacklevel=2,
+            )
         if peak > self._budget_bytes:
             warnings.warn(
                 f"The first step of a {self._name} under its plan took {format_bytes(peak)} of a "
@@ -278,14 +287,14 @@ class _DevicePeak:
     """The peak on an accelerator, if it is higher than any before (See Rule 7); otherwise 0."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._counter = device, counter_of(device)
-        self.peak_bytes = 0
+        self._device = device
+        self.peak_bytes = self.num_retries = 0
 
     def __enter__(self) -> None:
-        self._before = self._counter.memory_allocated(self._device)
-        self._highest = self._counter.max_memory_allocated(self._device)
+        self._before = memory_counts(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
-        highest = self._counter.max_memory_allocated(self._device)
-        if highest > self._highest:
-            self.peak_bytes = highest - self._before
+        before, now = self._before, memory_counts(self._device)
+        self.num_retries = now.num_retries - before.num_retries
+        if now.peaks.allocated > before.peaks.allocated:
+            self.peak_bytes = now.peaks.allocated - before.allocated

@@ -98,6 +98,9 @@ class Plan(PlanReport):
         model: the model.
         budget_bytes: the budget.
         standing_bytes: the part of it that is alive before a step.
+        headroom: the part of it that is left for fragmentation.
+        collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
+        collectives_again: those of them that second runs repeat.
         step_seconds: the time of a step that followed the plan.
         costs: the costs of the calls of blocks, and of the code after them, in seconds.
         frontier: the plans that are best for some budget, from the least bytes to the most. The
@@ -179,7 +182,7 @@ class Plan(PlanReport):
             pending: the forwards of the model whose backward is pending.
         """
         return StepBound(
-            self.budget_bytes - self.standing_bytes, self._rehearsed_bytes, self._held_bytes,
+            self.usable_bytes - self.standing_bytes, self._rehearsed_bytes, self._held_bytes,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
             self.planned.num_forwards, self.modes if self.planned.root else (), pending,
         )  # fmt: skip

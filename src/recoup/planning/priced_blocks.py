@@ -221,7 +221,7 @@ def price_blocks(
     costs = price(measured, None)
     has_room = _has_room(step, simulate(linear(len(costs)), costs=costs).peak_bytes)
     if has_room and plain_bytes is None:
-        plain_bytes, _, outcome = kind.plain(is_tiled=True)
+        plain_bytes, _, outcome, _ = kind.plain(is_tiled=True)
         if step.tiled is None:
             step.verification.expect(outcome, is_plain=True)
     times = times_of(step, blocks, measured.calls, has_room=has_room, plain_seconds=plain_seconds)

@@ -115,14 +115,14 @@ class _Entry:
 
         Both are infinite for a call of another family.
         """
-        used = self.plan.rehearsed_peak_bytes / max(self.plan.budget_bytes, 1)
+        used = self.plan.rehearsed_peak_bytes / max(self.plan.usable_bytes, 1)
         growths = [(tried.shapes.growth_to(shapes), tried.share) for tried in self.tried]
         return min((abs(math.log(g)) if g else math.inf, used * share * g) for g, share in growths)
 
     def serve(self, shapes: ArgumentShapes, peak_bytes: float) -> bool:
         """Serve these shapes, too, if a step that took so many bytes fits and is not too slow."""
         share = peak_bytes / max(self.plan.rehearsed_peak_bytes, 1)
-        if peak_bytes > self.plan.budget_bytes or self.plan.most_lost(share) > _MOST_LOST:
+        if peak_bytes > self.plan.usable_bytes or self.plan.most_lost(share) > _MOST_LOST:
             return False
         own, *others = self.tried
         before = [each.shapes for each in others[-2:]]
@@ -257,7 +257,7 @@ class PlansByShape:
             near.plan.sizes.include(args, kwargs)
             what, entry = f"tried the plan for {near.shapes} on", near
         else:
-            has_room = near is not None and near.plan.budget_bytes < peak < math.inf
+            has_room = near is not None and near.plan.usable_bytes < peak < math.inf
             made = self._maker.plan(args, kwargs, self._num_forwards, has_room=has_room)
             what, entry = "planned", _Entry(shapes, made, self._pending)
             self._enter(entry, group)

@@ -10,14 +10,19 @@ from typing import NamedTuple
 
 from torch import nn
 
+from recoup._core.devices import Peaks
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
+from recoup.memory.size import shown_beside
 from recoup.memory.tables import aligned
 from recoup.planning.blocks import find_links, kind_of, modules_of
 from recoup.planning.following import PlannedModel
+from recoup.planning.options import Room
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import MeasuredCall
+from recoup.planning.ranks import CollectiveCounter
 from recoup.planning.shapes import ArgumentSizes
+from recoup.planning.step import Rehearsed
 from recoup.schedules import (
     Action,
     Cost,
@@ -65,12 +70,12 @@ class PlanReport:
         kind: the blocks with their costs and the plans that are best for some budget.
         planned: the model and these blocks.
         point: the one of the plans that the model follows.
-        rehearsed_bytes: the peak of a step that followed it.
-        held_bytes: the bytes that the forwards of that step held when its backward began.
+        rehearsed: what a step that followed it took.
         step_seconds: the time of such a step.
-        least_bytes: the smallest budget that is known to suffice, without `standing_bytes`.
+        least_bytes: the fewest bytes that a step was seen to take.
         budget_bytes: the budget.
-        standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
+        room: the room that it leaves for a step.
+        collectives: those of a step that followed it.
     """
 
     def __init__(
@@ -78,13 +83,13 @@ class PlanReport:
         kind: PricedBlocks,
         planned: PlannedModel,
         point: Point,
+        rehearsed: Rehearsed,
         *,
-        rehearsed_bytes: int,
-        held_bytes: int,
         step_seconds: float,
         least_bytes: int,
         budget_bytes: int,
-        standing_bytes: int,
+        room: Room,
+        collectives: CollectiveCounter,
     ) -> None:
         self.model = planned.model
         self.planned = planned
@@ -93,14 +98,16 @@ class PlanReport:
         self.frontier = tuple(kind.points)
         self.kept_seconds = kind.kept_seconds
         self.budget_bytes = budget_bytes
-        self.standing_bytes = standing_bytes
+        self.standing_bytes, self.headroom = room
         self.step_seconds = step_seconds
         self.sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]
-        self._rehearsed_bytes = rehearsed_bytes
-        self._held_bytes = held_bytes
-        self._least_bytes = least_bytes
+        self._rehearsed_bytes, self._held_bytes, _, self._rehearsed_peaks = rehearsed
+        self._least_bytes, self._room = least_bytes, room
+        self.collectives = collectives.num_all
+        self.collectives_again = collectives.num_again
+        self._collective_bytes_again = collectives.bytes_again
         self.held_by_others = tuple(_held_by_others(planned.model, planned.calls))
         self._advice = list(self.held_by_others)
         if planned.guard is None:
@@ -162,9 +169,25 @@ class PlanReport:
         return self.standing_bytes + self._rehearsed_bytes
 
     @property
+    def rehearsed_peaks(self) -> Peaks:
+        """The same as it was `requested`, `allocated`, and `reserved` by the allocator.
+
+        What is reserved has the memory in it that the allocator had cached before the step. It is
+        None on the CPU, which caches nothing.
+        """
+        requested, allocated, reserved = self._rehearsed_peaks
+        reserved = None if reserved is None else self.standing_bytes + reserved
+        return Peaks(self.standing_bytes + requested, self.standing_bytes + allocated, reserved)
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes that the plan keeps to: the budget without its headroom."""
+        return self.standing_bytes + self._room.of(self.budget_bytes)
+
+    @property
     def least_bytes(self) -> int:
-        """The smallest budget known to suffice: the peak of a rehearsal with the least bytes."""
-        return self.standing_bytes + self._least_bytes
+        """The smallest budget known to suffice: for the rehearsal that took the least bytes."""
+        return self._room.budget_for(self._least_bytes)
 
     @property
     def most_bytes(self) -> int:
@@ -185,7 +208,7 @@ class PlanReport:
         Returns:
             The time lost, relative to that of a step.
         """
-        budget = (self.budget_bytes - self.standing_bytes) / max(share, 1e-9)
+        budget = (self.usable_bytes - self.standing_bytes) / max(share, 1e-9)
         fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
         least = min([self.point.seconds, *fitting])
         seconds = self.kept_seconds + least - self.frontier[-1].seconds
@@ -220,9 +243,10 @@ class PlanReport:
         return f"{len(self.planned.calls)} blocks in {format_bytes(self.budget_bytes)} ({budget})"
 
     def _peaks(self) -> str:
+        beside = shown_beside(self.rehearsed_peaks)
         return (
             f"predicted peak {format_bytes(self.predicted_peak_bytes)}, rehearsed "
-            f"{format_bytes(self.rehearsed_peak_bytes)}; everything kept "
+            f"{format_bytes(self.rehearsed_peak_bytes)}{beside}; everything kept "
             f"{format_bytes(self.most_bytes)}, least feasible {format_bytes(self.least_bytes)} "
             f"({self.least_bytes} bytes)"
         )
@@ -247,6 +271,13 @@ class PlanReport:
             )
         notes += [*([] if self.planned.tiled is None else [self.planned.tiled.described])]
         notes += self._advice
+        if self.collectives_again:
+            notes.append(
+                f"second runs repeat {self.collectives_again} of the {self.collectives} "
+                f"collectives of a step, with {format_bytes(self._collective_bytes_again)}"
+            )
+        if self.headroom:
+            notes.append(f"left for fragmentation: {self.headroom:.3g} of the budget")
         if self.standing_bytes:
             notes.append(f"alive before a step: {format_bytes(self.standing_bytes)}")
         return notes

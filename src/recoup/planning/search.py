@@ -38,6 +38,7 @@ def plan(
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
     num_forwards: int = ...,
+    headroom: float | None = ...,
     replan: bool = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
@@ -58,6 +59,7 @@ def plan(
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
     num_forwards: int = ...,
+    headroom: float | None = ...,
     replan: bool = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
@@ -77,6 +79,7 @@ def plan(
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
     num_forwards: int = 1,
+    headroom: float | None = None,
     replan: bool = False,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
@@ -135,6 +138,9 @@ def plan(
             R-Drop). Each call is planned with the example arguments, and `loss` is given all
             outputs: ``lambda a, b: ...``. A step that calls the model more often raises a
             BudgetError before a call that may exceed the budget.
+        headroom: the part of the budget that is left for fragmentation: the peak of allocated bytes
+            is at most ``budget * (1 - headroom)``, so that what the allocator reserves can keep to
+            the budget. None for 0.05 on an accelerator, and for nothing on the CPU.
         replan: whether a training step with other shapes of arguments follows a plan that was made
             for others, if one keeps it within the budget and none of its own could be more than 4 %
             faster, or else makes one when it is called. A plan that was not made for larger shapes
@@ -171,7 +177,7 @@ def plan(
     """
     options = PlanOptions(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
-        num_forwards,
+        num_forwards, headroom,
     )  # fmt: skip
     example_args, example_kwargs = checked_arguments(model, example_args, example_kwargs)
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import accelerator, is_accelerator, synchronize
+from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
 from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
-from recoup.memory.timeline import Span, timeline
+from recoup.memory.timeline import Span, most_of, timeline
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
@@ -215,11 +215,13 @@ class Rehearsed(NamedTuple):
         peak_bytes: its peak, on the rank on which it is largest.
         held_bytes: the bytes that its forwards held when its backward began, likewise.
         outcome: its outcome.
+        peaks: its peak as it was requested, allocated and reserved, likewise.
     """
 
     peak_bytes: int
     held_bytes: int
     outcome: Outcome
+    peaks: Peaks
 
 
 def rehearse(step: Step) -> Rehearsed:
@@ -231,9 +233,11 @@ def rehearse(step: Step) -> Rehearsed:
         outcome = outcome_of(step.model, gradients)
         del gradients
         step.forget()
-    peak = max(span.peak_bytes for span in marks)
-    peak, held = largest_among_ranks(step.model, [peak, marks[0].end_bytes])
-    return Rehearsed(int(peak), int(held), outcome)
+    own = most_of(marks)
+    found = [own.requested, own.allocated, own.reserved or 0, marks[0].end_bytes]
+    requested, peak, reserved, held = map(int, largest_among_ranks(step.model, found))
+    peaks = Peaks(requested, peak, None if own.reserved is None else reserved)
+    return Rehearsed(peak, held, outcome, peaks)
 
 
 def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:

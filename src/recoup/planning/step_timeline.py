@@ -13,6 +13,7 @@ from torch import nn
 
 from recoup._arguments import check_callable, check_flag
 from recoup.memory import format_bytes
+from recoup.memory.size import shown_beside
 from recoup.memory.step_line import PHASES, StepLine
 from recoup.memory.step_recorder import BlockCall, StepRecorder
 from recoup.memory.tables import aligned
@@ -83,6 +84,8 @@ class StepTimeline:
         for phase in PHASES:
             peaks = (line.peak(phase) for line in self.lines)
             table.append((phase, *("-" if peak is None else str(peak) for peak in peaks)))
+        if any(shown_beside(line.peaks) for line in self.lines):
+            table.append(("beside", *(shown_beside(line.peaks)[2:-1] for line in self.lines)))
         return "\n".join(aligned(table, left=range(3)))
 
     def _repr_html_(self) -> str:
@@ -201,7 +204,7 @@ def _line_of(step: Step, plan: Plan | None, standing_bytes: int = 0) -> StepLine
     """Run a step of a model that follows a plan, or none."""
     if plan is None:
         recorder = _recorded(step, lambda _: nullcontext(), follows_modules=True)
-        return StepLine("as it is", recorder.stretches(), standing_bytes)
+        return StepLine("as it is", recorder.stretches(), standing_bytes, recorder.peaks)
     planned = plan.planned
     is_compiled = any(call.codes for call in planned.calls)
 
@@ -220,7 +223,8 @@ def _line_of(step: Step, plan: Plan | None, standing_bytes: int = 0) -> StepLine
         recorder = _recorded(tiled_step, following, follows_modules=not is_compiled)
     calls = [BlockCall(block.name, block.way) for block in plan.blocks]
     tiled = () if planned.tiled is None else planned.tiled.modules
-    return StepLine("planned", recorder.stretches(calls, tiled), standing_bytes)
+    stretches = recorder.stretches(calls, tiled)
+    return StepLine("planned", stretches, standing_bytes, recorder.peaks)
 
 
 def _recorded(

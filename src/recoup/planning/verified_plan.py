@@ -26,14 +26,16 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
+from recoup._core.compile import is_compiled
 from recoup.errors import BudgetError, ChangedError, ReplayError
 from recoup.memory import format_bytes
 from recoup.planning.following import PlannedModel
+from recoup.planning.options import Room
 from recoup.planning.plan import Plan
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.ranks import is_sharded
+from recoup.planning.ranks import CollectiveCounter, is_sharded
 from recoup.planning.report import what_can_be_inverted
-from recoup.planning.step import rehearse_planned, seconds_of
+from recoup.planning.step import Rehearsed, rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
 __all__ = ["Choice", "choose", "seconds_under", "verified"]
@@ -42,7 +44,7 @@ _NEAR = 1.25  # budgets; what is predicted to take so much may take less
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
-def verified(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
+def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
 
     Raises:
@@ -52,13 +54,13 @@ def verified(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
 
     def planned(kind: PricedBlocks) -> Plan:
         try:
-            return _rehearsed(kind, budget_bytes, standing)
+            return _rehearsed(kind, budget_bytes, room)
         except BudgetError as error:
             if kind.guard is None:
                 raise
             too_small = error
         try:  # inverses may take more bytes than was predicted
-            return _rehearsed(_without_inverses(kind), budget_bytes, standing)
+            return _rehearsed(_without_inverses(kind), budget_bytes, room)
         except BudgetError as error:
             raise min(error, too_small, key=lambda each: each.least_bytes) from None
 
@@ -98,15 +100,15 @@ def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
         return seconds_of(kind.step)
 
 
-def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
+def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     """Return the plan for the fastest point whose rehearsal keeps to the budget.
 
     Raises:
         BudgetError: no rehearsal keeps to the budget.
         DifferentStepError: the results of a rehearsal differ from those of the plain step.
     """
-    step, budget = kind.step, budget_bytes - standing
-    held: dict[int, int] = {}  # by each rehearsal, when its backward began
+    step, budget = kind.step, room.of(budget_bytes)
+    last: dict[int, Rehearsed] = {}  # of each point
     planned = PlannedModel.of(step, kind.blocks, kind.calls, kind.guard)
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
@@ -123,7 +125,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
             raise
         except (ChangedError, ReplayError) as error:  # a block does not repeat its first run
             raise DifferentStepError(str(error)) from error
-        held[index] = found.held_bytes
+        last[index] = found
         # Other forwards call more blocks than the rehearsal did.
         return max(found.peak_bytes, point.peak_bytes if is_partly_estimated else 0)
 
@@ -133,25 +135,33 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     peaks = [point.peak_bytes for point in kind.points]
     choice = choose(peaks, budget, rehearse, fastest_within=within)
     if choice.point_index is None:
-        raise _too_small(kind, budget_bytes, standing, standing + choice.least_bytes)
+        raise _too_small(kind, budget_bytes, room, choice.least_bytes)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
+        collectives = CollectiveCounter()
+        # Under a dispatch mode the compiler gives up what it meets.
+        compiles = kind.is_compiled or any(map(is_compiled, step.model.modules()))
+        if is_sharded(step.model) and not compiles:
+            with step.rehearsed(), collectives:
+                step.run()
     return Plan(
-        kind, planned, point, rehearsed_bytes=choice.peak_bytes,
-        held_bytes=held[choice.point_index], step_seconds=step_seconds,
-        least_bytes=choice.least_bytes, budget_bytes=budget_bytes, standing_bytes=standing,
+        kind, planned, point, last[choice.point_index]._replace(peak_bytes=choice.peak_bytes),
+        step_seconds=step_seconds, least_bytes=choice.least_bytes, budget_bytes=budget_bytes,
+        room=room, collectives=collectives,
     )  # fmt: skip
 
 
-def _too_small(kind: PricedBlocks, budget_bytes: int, standing: int, least: int) -> BudgetError:
-    after, tiling = kind.costs[-1].tape_run_bytes, ""
-    if not kind.may_tile and 2 * after > least - standing:
+def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: int) -> BudgetError:
+    after, tiling, standing = kind.costs[-1].tape_run_bytes, "", room.standing_bytes
+    least = room.budget_for(step_bytes)
+    if not kind.may_tile and 2 * after > step_bytes:
         tiling = (
             f" {format_bytes(after)} are for the code after the blocks: `tiles=True` takes a part "
             "of that if it is a linear output layer and its cross entropy."
         )
     alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
+    alive += f", with a headroom of {room.headroom:.3g} of it" if room.headroom else ""
     advice = [] if kind.guard else what_can_be_inverted(kind.step.model, kind.calls)
     return BudgetError(
         f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from recoup._core.compile import is_watched, never_compiled, uncompiled
+from recoup._core.devices import accelerator, refuse_capture
 from recoup._core.saved_tensors import is_transformed
 from recoup.errors import RecoupError
 
@@ -45,7 +46,10 @@ class Block:
 
     @never_compiled
     def _enter(self) -> None:
-        context = self._make() if torch.is_grad_enabled() else nullcontext()
+        is_grad_enabled = torch.is_grad_enabled()
+        if is_grad_enabled and accelerator() is not None:
+            refuse_capture()
+        context = self._make() if is_grad_enabled else nullcontext()
         context.__enter__()
         _entered.contexts.append(context)
 

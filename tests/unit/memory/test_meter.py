@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from recoup._core import devices
+from recoup._core.devices import Peaks
 from recoup.memory import measure
 from recoup.memory.meter import Measurement
 from tests.alive import allocated_bytes
@@ -144,13 +147,17 @@ def test_times_are_of_calls_that_are_not_followed():
 
 def test_without_repeats_there_are_no_times():
     measured = measure(lambda: None, device="cpu", repeats=0)
-    assert measured == Measurement(0, 0, None, None, "cpu")
+    assert measured == Measurement(0, 0, None, None, "cpu", Peaks(0, 0))
     assert str(measured) == "peak 0 B, held 0 B on cpu"
 
 
 def test_printed():
-    measured = Measurement(3 * 2**20, 512, 0.00125, 0.002, "cpu")
+    mib = 2**20
+    measured = Measurement(3 * mib, 512, 0.00125, 0.002, "cpu", Peaks(3 * mib, 3 * mib))
     assert str(measured) == "peak 3 MiB, held 512 B, 1.25 ms, CPU 2 ms on cpu"
+    measured = Measurement(3 * mib, 0, None, None, "cuda:0", Peaks(2 * mib, 3 * mib, 20 * mib))
+    peak = "peak 3 MiB (requested 2 MiB, reserved 20 MiB)"
+    assert str(measured) == f"{peak}, held 0 B on cuda:0"
 
 
 def test_an_exception_passes_through_and_leaves_no_profiler():
@@ -240,6 +247,14 @@ def test_wrong_arguments(arguments, message):
 def test_cuda_without_a_device():
     with pytest.raises(ValueError, match="torch finds no such device here"):
         measure(lambda: None, device="cuda")
+
+
+def test_a_device_that_tells_its_allocated_bytes_alone(monkeypatch):
+    told = {"memory_allocated": 5, "max_memory_allocated": 7, "reset_peak_memory_stats": None}
+    module = SimpleNamespace(**{name: lambda _, value=value: value for name, value in told.items()})
+    monkeypatch.setattr(devices, "_module_of", lambda _: module)
+    counts = devices.memory_counts(torch.device("cuda"))
+    assert counts == devices.MemoryCounts(5, 5, Peaks(7, 7), 0)
 
 
 @pytest.mark.cuda

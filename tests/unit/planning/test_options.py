@@ -39,6 +39,7 @@ def test_largest_takes_every_option():
         ("exact", 1),
         ("holds_output", "x"),
         ("tiles", 1),
+        ("headroom", 1),
         ("loss", "mean"),
         ("optimizer", "adam"),
     ],

@@ -1,10 +1,11 @@
-"""The tests and benchmarks on a CUDA device, in a bounded time, with the Python that runs this.
+"""The tests and benchmarks on an accelerator, in a bounded time, with the Python that runs this.
 
-    python benchmarks/cuda.py [--results FOLDER] [--minutes 9]
+    python benchmarks/accelerator.py [--results FOLDER] [--minutes 9] [--small] [--parts NAME ...]
 
-Needs no network and no environment of its own: torch and pytest, and what else is missing is left
-out, and said to be. Each part has a time limit, and what it had found by then stays in FOLDER as
-JSON: `tests_cuda.json`, then a file a suite.
+Needs no network and no environment of its own: torch, and what else is missing is left out, and
+said to be. Parts come in the order of what a reader would ask. Each has a time limit, and what it
+had found by then stays in FOLDER as JSON: `tests_cuda.json`, then a file a suite. `--small` runs
+tiny sizes of everything, where there is no accelerator on the CPU.
 """
 
 import argparse
@@ -25,22 +26,22 @@ from xml.etree import ElementTree
 try:
     import torch
 except ModuleNotFoundError:
-    sys.exit(f"{sys.executable} has no torch; name one that has: make cuda PYTHON=.venv/bin/python")
+    way = "name one that has: make accelerator PYTHON=.venv/bin/python"
+    sys.exit(f"{sys.executable} has no torch; {way}")
 
 ROOT = Path(__file__).parent.parent
-# Seconds for each part; the first come first if all of them together take too long.
-TESTS_SECONDS = 200
 SECONDS_TO_STOP = 8
-SUITE_SECONDS = {
-    "couplings": 45,
-    "weights": 50,
-    "plans": 120,
-    "compiled": 120,
-    "offload": 40,
-    "gradients": 40,
-    "flows": 60,
-    "drift": 30,
-    "language_model": 45,
+# The arguments of benchmarks/run.py of each part, and its seconds; the first come first if all of
+# them together take too long.
+PARTS = {
+    "tests": ((), 130),
+    "budgets of GPT-2": (("budgets", "--models", "GPT-2"), 70),
+    "budgets of Llama": (("budgets", "--models", "Llama"), 80),
+    "budgets of ViT": (("budgets", "--models", "ViT"), 60),
+    "budgets of ResNet-50": (("budgets", "--models", "ResNet-50"), 50),
+    "offload": (("offload",), 35),
+    "weights": (("weights",), 40),
+    "flows": (("flows",), 50),
 }
 
 
@@ -49,26 +50,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU if need be")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS], metavar="NAME")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("No GPU: torch finds no CUDA device here, so nothing was run.")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None and not arguments.small:
+        print("No accelerator: torch finds no GPU here, so nothing was run; --small needs none.")
         return 0
+    device = "cpu" if found is None else found.type
     results = arguments.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    print(f"{name_of(device)}, torch {torch.__version__}", flush=True)
     end = time.monotonic() + 60 * arguments.minutes - 10  # to write down what was stopped
-    failed = [] if run_tests(results, end) else ["tests"]
-    for name, limit in SUITE_SECONDS.items():
-        command = [sys.executable, "benchmarks/run.py", name, "--device", "cuda"]
+    failed = []
+    for name in arguments.parts:
+        options, limit = PARTS[name]
+        limit = min(limit, end - time.monotonic())
+        command = [sys.executable, "benchmarks/run.py", *options, "--device", device]
         command += ["--results", str(results)]
-        if not run(name, command, min(limit, end - time.monotonic())):
-            failed.append(name)
+        is_well = (
+            run(name, command, limit, is_small=arguments.small)
+            if options
+            else run_tests(results, device, limit)
+        )
+        failed += [] if is_well else [name]
     print(f"Done. Not well: {', '.join(failed) or 'none'}. Results are in {results}.", flush=True)
     return len(failed)
 
 
-def run_tests(results: Path, end: float) -> bool:
+def name_of(device: str) -> str:
+    if device == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.get_device_module(device).get_device_name()
+
+
+def run_tests(results: Path, device: str, limit: float) -> bool:
     """Run tests/cuda, and record what passed, what failed and why."""
+    if importlib.util.find_spec("pytest") is None:
+        print("== tests: left out, since pytest is not installed", flush=True)
+        return False
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider"]
@@ -76,16 +96,16 @@ def run_tests(results: Path, end: float) -> bool:
         if importlib.util.find_spec("xdist") is not None:
             command += ["-n", "4"]
         start = time.monotonic()
-        is_well = run("tests", command, min(TESTS_SECONDS, end - start))
+        is_well = run("tests", command, limit)
         found = {
-            "device_name": torch.cuda.get_device_name(),
+            "device_name": name_of(device),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "seconds": round(time.monotonic() - start, 1),
             "is_finished": report.exists(),
             **(_outcomes(report) if report.exists() else {}),
         }
-    (results / "tests_cuda.json").write_text(json.dumps(found, indent=1) + "\n")
+    (results / f"tests_{device}.json").write_text(json.dumps(found, indent=1) + "\n")
     return is_well
 
 
@@ -107,7 +127,7 @@ def _outcomes(report: Path) -> dict:
     return outcomes
 
 
-def run(name: str, command: list[str], limit: float) -> bool:
+def run(name: str, command: list[str], limit: float, *, is_small: bool = False) -> bool:
     """Run a part for at most `limit` seconds and return whether it succeeded."""
     if limit < 5:
         print(f"== {name}: left out, since the time is over", flush=True)
@@ -116,6 +136,8 @@ def run(name: str, command: list[str], limit: float) -> bool:
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment["PYTHONUNBUFFERED"] = "1"
+    if is_small:
+        environment["RECOUP_QUICK"] = "1"
     # A group of its own, so that workers of a part that takes too long end with it.
     part = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     start = time.monotonic()

@@ -1,0 +1,56 @@
+"""Plans of sharded models, rank by rank, under torch's fake process group: no other process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.neighbours.fake_ranks_worker import NUM_RANKS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What each rank found."""
+    command = [sys.executable, "-m", "tests.neighbours.fake_ranks_worker"]
+    runs = [
+        subprocess.Popen(
+            [*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]  # fmt: skip
+    said = [run.communicate(timeout=180) for run in runs]
+    assert not any(run.returncode for run in runs), said[0][1][-3000:]
+    return [json.loads(out) for out, _ in said]
+
+
+@pytest.mark.parametrize("way", ["sharded", "in_parallel"])
+def test_the_largest_of_all_ranks_suffices_and_all_run_the_same_collectives(ranks, way):
+    rows = [found[way] for found in ranks]
+    assert all(row["peak"] <= max(each["least"] for each in rows) for row in rows)
+    for name in ("plain", "all", "again"):
+        assert len({row[name] for row in rows}) == 1
+    assert all(row["forwards"] > 0 for row in rows)
+
+
+def test_ranks_with_larger_batches_need_more(ranks):
+    least = [found["sharded"]["least"] for found in ranks]
+    assert sorted(set(least)) == least
+    assert len({found["in_parallel"]["least"] for found in ranks}) == 1
+
+
+def test_collectives_that_second_runs_repeat_are_counted(ranks):
+    """FSDP2 gathers for backward anyway; in tensor parallelism they are code of the blocks."""
+    for found in ranks:
+        sharded, parallel = found["sharded"], found["in_parallel"]
+        assert sharded["all"] == sharded["plain"] > sharded["again"] == 0
+        assert "collectives" not in sharded["text"]
+        assert parallel["all"] == parallel["plain"] + parallel["again"] > parallel["plain"]
+        said = f"second runs repeat {parallel['again']} of the {parallel['all']} collectives"
+        assert said in parallel["text"]
