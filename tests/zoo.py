@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
     AffineCoupling,
+    Dequantize,
     Flip,
     InvertibleConv1x1,
     InvertibleConv1x1LU,
     InvertibleModule,
+    Logit,
     Permute,
     Split,
     Squeeze,
@@ -251,6 +254,15 @@ def sequence(layer: nn.Module) -> nn.Module:
     return Fn(run, layer)
 
 
+def caught(x: Tensor, linear: nn.Module, *, ends: bool) -> Tensor:
+    """Code that tries a faster kernel, say, and may do without."""
+    try:
+        y = linear(x.sin())
+    except Exception:  # noqa: BLE001
+        y = x.detach() if ends else linear(x.sin())
+    return y * 2
+
+
 class Energy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -370,6 +382,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "router, expert by expert": lambda: Grouped(6),
     "rows by a draw": lambda: Fn(routed),
     "in place": lambda: Fn(changed_in_place, nn.LeakyReLU(0.1, inplace=True)),
+    "caught": lambda: Fn(partial(caught, ends=False), nn.Linear(6, 6)),
+    "caught, and it ends": lambda: Fn(partial(caught, ends=True), nn.Linear(6, 6)),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
     "counts": CountsTokens,
@@ -526,6 +540,9 @@ INVERTIBLE: dict[str, Callable[[], tuple[list[InvertibleModule], Tensor]]] = {
     ),
     "direct": lambda: ([Direct(both=True) for _ in range(4)], leaf(4, 6)),
     "built in place": lambda: ([BuiltInPlace(i % 3) for i in range(30)], leaf(300, 6)),
+    "dequantized": lambda: (
+        [Dequantize(17), Logit(), *couplings(0.3)], torch.randint(17, (4, 6)).double()
+    ),
     "no parameters": lambda: ([Flip(), Permute([2, 0, 1, 5, 4, 3]), Flip()], leaf(4, 6)),
     "one": lambda: ([AffineCoupling(net(3, 6, 0.2))], leaf(4, 6)),
     "two": lambda: ([ActNorm(6), AffineCoupling(net(3, 6, 0.2))], leaf(4, 6)),
