@@ -96,12 +96,6 @@ def uniform_peak(n, memory):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("n", "units"), [(100, 17), (1000, 48)])
-def test_sqrt_keeps_its_promise(n, units):
-    assert uniform_peak(n, "sqrt") <= units + 0.1
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "schedule",
     [sqrt(100), log(100), *(binomial(100, c) for c in (1, 2, 3, 5, 8, 13, 44)), revolve(100, 4)],
@@ -111,65 +105,9 @@ def test_the_peak_is_the_simulated_one(schedule):
     # tanh keeps its output, so a tape is the state behind it; in simulate it is one unit beside
     # its input. Gradients, and what a stage makes while it runs, are two or three units more.
     simulated = simulate(schedule, state_bytes=1, tape_bytes=1).peak_bytes
-    assert uniform_peak(100, schedule) <= simulated + 3.1
-
-
-def mixture():
-    """Modes, and the models that they are for."""
-    x = torch.randn(4, 8, 16, 16, requires_grad=True)
-    y_and_log_det = reversible(6, "constant", 0.3)
-    yield "constant", y_and_log_det, x
-    for memory in ("sqrt", "log", 1, 3):
-        blocks = [nn.Sequential(network(8, 0.3), nn.BatchNorm2d(8)) for _ in range(6)]
-        yield f"{memory}", recoup.Sequential(*blocks, memory=memory), x
-
-
-def number(output):
-    return output[0].square().sum() + output[1].sum() if isinstance(output, tuple) else output.sum()
-
-
-@pytest.mark.parametrize("place", range(5), ids=["constant", "sqrt", "log", "1", "3"])
-class TestNothingStays:
-    @pytest.mark.sampled(1)
-    def test_after_an_exception_in_backward(self, place):
-        def breaks(_):
-            raise KeyError("broken")
-
-        left = []
-        for is_linear in (True, False):
-            _, model, x = list(mixture())[place]
-            if is_linear:
-                model.memory = "linear"
-            with StorageTracker() as tracker:
-                output = model(x)
-                loss = number(output)
-                handle = next(model.parameters()).register_hook(breaks)
-                try:
-                    loss.backward()
-                except KeyError:
-                    handle.remove()
-                x.grad = None
-                for p in model.parameters():
-                    p.grad = None
-                del loss, output
-            gc.collect()
-            left.append(tracker.current_bytes)
-        assert left[1] <= left[0]  # autograd itself leaves a gradient or two behind
-
-    @pytest.mark.sampled(1)
-    def test_for_the_garbage_collector(self, place):
-        _, model, x = list(mixture())[place]
-        number(model(x)).backward()
-        gc.collect()
-        gc.disable()
-        try:
-            number(model(x)).backward()
-            number(model(x)).backward()
-            model(x)
-            found = gc.collect()
-        finally:
-            gc.enable()
-        assert found == 0
+    found = uniform_peak(schedule.num_stages, schedule)
+    assert found <= simulated + 3.1
+    assert schedule.name != "sqrt" or found <= 17.1
 
 
 class Sine(nn.Module):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 
-import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -57,7 +57,7 @@ def test_nothing_is_held_when_the_call_has_ended():
         loss = recoup.checkpoint(slopes, x)
         assert [ref() for ref in seen] == [None]
         hooks = saved_tensors_hooks(lambda t: t.numel(), lambda n: None)
-        with pytest.raises(KeyError), hooks, gradients_in_forward():
+        with suppress(KeyError), hooks, gradients_in_forward():
             h = watched(x)
             kept = h.grad_fn  # a graph, which backward may still want
             raise KeyError
