@@ -16,34 +16,8 @@ from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.deciding import (
     Router,
-    distance,
-    gradients,
     perturbed,
 )
-
-ROUNDING = 1e-6
-
-
-def model_and_x(kind=Router, num_blocks=1):
-    torch.manual_seed(0)
-    blocks = [kind() for _ in range(num_blocks)]
-    return nn.Sequential(*blocks), torch.randn(32, 16)
-
-
-# -- routers, under everything that runs again -----------------------------------------------------
-
-
-def test_the_bytes_of_the_decisions():
-    model, x = model_and_x(Router)
-    block = model[0]
-    x.requires_grad_()
-    plain = held_after(lambda: block(x)).num_bytes
-    for _ in range(2):
-        held = held_after(lambda: recoup.checkpoint(block, x)).num_bytes
-    decided = held - x.nbytes  # beside the output
-    assert decided == 32 * 2  # a byte for each of the two experts of each token
-    assert decided <= 0.005 * plain
-
 
 # -- every operator that decides -------------------------------------------------------------------
 
@@ -147,38 +121,10 @@ def test_results_have_the_memory_layout_of_the_first_run():
             torch.testing.assert_close(x.grad, wanted.grad, rtol=0, atol=0)
 
 
-# -- code that decides only in a later run (Rule 4) ------------------------------------------------
-
-
-class Later(nn.Module):
-    """Code that takes the way with a decision only if told."""
-
-    def __init__(self):
-        super().__init__()
-        self.decides = torch.nn.Identity()  # not a number: nothing else tells
-
-    def forward(self, x, routes):
-        if not routes:
-            return x.exp()
-        x = perturbed(x.exp())
-        return x.gather(-1, x.argmax(-1, keepdim=True)) * x.sum(-1, keepdim=True)
-
-
-def test_a_decision_that_no_earlier_run_made_is_an_error_once_and_then_kept():
-    model, ties = Later(), torch.ones(4, 8)
-    recoup.checkpoint(model, ties.clone().requires_grad_(), False).sum().backward()
-    x = ties.clone().requires_grad_()
-    y = recoup.checkpoint(model, x, True)
-    with pytest.raises(ReplayError, match="int64"):
-        y.sum().backward()
-    found = gradients(model, lambda x: recoup.checkpoint(model, x, True), ties)
-    assert distance(found, gradients(model, lambda x: model(x, True), ties)) < ROUNDING
-
-
 # -- how they are kept -----------------------------------------------------------------------------
 
 
-def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
+def test_the_bytes_of_comparisons_quantizations_and_indices():
     x = torch.randn(1000, 1000, requires_grad=True)
 
     def compared(x):
@@ -191,6 +137,10 @@ def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
         for _ in range(2):
             held = held_after(lambda code=code: recoup.checkpoint(code, x)).num_bytes
         assert held - x.nbytes == expected
+    router, x = Router(), torch.randn(32, 16, requires_grad=True)
+    for _ in range(2):
+        held = held_after(lambda: recoup.checkpoint(router, x)).num_bytes
+    assert held - x.nbytes == 32 * 2  # a byte for each of the two experts of each token
 
 
 class SharedOnce(nn.Module):
@@ -248,10 +198,6 @@ def test_decisions_by_constants_need_no_mode():
         assert seen == [looked_at, looked_at, later, later]
 
 
-def called(module, x):
-    return module(x)
-
-
 class Seen(nn.Module):
     """Notes how many dispatch modes its forward runs under; decides if told to."""
 
@@ -263,16 +209,6 @@ class Seen(nn.Module):
     def forward(self, x):
         self.num_modes.append(num_dispatch_modes() + is_intercepting())
         return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
-
-
-def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
-    blocks = [Seen(decides=True), Seen(decides=False)]
-    for _ in range(3):
-        x = torch.randn(8, requires_grad=True)
-        for block in blocks:
-            recoup.checkpoint(called, block, x).sum().backward()
-    assert blocks[0].num_modes[2:] == [1] * 4
-    assert blocks[1].num_modes[2:] == [0] * 4
 
 
 def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():

@@ -82,48 +82,6 @@ def test_outputs_are_not_held():
 # -- with reparametrized weights -------------------------------------------------------------------
 
 
-def noise(model):
-    return recoup.weight_noise(model, r".*weight", std=0.1)
-
-
-def again(model):
-    return recoup.recompute_(model, nn.LayerNorm, nn.Linear)
-
-
-def dropout(model):
-    return recoup.weight_dropout(recoup.weight_noise(model, "0.bias", std=0.1), r"1\.weight", p=0.3)
-
-
-ORDERS = {
-    "before": (again, noise, dropout),
-    "between": (noise, again, dropout),
-    "after": (noise, dropout, again),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_with_noise_on_its_weights(order):
-    model, other = normed(), normed()
-    for apply in ORDERS[order]:
-        apply(other)
-        if apply is not again:
-            apply(model)
-    want = left_by(model)
-    for each in (other, copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert_same(left_by(each), want)
-        assert list(map(repr, recoup.weights.applied(each))) == list(
-            map(repr, recoup.weights.applied(model))
-        )
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)  # one graph: one forward
-    assert_same(left_by(compiled._orig_mod, call=lambda _, x: compiled(x)), left_by(model))
-    for each in (model, other):
-        recoup.weights.remove(each)
-    assert_same(left_by(other), left_by(model))
-    assert held(other) < held(model)
-    plain = again(normed())
-    assert [type(part) for part in other.modules()] == [type(part) for part in plain.modules()]
-
-
 # -- what it leaves as it was ----------------------------------------------------------------------
 
 

@@ -256,16 +256,6 @@ def noisy(model):
     return model.loss
 
 
-def of_other_targets(model):
-    places = torch.arange(L)[None].repeat(N, 1)
-
-    def loss(hidden, labels, *, places=places):
-        labels = labels.masked_fill(labels == -100, 7)
-        return model.loss(hidden * (1 + places[..., None]), labels, ignore_index=7)
-
-    return loss
-
-
 STEPS = {  # arguments of the model, what is called, what is made of the loss, tolerance
     **{f"tied={tied}, bias={bias}": ((tied, bias), None, None, 1e-10)
        for tied in (True, False) for bias in (True, False)},
@@ -452,19 +442,6 @@ def test_a_tensor_that_was_computed_before(how):
         assert_same(run(recoup.tiled_loss), run(lambda loss: loss))
 
 
-def test_a_tensor_that_is_an_argument_twice():
-    x = rows(N, L, D)
-
-    def loss(a, b, *, c):
-        assert a is b
-        return (a * b.detach() + b.sin() + c).square().mean()
-
-    def run(call):
-        return torch.autograd.grad(call(x, x, c=x), x)
-
-    assert_same(run(recoup.tiled_loss(loss)), run(loss))
-
-
 def test_hooks_around_see_the_gradients_alone():
     model, seen = Model(), []
     hidden = model.hidden().detach().requires_grad_()
@@ -491,18 +468,6 @@ def test_without_gradients():
         assert not value.requires_grad
     assert not recoup.tiled(torch.sin)(x.detach()).requires_grad
     assert recoup.tiled(torch.argmax, 0, split=[0])(x, dim=-1).dtype is torch.int64
-
-
-def test_double_backward_and_retained_graphs():
-    module, x = mlp(), rows(N, L, D)
-
-    def of(fn):
-        y = fn(x).sin().sum()
-        (g,) = torch.autograd.grad(y, x, create_graph=True)
-        first = torch.autograd.grad(y, x, retain_graph=True)[0]
-        return [g, first, *torch.autograd.grad(g.square().sum(), [x, *module.parameters()][:-1])]
-
-    assert_same(of(recoup.tiled(module, tiles=3)), of(module))
 
 
 class Call(nn.Module):
