@@ -122,6 +122,16 @@ def test_a_chain(memory, num_units, backend):
     assert check(model, list(model.parameters()), backend) <= num_units * UNIT
 
 
+def test_compiled_modules_in_a_chain():
+    torch.manual_seed(0)
+    modules, x = blocks(), torch.randn(BATCH, WIDTH, requires_grad=True)
+    compiled = [torch.compile(module, backend="aot_eager") for module in modules]
+    parameters = list(nn.Sequential(*modules).parameters())
+    got = step(recoup.Sequential(*compiled, memory="sqrt"), x, parameters)
+    for a, b in zip(got, step(nn.Sequential(*modules), x, parameters), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_chain_with_dropout_and_nested_states():
     class Pair(nn.Module):
         def __init__(self):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -100,17 +99,9 @@ def test_names_and_types_stay():
     assert [type(part) for part in other.modules()] == kinds
 
 
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "save": saved,
 }
 
 
