@@ -122,6 +122,7 @@ def test_a_chain(memory, num_units, backend):
     assert check(model, list(model.parameters()), backend) <= num_units * UNIT
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # a first run finds modules
 def test_compiled_modules_in_a_chain():
     torch.manual_seed(0)
     modules, x = blocks(), torch.randn(BATCH, WIDTH, requires_grad=True)

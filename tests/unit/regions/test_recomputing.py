@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
@@ -221,14 +221,6 @@ def in_a_checkpoint(call, context, a, x):
     return y @ call(fn, a, a, v)
 
 
-def on_cpu(where, context, a, x):
-    with save_on_cpu() if where == "around" else nullcontext():
-        with context(), save_on_cpu() if where == "within" else nullcontext():
-            w = noisy(a).tanh()
-        with save_on_cpu() if where == "after" else nullcontext():
-            return F.linear(x, w).exp()
-
-
 def past_its_version(change):
     """A change through memory with a version of its own: the value is kept as it is then."""
 
@@ -320,7 +312,6 @@ STEPS = {  # with the bytes that they may hold more than the plain code
     "somebody's function": (made_then(noisy, lambda x, w: F.linear(x, Exp.apply(w))), STATE),
     "autocast around": (autocast_around, -UNIT // 2),
     **{f"in {name}": (partial(in_a_checkpoint, call), UNIT) for name, call in CHECKPOINTS.items()},
-    **{f"on cpu, {where}": (partial(on_cpu, where), 0) for where in ("around", "after", "within")},
     **{f"past its version, {n}": (past_its_version(way), UNIT) for n, way in enumerate(WAYS)},
 }  # fmt: skip
 
@@ -587,15 +578,7 @@ def test_hooks_around_see_what_is_kept(is_nested):
     assert torch.allclose(ours[1], ran(body, nullcontext)[0][1])
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled(fresh_compiler, fullgraph):
-    body = made_then(lambda a: (a * a).tanh(), lambda x, w: F.linear(x * 2, w))
-    compiled = torch.compile(partial(body, recomputing), backend="aot_eager", fullgraph=fullgraph)
-    for _ in range(2):
-        found = [torch.autograd.grad(fn(*given).sum(), given) for fn, given in (
-            (compiled, leaves()), (partial(body, nullcontext), leaves()))]  # fmt: skip
-        assert all(map(torch.allclose, *found))
-        assert nothing_of_ours()
+def test_compiled_code_in_a_block(fresh_compiler):
     within = torch.compile(lambda a: noisy(a).tanh(), backend="aot_eager")
     within(leaves()[0])
     compare(made_then(lambda a: within(a) * 2))
