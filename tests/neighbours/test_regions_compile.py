@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
+from recoup.invertible import AdditiveCoupling, Chain, Flip
 from tests.alive import allocated_bytes
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -197,7 +198,7 @@ def breaking_block(x):
         return breaks(x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "call",
     [
@@ -205,8 +206,9 @@ def breaking_block(x):
         breaking_block,
         lambda x: recoup.checkpoint(breaks, x),
         recoup.Sequential(*(Breaking() for _ in range(4)), memory="sqrt"),
+        lambda x: Chain(AdditiveCoupling(Breaking()), Flip(), memory="constant")(x)[0],
     ],
-    ids=["recompute", "recomputing", "checkpoint", "chain"],
+    ids=["recompute", "recomputing", "checkpoint", "chain", "constant"],
 )
 def test_around_code_that_breaks_a_graph(call, weight):
     def linear(x):

@@ -301,6 +301,14 @@ def test_transforms_of_torch_say_so(way):
     assert hooks_in_force() is None
 
 
+def test_functional_call_with_other_tensors():
+    model, x = recoup.Sequential(*(dense().double() for _ in range(6)), memory="sqrt"), leaf(4, 6)
+    others = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    y = torch.func.functional_call(model, others, (x,))
+    with pytest.raises(ChangedError, match=r"did not repeat its first run"):
+        y.sum().backward()
+
+
 def test_an_optimizer_within_backward_that_changes_a_shared_weight():
     block, x = dense().double(), leaf(4, 6)
 
