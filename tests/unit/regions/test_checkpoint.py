@@ -211,6 +211,8 @@ def test_a_chain_that_grows_and_shrinks(memory):
     assert_same_step(run_step(model, x), run_step(nn.Sequential(nn.Tanh(), *modules), x))
     del model[0]
     assert_same_step(run_step(model, x), run_step(nn.Sequential(*modules), x))
+    assert list(model.state_dict()) == list(nn.Sequential(*modules).state_dict())
+    assert isinstance(model, nn.Sequential)
     assert model[1:4].memory == memory
     assert f"memory={memory!r}" in repr(model)
     assert recoup.Sequential(*modules, memory=memory, otherwise="keep")[:2].otherwise == "keep"

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -110,12 +109,6 @@ def with_generator(a):
     return a + first * torch.empty_like(a).bernoulli_(0.5, generator=generator)
 
 
-def with_a_gradient(a):
-    h = (a * torch.rand_like(a)).tanh()
-    (grad,) = torch.autograd.grad(h.square().sum(), a, create_graph=True)
-    return (h * grad).sin()
-
-
 def views(w):
     parts = w.t()[1:4], torch.as_strided(w, (3, 2), (2, 5), 4), w.expand(2, SIZE, SIZE)
     more = w.view(torch.int32).view(torch.float32)[2], torch.view_as_complex(w.view(SIZE, -1, 2))
@@ -147,16 +140,6 @@ def nested(context, a, x):
     with block:
         u = w.exp()
     return F.linear(h, w) @ u
-
-
-def many(context, a, x):
-    weights = []
-    for _ in range(10):
-        with context():
-            weights.append(noisy(a))
-    for place in (3, 1, 4, 0, 5, 2, 3, 1, 0, 0):
-        x = F.linear(x, weights.pop(place))
-    return x
 
 
 def of_another(context, a, x):
@@ -269,7 +252,6 @@ CODE = {
     "no_grad": lambda a: a * torch.no_grad()(torch.bernoulli)(a.sigmoid()),
     "complex": lambda a: ((z := torch.fft.fft(a)) * z.conj()).real + z.conj().imag,
     "other memory": lambda a: (((h := a * 2), h.detach().set_())[0] * 1).exp(),
-    "a gradient": with_a_gradient,
     "a function": lambda a: Exp.apply(a * 2),
     "sparse": lambda a: torch.sparse.mm((a * 1).to_sparse(), a.exp()),
     "seeded within": lambda a: (torch.rand(3), torch.manual_seed(2), noisy(a))[-1],
@@ -287,11 +269,8 @@ CODE = {
     **{name: partial(call, lambda a: noisy(a).tanh()) for name, call in CHECKPOINTS.items()},
 }
 WAYS = (
-    lambda y: torch.unsafe_chunk(y, 2, 1)[0].detach().mul_(3.0),
     lambda y: y.unsafe_split(2, 1)[0].detach().mul_(3.0),
-    lambda y: y.data.mul_(3.0),
     lambda y: y.detach().numpy().__imul__(3.0),
-    lambda y: y.detach().__array__().__imul__(3.0),
     lambda y: torch.from_dlpack(y.detach()).mul_(3.0),
     lambda y: y.new_empty(0).set_(y.storage()).detach().mul_(3.0),
 )
@@ -303,7 +282,6 @@ STEPS = {  # with the bytes that they may hold more than the plain code
                                    lambda x, w: (0.1 * w * w.flip(0)).exp() * x.sum()), 9 * UNIT)
        for name, make in CODE.items()},
     "nested": (nested, -UNIT),
-    "many": (many, -10 * UNIT + 10 * STATE),
     "of another": (of_another, -2 * UNIT),
     "long chain": (long_chain, UNIT),
     "changed afterwards": (changed_afterwards, -UNIT + STATE),
@@ -358,22 +336,12 @@ def cond(h):
     return torch.ops.higher_order.cond(torch.tensor(True), lambda t: (t * 2,), lambda t: (t,), (h,))
 
 
-def told_to_all(h):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        dist.all_reduce(h)
-    finally:
-        dist.destroy_process_group()  # in backward there is nobody to talk to
-    return (h,)
-
-
-@pytest.mark.parametrize("call", [cond, told_to_all])
-def test_results_that_no_operator_can_make_again(call):
+def test_results_that_no_operator_can_make_again():
     a, _ = leaves()
     with recomputing():
         with torch.no_grad():
             noise = torch.rand(SIZE, SIZE)
-            (h,) = call(noise)
+            (h,) = cond(noise)
         w = (a * h + noise).exp()
     assert type(h) is torch.Tensor
     w.sum().backward()
