@@ -134,19 +134,6 @@ def test_compiled_modules_in_a_chain():
         torch.testing.assert_close(a, b)
 
 
-def test_a_chain_with_dropout_and_nested_states():
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, pair):
-            return {"x": F.dropout(self.linear(pair["x"]).tanh(), 0.2), "y": pair["y"] + 1}
-
-    model = recoup.Sequential(*(Pair() for _ in range(4)), memory="sqrt")
-    check(lambda x: model({"x": x, "y": x * 2})["x"], list(model.parameters()))
-
-
 @pytest.mark.parametrize("memory", ["log", 2, "1 MiB"])
 def test_a_chain_that_no_graph_can_hold_says_the_way_out(memory):
     model = recoup.Sequential(*blocks(), memory=memory)

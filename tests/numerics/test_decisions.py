@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import recoup
 from recoup._core.dispatch_modes import num_dispatch_modes
 from recoup._core.interception import is_intercepting
-from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.deciding import (
     Router,
@@ -143,39 +139,6 @@ def test_the_bytes_of_comparisons_quantizations_and_indices():
     assert held - x.nbytes == 32 * 2  # a byte for each of the two experts of each token
 
 
-class SharedOnce(nn.Module):
-    """Makes a mask in its first run, before it decides by the same operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 6))
-        self.mask = None
-
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = self.weight > 0
-        return torch.where(x > 0, x, 0.3 * x) * self.mask.float().mean()
-
-
-@pytest.mark.parametrize("memory", [1, 2, "log", "sqrt", "inputs"])
-@pytest.mark.parametrize("place", [0, 5, 9])
-def test_a_chain_over_a_cached_mask_is_right_or_an_error(memory, place):
-    """A state that was made with the decisions of another call shows in the stages above it."""
-    torch.manual_seed(0)
-    blocks = [nn.Linear(6, 6) for _ in range(12)]
-    blocks[place] = module = SharedOnce()
-    x, others = torch.randn(4, 6), [block for block in blocks if block is not module]
-    parameters = [parameter for block in others for parameter in block.parameters()]
-    model = recoup.Sequential(*blocks, memory=memory)
-    try:
-        found = torch.autograd.grad(model(x).sum(), parameters)
-    except ReplayError:
-        return
-    wanted = torch.autograd.grad(nn.Sequential(*blocks)(x).sum(), parameters)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 def test_decisions_by_constants_need_no_mode():
     """A mask of positions is the same to the bit in a second run; what hangs on `x` is kept."""
 
@@ -275,29 +238,3 @@ def test_a_cached_mask_that_nothing_compares():
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
         assert num_modes == [0 if is_known else 1] * 3  # composite operators differ in a mode
         cache.clear()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_code_that_is_compiled_within_a_run_decides_nothing_for_it():
-    def inner(x):
-        values, places = x.square().topk(3, -1)
-        return values.sigmoid() * x.gather(1, places)
-
-    class Outer(nn.Module):
-        run = staticmethod(inner)
-
-        def forward(self, x):
-            return self.run(x * (x > x.topk(4, -1)[0][:, -1:]).to(x))
-
-    def fake_decisions():  # that the slots of a run hold
-        return [t for t in gc.get_objects() if type(t) is FakeTensor and t.dtype is torch.uint8]
-
-    outer, x = Outer(), torch.randn(5, 8, requires_grad=True)
-    for _ in range(2):  # looked at, before anything is compiled
-        recoup.checkpoint(outer, x).sum().backward()
-    (wanted,) = torch.autograd.grad(outer(x).sum(), x)
-    outer.run = torch.compile(inner, backend="aot_eager")
-    made = recoup.checkpoint(outer, x).sum()
-    assert not fake_decisions()
-    (found,) = torch.autograd.grad(made, x)
-    torch.testing.assert_close(found, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 import recoup
 from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
 from recoup.errors import ReplayError
-from recoup.invertible import AdditiveCoupling, Chain
-from tests.oracle import assert_same_step, run_step
 from tests.zoo import leaf
 
 
@@ -90,23 +87,3 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
     for again in found[1:]:
         assert all(map(torch.equal, again, found[0]))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("memory", ["sqrt", "constant", 2])
-@pytest.mark.parametrize("switch", ["p", "train"])
-def test_dropout_that_is_switched_on_later(memory, switch):
-    """What is drawn follows from the network as it is, not from what it did before."""
-    drops = [nn.Dropout(0.0 if switch == "p" else 0.5) for _ in range(8)]
-    networks = [nn.Sequential(nn.Linear(3, 8), drop, nn.Linear(8, 3)).double() for drop in drops]
-    pairs = zip(networks[::2], networks[1::2], strict=True)
-    model, x = Chain(*(AdditiveCoupling(*pair) for pair in pairs), memory=memory), leaf(5, 6)
-    new = copy.deepcopy(model)
-    model.train(switch == "p")
-    model(x)[0].sum().backward()
-    for chain in (model.train(), new):
-        for module in chain.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.5
-    new.memory = "linear"
-    assert_same_step(run_step(model, x), run_step(new, x), rtol=1e-10)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from recoup.errors import RecoupError, ReplayError
 from recoup.invertible import (
     AdditiveCoupling,
-    AffineCoupling,
     Chain,
-    InvertibleConv1x1,
     InvertibleModule,
 )
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
@@ -172,41 +169,3 @@ def test_an_inverse_that_is_none(kind, said):
     model = Chain(Shift(shared), kind(shared), memory="constant").double()
     with pytest.raises(ReplayError, match=said):
         loss_of_all(model(leaf(4, 6))).backward()
-
-
-class Turned(InvertibleModule):
-    """The same values, in another memory layout, which the inverse does not undo."""
-
-    def forward(self, x):
-        return x.transpose(0, 1).contiguous().transpose(0, 1), x.new_zeros(len(x))
-
-    def inverse(self, y):
-        return y.contiguous(memory_format=torch.channels_last), y.new_zeros(len(y))
-
-
-class Draws(InvertibleModule):
-    """It draws on its own, not in a network that is evaluated."""
-
-    def forward(self, x):
-        return x + functional.dropout(torch.ones_like(x), 0.4), x.new_zeros(len(x))
-
-    def inverse(self, y):
-        return y - functional.dropout(torch.ones_like(y), 0.4), y.new_zeros(len(y))
-
-
-def dropping_coupling():
-    return AffineCoupling(nn.Sequential(nn.Dropout(0.4), nn.Conv2d(2, 4, 3, padding=1)))
-
-
-@pytest.mark.parametrize("expanded", [(3, 4, 6, 6), (1, 4, 6, 6), (1, 1, 6, 1)])
-@pytest.mark.parametrize("part", [Draws, dropping_coupling])
-def test_masks_do_not_depend_on_the_memory_layout(part, expanded):
-    """Neither on one that an inverse leaves nor on that of the input."""
-    torch.manual_seed(0)
-    parts = [InvertibleConv1x1(4), part(), Turned(), part(), InvertibleConv1x1(4)]
-    chain = Chain(*parts, drift="raise").double()
-    x, found = torch.randn(expanded, dtype=torch.float64).expand(3, 4, 6, 6), []
-    for chain.memory in ("linear", "constant"):
-        torch.manual_seed(1)
-        found.append(torch.autograd.grad(loss_of_all(chain(x)), [*chain.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

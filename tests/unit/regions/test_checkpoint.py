@@ -102,6 +102,21 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
         assert torch.equal(*found[0], *found[1])
 
 
+@pytest.mark.parametrize("way", ["checkpoint", "sqrt", "log", 1])
+def test_hooks_around_see_what_is_kept_and_each_parameter(way):
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(5)))
+    call = functools.partial(recoup.checkpoint, model)
+    if way != "checkpoint":
+        call = recoup.Sequential(*model, memory=way)
+    x, packed = torch.randn(2, 3, 4, 4) * 1, []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor.detach(), lambda tensor: tensor
+    ):
+        call(x).sum().backward()
+    assert all(any(weight is each for each in packed) for weight in list(model.parameters())[::2])
+    assert sum(each.data_ptr() == x.data_ptr() for each in packed) == 1
+
+
 # -- the keywords of torch (F8) --------------------------------------------------------------------
 
 ACCEPTED = [

@@ -102,27 +102,6 @@ def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
     assert len(seen) > 6
 
 
-def test_forward_does_not_wait_below_the_bound(folder, monkeypatch):
-    begun, may_end, has_waited = threading.Event(), threading.Event(), threading.Event()
-    waits, write = [], os.pwritev
-
-    def write_late(*args):
-        begun.set()
-        waits.append(may_end.wait(9))
-        has_waited.set()
-        return write(*args)
-
-    monkeypatch.setattr(os, "pwritev", write_late)
-    model, x = made()
-    with recoup.offloading(1, folder, in_flight_bytes="1 GiB"):
-        y = model(x)
-    assert begun.wait(9)
-    may_end.set()
-    y.sum().backward()
-    assert has_waited.wait(9)
-    assert all(waits)
-
-
 def test_a_full_disk(folder, monkeypatch):
     num_written, write = [], os.pwritev
 

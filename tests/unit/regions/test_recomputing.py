@@ -285,9 +285,3 @@ def test_hooks_around_see_what_is_kept(is_nested):
     assert (8, SIZE) in seen  # what `linear` saves of its input
     assert seen.count((SIZE, SIZE)) == 1 + is_nested  # `a`, once for each block that takes it
     assert torch.allclose(ours[1], ran(body, nullcontext)[0][1])
-
-
-def test_compiled_code_in_a_block(fresh_compiler):
-    within = torch.compile(lambda a: noisy(a).tanh(), backend="aot_eager")
-    within(leaves()[0])
-    compare(made_then(lambda a: within(a) * 2))
