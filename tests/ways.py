@@ -14,7 +14,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -293,24 +292,6 @@ def a_copy(model, x):
     return a_step(copy.deepcopy(model) if of_a_call else pickle.loads(pickle.dumps(model)), x)
 
 
-def a_gradient_that_fails_first(model, x):
-    """The graph is of use after an exception in backward."""
-    loss = loss_of_all(model(x))
-
-    def fails(_):
-        handle.remove()
-        raise KeyError
-
-    handle = list(model.parameters())[3].register_hook(fails)
-    with pytest.raises(KeyError):
-        loss.backward(retain_graph=True)
-    assert hooks_in_force() is None
-    model.zero_grad()
-    x.grad = None
-    loss.backward()
-    return left_by(model, x)
-
-
 def second_runs_that_fail(model, x):
     """The graph is of use after an exception in the first, fourth or ninth call in backward."""
     num_left = 0
@@ -403,7 +384,7 @@ SITUATIONS = {
             two_forwards, two_forwards_together, gradient_of_the_gradient, hooks_of_others,
             input_used_beside, an_optimizer_within_backward, in_evaluation,
             threads_that_share_a_graph, threads_with_a_graph_each, a_copy,
-            a_gradient_that_fails_first, second_runs_that_fail,
+            second_runs_that_fail,
         )
     },
 }  # fmt: skip

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.invertible import (
@@ -294,19 +293,6 @@ def downhill(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
     return after((x.sin() - 0.1 * z.grad).tanh())
 
 
-def in_a_checkpoint(x: Tensor, *parts: nn.Module) -> Tensor:
-    return recoup.checkpoint(force, x.sin(), *parts).cos()
-
-
-def in_torchs_checkpoint(x: Tensor, module: nn.Module) -> Tensor:
-    return torch_checkpoint(module, x, use_reentrant=False)
-
-
-def with_hooks(x: Tensor, module: nn.Module) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        return module(x)
-
-
 def offloaded(x: Tensor, module: nn.Module) -> Tensor:
     with recoup.offloading(1, tempfile.gettempdir()):
         return module(x)
@@ -390,10 +376,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "force": lambda: Fn(force, Energy(), nn.Linear(6, 6)),
     "force of its input": lambda: Fn(force_of_its_input, Energy(), nn.Linear(6, 6)),
     "downhill": lambda: Fn(downhill, Energy(), nn.Linear(6, 6)),
-    "force in a checkpoint": lambda: Fn(in_a_checkpoint, Energy(), nn.Linear(6, 6)),
-    "torch's checkpoint": lambda: Fn(in_torchs_checkpoint, dense(0.5)),
     "checkpoint": lambda: Fn(lambda x, module: recoup.checkpoint(module, x), dense(0.5)),
-    "hooks of others": lambda: Fn(with_hooks, dense(0.5)),
     "offloading": lambda: Fn(offloaded, nn.Sequential(dense(0.5), nn.RReLU(), nn.Tanh())),
     "noise": lambda: recoup.weight_noise(nn.Linear(6, 6), std=0.1),
     "value that is not kept": lambda: Fn(not_kept, dense(0.5)),

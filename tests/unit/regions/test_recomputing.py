@@ -18,8 +18,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from tests.alive import no_collector
-from tests.oracle import Operators
-from tests.unit.regions.block_code import (
+from tests.block_code import (
     SIZE,
     STATE,
     STEPS,
@@ -31,6 +30,7 @@ from tests.unit.regions.block_code import (
     nothing_of_ours,
     ran,
 )
+from tests.oracle import Operators
 
 recomputing = recoup.recomputing
 

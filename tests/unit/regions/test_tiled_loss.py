@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import recoup
 from recoup.errors import GradientError, RecoupError
 from tests.oracle import hooks_in_force
-from tests.unit.regions.tile_models import (
+from tests.tile_models import (
     D,
     L,
     Model,

@@ -13,7 +13,7 @@ from torch import nn
 import recoup
 from recoup.errors import ChangedError, RecoupError
 from tests.oracle import hooks_in_force
-from tests.unit.regions.tile_models import (
+from tests.tile_models import (
     D,
     L,
     Model,
