@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recoup
 from recoup._core import slots
@@ -25,6 +26,7 @@ from tests.ways import (
     WAYS,
     Called,
     a_step,
+    a_step_with,
     assert_same,
     built,
     gradient_of_the_gradient,
@@ -69,6 +71,12 @@ def test_in_place_activations_as_stages(way):
 @pytest.mark.parametrize("way", [*USUAL, "recompute_"])
 def test_every_situation(name, way):
     assert_as_plain("dropout", way, SITUATIONS[name])
+
+
+@pytest.mark.parametrize("way", USUAL)
+def test_the_kernels_of_attention_are_those_that_forward_chose(way):
+    in_plain_products = a_step_with(around=lambda: sdpa_kernel(SDPBackend.MATH))
+    assert_as_plain("encoder in evaluation", way, in_plain_products)
 
 
 IN_PLACE = ["input_used_beside", "in_a_checkpoint", "in_torchs_checkpoint"]

@@ -78,7 +78,23 @@ def test_outputs_are_not_held():
     assert held(nn.Sequential(*layers, nn.Linear(HIDDEN, WIDTH))) == HIDDEN_BYTES
 
 
-# -- with reparametrized weights -------------------------------------------------------------------
+@pytest.mark.parametrize("is_first", [False, True])
+def test_with_noise_on_its_weights(is_first):
+    model, other, types = normed(), normed(), (nn.LayerNorm, nn.Linear)
+    if is_first:
+        recoup.recompute_(other, *types)
+    for each in (model, other):
+        recoup.weight_noise(each, r".*weight", std=0.1)
+    if not is_first:
+        recoup.recompute_(other, *types)
+    want = left_by(model)
+    for each in (other, copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert_same(left_by(each), want)
+    for each in (model, other):
+        recoup.weights.remove(each)
+    assert_same(left_by(other), left_by(model))
+    plain = recoup.recompute_(normed(), *types)
+    assert [type(part) for part in other.modules()] == [type(part) for part in plain.modules()]
 
 
 # -- what it leaves as it was ----------------------------------------------------------------------
