@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from tests.deciding import distance, perturbed_linear
@@ -54,13 +58,30 @@ def step(model, ids):
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
+def with_checkpoint(model, function):
+    """Let `function` call each layer, as transformers lets the checkpoint function."""
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module._gradient_checkpointing_func = function
+            module.gradient_checkpointing = True
+
+
+def test_torchs_checkpoint_routes_otherwise(model_and_ids):
+    model, ids = model_and_ids
+    plain = step(model, ids)
+    with_checkpoint(model, functools.partial(torchs, use_reentrant=False))
+    with perturbed_linear(gates_of(model)):
+        try:
+            found = step(model, ids)
+        except CheckpointError:
+            return
+    assert distance(found, plain) > 1e-2
+
+
 def test_ours_routes_as_it_did(model_and_ids):
     model, ids = model_and_ids
     plain = step(model, ids)
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module._gradient_checkpointing_func = recoup.checkpoint
-            module.gradient_checkpointing = True
+    with_checkpoint(model, recoup.checkpoint)
     with perturbed_linear(gates_of(model)):
         for _ in range(2):
             assert distance(step(model, ids), plain) < 1e-4
