@@ -82,24 +82,6 @@ def test_a_noisy_weight_that_a_graph_computes_again(by, backend, weight):
     assert check(lambda x: torch.tanh(F.linear(x, noisy())), [weight]) >= UNIT + weight.nbytes
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_functions_one_after_the_other_hold_nothing_in_between(backend, weight):
-    """Two checkpoints would keep what is between them."""
-    gelu, tanh = recoup.recompute(F.gelu), recoup.recompute(torch.tanh)
-    assert check(lambda x: F.linear(tanh(gelu(x * 2)), weight), [weight], backend) <= UNIT
-
-    def in_blocks(x):
-        with recoup.recomputing():
-            y = F.gelu(x * 2)
-            with recoup.recomputing():
-                y = y * y
-        with recoup.recomputing():
-            y = torch.tanh(y)
-        return F.linear(y, weight)
-
-    assert check(in_blocks, [weight], backend) <= UNIT
-
-
 def blocks():
     return [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())

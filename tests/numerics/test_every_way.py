@@ -129,21 +129,6 @@ def test_every_situation_in_constant_memory(chain, name):
     assert_same(outcome(Chain(*modules, memory="constant"), x, SITUATIONS[name]), want, rtol)
 
 
-@pytest.mark.filterwarnings("ignore:The first step of a Sequential under its plan")  # its loss
-@pytest.mark.parametrize(
-    "name", ["force", "force of its input", "counts", "batch norm", "lstm", "dropout in place"]
-)
-def test_models_in_planned_blocks(name):
-    modules = [chain_of(name)[0][2] for _ in range(4)]
-    x = torch.randn(12, 6, requires_grad=True)
-    want = outcome(nn.Sequential(*copy.deepcopy(modules)), x, three_steps)
-    model = nn.Sequential(*modules)
-    frontier = recoup.plan(model, x, blocks=list(model))
-    frontier.plan(frontier.least_bytes).apply()
-    model.zero_grad()
-    assert_same(outcome(model, x, three_steps), want)
-
-
 # -- chains in chains, some outputs alone, other kernels -------------------------------------------
 
 
