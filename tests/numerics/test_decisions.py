@@ -174,6 +174,15 @@ class Seen(nn.Module):
         return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
 
 
+def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
+    blocks = [Seen(decides=True), Seen(decides=False)]
+    for _ in range(3):
+        x = torch.randn(8, requires_grad=True)
+        for block in blocks:
+            recoup.checkpoint(lambda module, x: module(x), block, x).sum().backward()
+    assert [block.num_modes[2:] for block in blocks] == [[1] * 4, [0] * 4]
+
+
 def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():
     first, x = nn.Tanh(), torch.randn(8, requires_grad=True)
     for _ in range(2):

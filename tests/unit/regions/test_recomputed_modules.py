@@ -78,23 +78,30 @@ def test_outputs_are_not_held():
     assert held(nn.Sequential(*layers, nn.Linear(HIDDEN, WIDTH))) == HIDDEN_BYTES
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_with_noise_on_its_weights(is_first):
-    model, other, types = normed(), normed(), (nn.LayerNorm, nn.Linear)
-    if is_first:
-        recoup.recompute_(other, *types)
-    for each in (model, other):
-        recoup.weight_noise(each, r".*weight", std=0.1)
-    if not is_first:
-        recoup.recompute_(other, *types)
+REPARAMETRIZED = (
+    lambda model: recoup.weight_noise(model, r".*weight", std=0.1),
+    lambda model: recoup.weight_dropout(model, r"1\.weight", p=0.3),
+)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_before_between_and_after_what_reparametrizes_its_weights(place):
+    model, other = normed(), normed()
+    again = lambda model: recoup.recompute_(model, nn.LayerNorm, nn.Linear)  # noqa: E731
+    for apply in REPARAMETRIZED:
+        apply(model)
+    for apply in (*REPARAMETRIZED[:place], again, *REPARAMETRIZED[place:]):
+        apply(other)
     want = left_by(model)
     for each in (other, copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
         assert_same(left_by(each), want)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)  # one graph: one forward
+    assert_same(left_by(compiled._orig_mod, call=lambda _, x: compiled(x)), left_by(model))
     for each in (model, other):
         recoup.weights.remove(each)
     assert_same(left_by(other), left_by(model))
-    plain = recoup.recompute_(normed(), *types)
-    assert [type(part) for part in other.modules()] == [type(part) for part in plain.modules()]
+    kinds = [type(part) for part in again(normed()).modules()]
+    assert [type(part) for part in other.modules()] == kinds
 
 
 # -- what it leaves as it was ----------------------------------------------------------------------
