@@ -8,7 +8,7 @@ from torch import nn
 
 import recoup
 from recoup._core.dispatch_modes import num_dispatch_modes
-from recoup._core.interception import is_intercepting
+from recoup._core.interception import _thread
 from tests.alive import held_after
 from tests.deciding import (
     Router,
@@ -143,12 +143,12 @@ def test_decisions_by_constants_need_no_mode():
     """A mask of positions is the same to the bit in a second run; what hangs on `x` is kept."""
 
     def by_positions(x):
-        seen.append((num_dispatch_modes() > 0, is_intercepting()))
+        seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
         places = torch.arange(len(x), dtype=x.dtype)
         return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
 
     def by_numbers(x):
-        seen.append((num_dispatch_modes() > 0, is_intercepting()))
+        seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
         limit = torch.zeros(len(x))
         limit.copy_(x.detach().mean(0))
         return x.masked_fill(limit > 0, 0.0).sin()
@@ -170,7 +170,7 @@ class Seen(nn.Module):
         self.num_modes = []
 
     def forward(self, x):
-        self.num_modes.append(num_dispatch_modes() + is_intercepting())
+        self.num_modes.append(num_dispatch_modes() + bool(_thread.interceptors))
         return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
 
 
