@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import recoup
 from recoup._core import slots
 from recoup.invertible import Chain
+from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.ways import (
     INVERTING,
@@ -38,7 +39,7 @@ from tests.ways import (
     two_forwards,
     two_forwards_together,
 )
-from tests.zoo import CHAINS, INVERTIBLE, MODULES, chain_of, dense, invertible_chain_of, leaf
+from tests.zoo import CHAINS, MODULES, chain_of, dense, leaf
 
 in_situations = pytest.mark.parametrize("name", SITUATIONS)
 

@@ -33,8 +33,9 @@ from recoup.schedules import (
     constant,
     sqrt,
 )
+from tests.invertible_zoo import invertible_chain_of, net
 from tests.oracle import hooks_in_force, loss_of_all
-from tests.zoo import dense, invertible_chain_of, leaf, net
+from tests.zoo import dense, leaf
 
 # -- arguments -------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from recoup.invertible import (
     Chain,
     InvertibleModule,
 )
+from tests.invertible_zoo import Direct, net
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
-from tests.zoo import Direct, leaf, net
+from tests.zoo import leaf
 
 
 class Pairs(nn.Module):

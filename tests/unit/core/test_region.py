@@ -16,8 +16,9 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import Chain
 from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape
+from tests.invertible_zoo import invertible_chain_of
 from tests.oracle import Operators, hooks_in_force, loss_of_all
-from tests.zoo import chain_of, dense, invertible_chain_of, leaf
+from tests.zoo import chain_of, dense, leaf
 
 
 @pytest.fixture(autouse=True)
