@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from tests.ways import torch_checkpoint
@@ -192,6 +193,28 @@ def test_the_check_leaves_no_trace(call, around):
             grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
         found.append([y.detach(), *grads, torch.get_rng_state()])
     assert all(map(torch.equal, *found))
+
+
+class Seeing(TorchDispatchMode):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += [arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+        return func(*args, **(kwargs or {}))
+
+
+def test_hooks_and_modes_of_others_see_nothing_of_the_check():
+    seen, x = [], rows(2, 64, D)
+
+    def pack(tensor):
+        seen.append(tensor.shape[1])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), Seeing(seen):
+        recoup.tiled(lambda x: x.exp().exp(), tiles=2)(x)
+    assert set(seen) <= {32, 64}
 
 
 def test_a_check_that_shows_nothing_is_made_again():
