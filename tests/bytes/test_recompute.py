@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
-from tests.alive import Remade, held_after, no_collector
+from tests.alive import held_after, no_collector
 from tests.oracle import assert_same_tensor, tensors
 from tests.weight_zoo import around
 
@@ -117,88 +116,6 @@ def test_what_is_held_of_values_that_are_made_by(name):
     assert held_bytes(lambda: use(recoup.recompute(fn)(x), w)) <= ours
     with torch.no_grad():
         assert held_bytes(lambda: use(recoup.recompute(fn)(x), w)) == 0
-
-
-def test_ten_values_alive_at_once():
-    x, w = leaf(), weight()
-    with no_collector(), StorageTracker() as tracker:
-        scaled = [recoup.recompute(lambda x, place=place: x * place) for place in range(1, 11)]
-        values = {place: fn(x) for place, fn in enumerate(scaled)}
-        assert tracker.current_bytes == 10 * VALUE
-        outputs = []
-        for place in (3, 7, 0, 9, 1, 8, 2, 6, 4, 5):
-            outputs.append(values.pop(place) @ w)
-            own = sum(output.nbytes for output in outputs)
-            assert tracker.current_bytes == own + len(values) * VALUE
-        sum(outputs).sum().backward()
-        del outputs
-        x.grad = w.grad = None
-        assert tracker.current_bytes == 0
-
-
-@pytest.mark.parametrize("precision", ["float32", "autocast"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_inside_a_checkpoint_of_torch(use_reentrant, precision):
-    x, w = leaf(), weight(precision)
-    run = functools.partial(
-        checkpoint, lambda x: recoup.recompute(F.gelu)(x) @ w, x, use_reentrant=use_reentrant
-    )
-    assert held_bytes(run, precision) == 0
-    with no_collector(), StorageTracker() as tracker:
-        with around(precision):
-            loss = run().sum()
-        loss.backward()
-        del loss
-        x.grad = w.grad = None
-        assert tracker.current_bytes == 0
-
-
-def test_a_deep_chain_makes_one_value_at_a_time():
-    depth, x, peaks, held = 30, leaf(), [], []
-    weights = [(torch.randn(256, 256) / 16).requires_grad_() for _ in range(depth)]
-    for each in (x, *weights):
-        each.grad = torch.zeros_like(each)
-    for fn in (F.gelu, recoup.recompute(F.gelu)):
-        with Remade() as remade, no_collector(), StorageTracker() as tracker:
-            loss = functools.reduce(lambda h, w, fn=fn: fn(h) @ w, weights, x).sum()
-            held.append(tracker.current_bytes)
-            tracker.peak_bytes = 0
-            loss.backward()
-            del loss
-            peaks.append(tracker.peak_bytes)
-            assert tracker.current_bytes == 0
-    assert (remade.num_made, remade.most_alive) == (depth, 1)
-    # Both hold the input of each gelu, which the first one has from outside.
-    assert held[0] - held[1] == depth * VALUE
-    assert peaks[1] <= peaks[0] - (depth - 2) * VALUE
-
-
-@in_consumers
-def test_nothing_is_left(consume):
-    x, w = leaf(), weight()
-
-    def run():
-        output = consume(recoup.recompute(F.gelu)(x), w)
-        return sum(part.sum() for part in tensors(output))
-
-    def step(**options):
-        torch.autograd.grad(run(), (x, w), allow_unused=True, **options)
-
-    step()
-    with no_collector(), StorageTracker() as tracker:
-        for _ in range(5):
-            step()
-            assert tracker.current_bytes == 0
-        run()
-        assert tracker.current_bytes == 0  # of a forward alone
-        loss = run()
-        held = tracker.current_bytes
-        for part in (x, w):
-            torch.autograd.grad(loss, part, retain_graph=True, allow_unused=True)
-            assert tracker.current_bytes == held
-        del loss
-        assert tracker.current_bytes == 0
-        assert gc.collect() == 0
 
 
 def test_each_function_of_a_chain_of_values_runs_again_once():

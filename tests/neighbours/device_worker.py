@@ -23,9 +23,10 @@ from recoup.errors import RecoupError
 from recoup.flows import Glow, fit
 from recoup.invertible import Chain
 from tests import simulated_device as simulated
-from tests.numerics.test_every_way import CALLS, Called, a_step, assert_same, built, outcome
+from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import loss_of_all
-from tests.zoo import CHAINS, INVERTIBLE, MODULES, chain_of, invertible_chain_of
+from tests.ways import CALLS, Called, a_step, assert_same, built, outcome
+from tests.zoo import CHAINS, MODULES, chain_of
 
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"

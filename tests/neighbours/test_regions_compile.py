@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
+from recoup.invertible import AdditiveCoupling, Chain, Flip
 from tests.alive import allocated_bytes
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -81,24 +82,6 @@ def test_a_noisy_weight_that_a_graph_computes_again(by, backend, weight):
     assert check(lambda x: torch.tanh(F.linear(x, noisy())), [weight]) >= UNIT + weight.nbytes
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_functions_one_after_the_other_hold_nothing_in_between(backend, weight):
-    """Two checkpoints would keep what is between them."""
-    gelu, tanh = recoup.recompute(F.gelu), recoup.recompute(torch.tanh)
-    assert check(lambda x: F.linear(tanh(gelu(x * 2)), weight), [weight], backend) <= UNIT
-
-    def in_blocks(x):
-        with recoup.recomputing():
-            y = F.gelu(x * 2)
-            with recoup.recomputing():
-                y = y * y
-        with recoup.recomputing():
-            y = torch.tanh(y)
-        return F.linear(y, weight)
-
-    assert check(in_blocks, [weight], backend) <= UNIT
-
-
 def blocks():
     return [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
@@ -122,17 +105,15 @@ def test_a_chain(memory, num_units, backend):
     assert check(model, list(model.parameters()), backend) <= num_units * UNIT
 
 
-def test_a_chain_with_dropout_and_nested_states():
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, pair):
-            return {"x": F.dropout(self.linear(pair["x"]).tanh(), 0.2), "y": pair["y"] + 1}
-
-    model = recoup.Sequential(*(Pair() for _ in range(4)), memory="sqrt")
-    check(lambda x: model({"x": x, "y": x * 2})["x"], list(model.parameters()))
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # a first run finds modules
+def test_compiled_modules_in_a_chain():
+    torch.manual_seed(0)
+    modules, x = blocks(), torch.randn(BATCH, WIDTH, requires_grad=True)
+    compiled = [torch.compile(module, backend="aot_eager") for module in modules]
+    parameters = list(nn.Sequential(*modules).parameters())
+    got = step(recoup.Sequential(*compiled, memory="sqrt"), x, parameters)
+    for a, b in zip(got, step(nn.Sequential(*modules), x, parameters), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("memory", ["log", 2, "1 MiB"])
@@ -186,7 +167,7 @@ def breaking_block(x):
         return breaks(x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "call",
     [
@@ -194,8 +175,9 @@ def breaking_block(x):
         breaking_block,
         lambda x: recoup.checkpoint(breaks, x),
         recoup.Sequential(*(Breaking() for _ in range(4)), memory="sqrt"),
+        lambda x: Chain(AdditiveCoupling(Breaking()), Flip(), memory="constant")(x)[0],
     ],
-    ids=["recompute", "recomputing", "checkpoint", "chain"],
+    ids=["recompute", "recomputing", "checkpoint", "chain", "constant"],
 )
 def test_around_code_that_breaks_a_graph(call, weight):
     def linear(x):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointError
@@ -64,14 +66,10 @@ def with_checkpoint(model, function):
             module.gradient_checkpointing = True
 
 
-def torchs_checkpoint(fn, *args, **kwargs):
-    return torchs(fn, *args, use_reentrant=False, **kwargs)
-
-
 def test_torchs_checkpoint_routes_otherwise(model_and_ids):
     model, ids = model_and_ids
     plain = step(model, ids)
-    with_checkpoint(model, torchs_checkpoint)
+    with_checkpoint(model, functools.partial(torchs, use_reentrant=False))
     with perturbed_linear(gates_of(model)):
         try:
             found = step(model, ids)

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import recoup
 from recoup._core.dispatch_modes import num_dispatch_modes
-from recoup._core.interception import is_intercepting
-from recoup.errors import ReplayError
+from recoup._core.interception import _thread
 from tests.alive import held_after
 from tests.deciding import (
     Router,
-    distance,
-    gradients,
     perturbed,
 )
-
-ROUNDING = 1e-6
-
-
-def model_and_x(kind=Router, num_blocks=1):
-    torch.manual_seed(0)
-    blocks = [kind() for _ in range(num_blocks)]
-    return nn.Sequential(*blocks), torch.randn(32, 16)
-
-
-# -- routers, under everything that runs again -----------------------------------------------------
-
-
-def test_the_bytes_of_the_decisions():
-    model, x = model_and_x(Router)
-    block = model[0]
-    x.requires_grad_()
-    plain = held_after(lambda: block(x)).num_bytes
-    for _ in range(2):
-        held = held_after(lambda: recoup.checkpoint(block, x)).num_bytes
-    decided = held - x.nbytes  # beside the output
-    assert decided == 32 * 2  # a byte for each of the two experts of each token
-    assert decided <= 0.005 * plain
-
 
 # -- every operator that decides -------------------------------------------------------------------
 
@@ -147,38 +117,10 @@ def test_results_have_the_memory_layout_of_the_first_run():
             torch.testing.assert_close(x.grad, wanted.grad, rtol=0, atol=0)
 
 
-# -- code that decides only in a later run (Rule 4) ------------------------------------------------
-
-
-class Later(nn.Module):
-    """Code that takes the way with a decision only if told."""
-
-    def __init__(self):
-        super().__init__()
-        self.decides = torch.nn.Identity()  # not a number: nothing else tells
-
-    def forward(self, x, routes):
-        if not routes:
-            return x.exp()
-        x = perturbed(x.exp())
-        return x.gather(-1, x.argmax(-1, keepdim=True)) * x.sum(-1, keepdim=True)
-
-
-def test_a_decision_that_no_earlier_run_made_is_an_error_once_and_then_kept():
-    model, ties = Later(), torch.ones(4, 8)
-    recoup.checkpoint(model, ties.clone().requires_grad_(), False).sum().backward()
-    x = ties.clone().requires_grad_()
-    y = recoup.checkpoint(model, x, True)
-    with pytest.raises(ReplayError, match="int64"):
-        y.sum().backward()
-    found = gradients(model, lambda x: recoup.checkpoint(model, x, True), ties)
-    assert distance(found, gradients(model, lambda x: model(x, True), ties)) < ROUNDING
-
-
 # -- how they are kept -----------------------------------------------------------------------------
 
 
-def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
+def test_the_bytes_of_comparisons_quantizations_and_indices():
     x = torch.randn(1000, 1000, requires_grad=True)
 
     def compared(x):
@@ -191,51 +133,22 @@ def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
         for _ in range(2):
             held = held_after(lambda code=code: recoup.checkpoint(code, x)).num_bytes
         assert held - x.nbytes == expected
-
-
-class SharedOnce(nn.Module):
-    """Makes a mask in its first run, before it decides by the same operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 6))
-        self.mask = None
-
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = self.weight > 0
-        return torch.where(x > 0, x, 0.3 * x) * self.mask.float().mean()
-
-
-@pytest.mark.parametrize("memory", [1, 2, "log", "sqrt", "inputs"])
-@pytest.mark.parametrize("place", [0, 5, 9])
-def test_a_chain_over_a_cached_mask_is_right_or_an_error(memory, place):
-    """A state that was made with the decisions of another call shows in the stages above it."""
-    torch.manual_seed(0)
-    blocks = [nn.Linear(6, 6) for _ in range(12)]
-    blocks[place] = module = SharedOnce()
-    x, others = torch.randn(4, 6), [block for block in blocks if block is not module]
-    parameters = [parameter for block in others for parameter in block.parameters()]
-    model = recoup.Sequential(*blocks, memory=memory)
-    try:
-        found = torch.autograd.grad(model(x).sum(), parameters)
-    except ReplayError:
-        return
-    wanted = torch.autograd.grad(nn.Sequential(*blocks)(x).sum(), parameters)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    router, x = Router(), torch.randn(32, 16, requires_grad=True)
+    for _ in range(2):
+        held = held_after(lambda: recoup.checkpoint(router, x)).num_bytes
+    assert held - x.nbytes == 32 * 2  # a byte for each of the two experts of each token
 
 
 def test_decisions_by_constants_need_no_mode():
     """A mask of positions is the same to the bit in a second run; what hangs on `x` is kept."""
 
     def by_positions(x):
-        seen.append((num_dispatch_modes() > 0, is_intercepting()))
+        seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
         places = torch.arange(len(x), dtype=x.dtype)
         return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
 
     def by_numbers(x):
-        seen.append((num_dispatch_modes() > 0, is_intercepting()))
+        seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
         limit = torch.zeros(len(x))
         limit.copy_(x.detach().mean(0))
         return x.masked_fill(limit > 0, 0.0).sin()
@@ -248,10 +161,6 @@ def test_decisions_by_constants_need_no_mode():
         assert seen == [looked_at, looked_at, later, later]
 
 
-def called(module, x):
-    return module(x)
-
-
 class Seen(nn.Module):
     """Notes how many dispatch modes its forward runs under; decides if told to."""
 
@@ -261,7 +170,7 @@ class Seen(nn.Module):
         self.num_modes = []
 
     def forward(self, x):
-        self.num_modes.append(num_dispatch_modes() + is_intercepting())
+        self.num_modes.append(num_dispatch_modes() + bool(_thread.interceptors))
         return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
 
 
@@ -270,9 +179,8 @@ def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
     for _ in range(3):
         x = torch.randn(8, requires_grad=True)
         for block in blocks:
-            recoup.checkpoint(called, block, x).sum().backward()
-    assert blocks[0].num_modes[2:] == [1] * 4
-    assert blocks[1].num_modes[2:] == [0] * 4
+            recoup.checkpoint(lambda module, x: module(x), block, x).sum().backward()
+    assert [block.num_modes[2:] for block in blocks] == [[1] * 4, [0] * 4]
 
 
 def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():
@@ -339,29 +247,3 @@ def test_a_cached_mask_that_nothing_compares():
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
         assert num_modes == [0 if is_known else 1] * 3  # composite operators differ in a mode
         cache.clear()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_code_that_is_compiled_within_a_run_decides_nothing_for_it():
-    def inner(x):
-        values, places = x.square().topk(3, -1)
-        return values.sigmoid() * x.gather(1, places)
-
-    class Outer(nn.Module):
-        run = staticmethod(inner)
-
-        def forward(self, x):
-            return self.run(x * (x > x.topk(4, -1)[0][:, -1:]).to(x))
-
-    def fake_decisions():  # that the slots of a run hold
-        return [t for t in gc.get_objects() if type(t) is FakeTensor and t.dtype is torch.uint8]
-
-    outer, x = Outer(), torch.randn(5, 8, requires_grad=True)
-    for _ in range(2):  # looked at, before anything is compiled
-        recoup.checkpoint(outer, x).sum().backward()
-    (wanted,) = torch.autograd.grad(outer(x).sum(), x)
-    outer.run = torch.compile(inner, backend="aot_eager")
-    made = recoup.checkpoint(outer, x).sum()
-    assert not fake_decisions()
-    (found,) = torch.autograd.grad(made, x)
-    torch.testing.assert_close(found, wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import statistics
 import warnings
 
 import pytest
@@ -16,7 +15,6 @@ from recoup.errors import DriftError
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
-    AffineCoupling,
     Chain,
     DriftGuard,
     Flip,
@@ -27,7 +25,6 @@ from recoup.schedules import Invert, Reverse, Schedule
 pytestmark = pytest.mark.drifts
 
 STIFF = 3.0
-SEEDS = range(5)
 
 
 def dense(scale, half=8, width=16):
@@ -64,44 +61,9 @@ def error(chain, x):
     return float((gradients(chain, x) - expected).norm() / expected.norm())
 
 
-def assert_within_tolerance(errors):
-    """Whether gradients of several stiff chains are right, as far as that can be said of one.
-
-    A rounding error of the input alone changes these gradients by percents. So now and then one is
-    off by more than the tolerance, which one depending on the processor. Without a guard all are
-    off by half of themselves and more.
-    """
-    assert statistics.median(errors) < 1e-3
-    assert max(errors) < 0.05
-
-
 def test_without_a_guard_the_gradient_is_wrong():
     """What the guard is for; so that the tests below can fail."""
     assert error(stiff(depth=200, drift="ignore"), data()) > 0.5
-
-
-@pytest.mark.slow
-def test_a_stiff_net_is_right_in_the_first_step_and_in_later_ones():
-    chains = [stiff(depth=200, seed=seed) for seed in SEEDS]
-    for _ in range(4):
-        assert_within_tolerance([error(chain, data()) for chain in chains])
-    assert all(0 < len(chain.drift.kept) < 60 for chain in chains)
-
-
-def test_states_are_kept_so_that_little_is_run_twice():
-    chain = stiff(depth=80)
-    calls = []
-    for block in chain:
-        block.network.register_forward_hook(lambda *_: calls.append(1))
-    counts = []
-    for _ in range(8):
-        calls.clear()
-        gradients(chain, data())
-        counts.append(len(calls))
-    assert counts[0] > 2 * 80  # recomputed from the first state
-    # With the states it has learned to keep, at most a stage or two are run a third time.
-    assert counts[-1] <= 2 * 80 + 20
-    assert counts[-1] < counts[0]
 
 
 def test_the_error_that_is_reported_is_the_one_that_is_there():
@@ -130,12 +92,6 @@ def test_the_error_that_is_reported_is_the_one_that_is_there():
     assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
 
 
-def test_raising_names_the_stage_and_the_error():
-    match = r"input of module `\d+` \(AdditiveCoupling\) the relative error"
-    with pytest.raises(DriftError, match=match):
-        gradients(stiff(drift="raise"), data())
-
-
 def test_an_ordinary_net_is_let_alone():
     chain = stiff(depth=30, scale=1.0)
     with warnings.catch_warnings():
@@ -157,13 +113,6 @@ def test_a_schedule_that_keeps_nothing_cannot_fall_back():
         gradients(chain, data())
 
 
-def test_values_that_are_not_finite_are_no_drift():
-    chain = stiff(depth=4, drift="raise")
-    x = data()
-    x[0, 0] = float("inf")
-    gradients(chain, x)
-
-
 def test_what_is_printed():
     guard = DriftGuard()
     assert "nothing was inverted" in str(guard)
@@ -173,50 +122,6 @@ def test_what_is_printed():
     assert "states kept" in str(guard)
     guard.reset()
     assert not guard.kept
-
-
-def moved(x=1e6):
-    """Two ActNorms that together do nothing, and lose in between what a float cannot hold."""
-    layers = [ActNorm(4), ActNorm(4)]
-    for layer, bias in zip(layers, (x, -x), strict=True):
-        layer.started = True
-        with torch.no_grad():
-            layer.bias.fill_(bias)
-    return layers
-
-
-def affine():
-    network = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 4))
-    return AffineCoupling(network)
-
-
-class Same(InvertibleModule):
-    """Returns its very input."""
-
-    def forward(self, x):
-        return x, x.new_zeros(len(x))
-
-    def inverse(self, y):
-        return y, y.new_zeros(len(y))
-
-
-def few(generator=1):
-    return torch.randn(16, 4, generator=torch.Generator().manual_seed(generator))
-
-
-@pytest.mark.parametrize("between", [[], [Same()]])
-def test_a_drift_that_begins_suddenly_is_found_at_once(between):
-    torch.manual_seed(0)
-    first = moved(0.0)
-    chain = Chain(*between, affine(), *first, *between, affine(), *moved(0.0), memory="constant")
-    for _ in range(2):
-        gradients(chain, few())
-    assert not chain.drift.kept
-    with torch.no_grad():
-        first[0].bias.fill_(1e6)
-        first[1].bias.fill_(-1e6)
-    for _ in range(2):
-        assert error(chain, few()) < 1e-3
 
 
 # -- inverses that are wrong -----------------------------------------------------------------------

@@ -87,11 +87,6 @@ def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[N
         _include(_key, num_around > 0)
 
 
-def is_intercepting() -> bool:
-    """Whether an operator may run through an interceptor in this thread."""
-    return bool(_thread.interceptors)
-
-
 def _register(funcs: Iterable[Any]) -> None:
     with _registering:
         if not _libraries:

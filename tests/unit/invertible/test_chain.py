@@ -20,8 +20,9 @@ from recoup.invertible import (
     Split,
 )
 from recoup.schedules import constant, sqrt
+from tests.invertible_zoo import INVERTIBLE, invertible_chain_of, net
 from tests.oracle import loss_of_all
-from tests.zoo import INVERTIBLE, invertible_chain_of, leaf, net
+from tests.zoo import leaf
 
 
 @pytest.mark.parametrize("memory", ["linear", "constant", "sqrt"])

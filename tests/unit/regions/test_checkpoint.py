@@ -1,17 +1,21 @@
+"""`recoup.checkpoint`: how a function may hold its modules, and the keywords of torch's."""
+
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
-from recoup._core.storage_tracking import StorageTracker
-from tests.zoo import leaf
+from tests.oracle import assert_same_step, run_step
+from tests.zoo import chain_of, leaf
 
 MODULE = nn.BatchNorm1d(4).double()
 
@@ -54,64 +58,63 @@ def test_norms_are_counted_once(held):
         assert int(norm.num_batches_tracked) == num_steps
 
 
-class Cache:
+def plainly(fn, *args, **kwargs):
+    return fn(*args, **kwargs)
+
+
+def chain_with(memory):
+    return functools.partial(recoup.Sequential, memory=memory)
+
+
+CALLS = plainly, recoup.checkpoint
+
+
+def attend(attention, *args, **given):
+    return attention(*args, **given)[0]
+
+
+class Attends(nn.Module):
+    """Returns one tensor as the query, the key and the value of the next."""
+
     def __init__(self):
-        self.seen, self.keys = 0, []
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, given):
+        y = self.attention(*given)[0].tanh()
+        return y, y, y
 
 
-def attend(x, cache, beside):
-    cache.seen += 1
-    cache.keys.append(x.sin())
-    beside.append(cache.seen)
-    return (torch.cat(cache.keys) * cache.seen * len(beside)).exp()
+@pytest.mark.parametrize("how", ["arguments", "keywords", "parameters", "sqrt", "log", 1])
+def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
+    """Code may ask: an attention has another projection for a query that is its key."""
+    blocks, x, other = [Attends() for _ in range(4)], torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    x = nn.Parameter(x) if how == "parameters" else x.requires_grad_()
+    for given in ((x, x, x), (x, other, other), (other, x, other)):
+        named = dict(zip(("query", "key", "value"), given, strict=True))
+        args, kwargs = ((), named) if how == "keywords" else (given, {})
+        if how in ("sqrt", "log", 1):
+            made = [make(*blocks)(given)[0] for make in (nn.Sequential, chain_with(how))]
+        else:
+            attention = blocks[0].attention
+            made = [call(attend, attention, *args, **kwargs) for call in CALLS]
+        found = [torch.autograd.grad(each.square().sum(), x) for each in made]
+        assert torch.equal(*found[0], *found[1])
 
 
-def test_caches_and_lists_among_arguments_are_as_the_first_run_found_them():
-    """And the caller finds what that run did to them, once."""
-    found = []
-    for call in (recoup.checkpoint, lambda fn, *args: fn(*args)):
-        torch.manual_seed(0)
-        x, cache, beside = leaf(4), Cache(), []
-        loss = sum(call(attend, part, cache, beside).sum() for part in (x, x * 2, x.cos()))
-        found.append(torch.autograd.grad(loss, x)[0])
-        assert (cache.seen, len(cache.keys), beside) == (3, 3, [1, 2, 3])
-    assert torch.equal(*found)
-
-
-def test_what_is_kept_is_the_arguments():
-    x = leaf(64, 64)
-    h = x * 1.0
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        recoup.checkpoint(lambda h: h.sin().exp().tanh(), h)
-    assert [t.data_ptr() for t in packed] == [h.data_ptr()]
-
-
-class _Out:
-    def __init__(self, value):
-        self.value = value
-
-
-def test_results_that_cannot_be_seen_into_and_values_put_elsewhere_are_let_go():
-    seen, layer = [], nn.Linear(4, 4).double()
-
-    def call(x):
-        seen.append(layer(x).sin())
-        return _Out(seen[-1].exp())
-
-    gc.collect()
-    gc.disable()
-    try:
-        with StorageTracker() as tracker:
-            for does_end in (True, False):
-                out = recoup.checkpoint(call, leaf(3, 4))
-                if does_end:
-                    torch.autograd.grad(out.value.sum(), layer.weight)
-                seen.clear()
-                del out
-        assert tracker.current_bytes == 0
-    finally:
-        gc.enable()
+@pytest.mark.parametrize("way", ["checkpoint", "sqrt", "log", 1])
+def test_hooks_around_see_what_is_kept_and_each_parameter(way):
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(5)))
+    call = functools.partial(recoup.checkpoint, model)
+    if way != "checkpoint":
+        call = recoup.Sequential(*model, memory=way)
+    x, packed = torch.randn(2, 3, 4, 4) * 1, []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor.detach(), lambda tensor: tensor
+    ):
+        call(x).sum().backward()
+    assert all(any(weight is each for each in packed) for weight in list(model.parameters())[::2])
+    assert sum(each.data_ptr() == x.data_ptr() for each in packed) == 1
 
 
 # -- the keywords of torch (F8) --------------------------------------------------------------------
@@ -121,7 +124,7 @@ ACCEPTED = [
     *({"determinism_check": each} for each in ("default", "none")),
     *({"early_stop": each} for each in (True, False)),
     *({"use_reentrant": each} for each in (None, False)),
-    {"context_fn": torch.utils.checkpoint.noop_context_fn, "debug": False},
+    {"context_fn": noop_context_fn, "debug": False},
 ]
 
 
@@ -147,7 +150,7 @@ def test_contexts_around_each_run():
     """F8: the first is entered once, the second once for each run in backward."""
     entered = []
 
-    class Within(contextlib.ContextDecorator):
+    class Within:
         def __init__(self, name):
             self.name = name
 
@@ -157,10 +160,8 @@ def test_contexts_around_each_run():
         def __exit__(self, *_):
             entered.append(f"{self.name} left")
 
-    x = leaf(3)
-    y = recoup.checkpoint(
-        lambda x: x.sin().exp(), x, context_fn=lambda: (Within("first"), Within("again"))
-    )
+    contexts = lambda: (Within("first"), Within("again"))  # noqa: E731
+    y = recoup.checkpoint(lambda x: x.sin().exp(), leaf(3), context_fn=contexts)
     assert entered == ["first", "first left"]
     y.sum().backward(retain_graph=True)
     y.sum().backward()
@@ -170,9 +171,6 @@ def test_contexts_around_each_run():
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_selective_checkpoints_run_products_once(early_stop):
     """F8: `create_selective_checkpoint_contexts` keeps what its policy says, in our regions too."""
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-    from torch.utils.flop_counter import FlopCounterMode
-
     first, second = nn.Linear(64, 64).double(), nn.Linear(64, 64).double()
     x = leaf(8, 64)
 
@@ -184,13 +182,12 @@ def test_selective_checkpoints_run_products_once(early_stop):
             call(lambda x: second(first(x).tanh()).sin(), x).sum().backward()
         return counter.get_total_flops(), [each.grad for each in leaves]
 
+    checkpoint = functools.partial(recoup.checkpoint, early_stop=early_stop)
     products = [torch.ops.aten.addmm.default]
     contexts = functools.partial(create_selective_checkpoint_contexts, products)
-    flops, want = step(lambda fn, x: fn(x))
-    more, again = step(functools.partial(recoup.checkpoint, early_stop=early_stop))
-    same, got = step(
-        functools.partial(recoup.checkpoint, context_fn=contexts, early_stop=early_stop)
-    )
+    flops, want = step(plainly)
+    more, again = step(checkpoint)
+    same, got = step(functools.partial(checkpoint, context_fn=contexts))
     assert all(map(torch.equal, again, want))
     assert all(map(torch.equal, got, want))
     assert more > flops
@@ -207,32 +204,31 @@ def test_where_the_second_run_ends(early_stop, within):
         ends.append(1)
         return y
 
-    x = leaf(100, 100)
     around = contextlib.nullcontext()
     if within is not None:
         around = torch.utils.checkpoint.set_checkpoint_early_stop(within)
     with around:
-        recoup.checkpoint(fn, x, early_stop=early_stop).sum().backward()
+        recoup.checkpoint(fn, leaf(100, 100), early_stop=early_stop).sum().backward()
     stops = early_stop if within is None else within
     assert len(ends) == (1 if stops else 2)
 
 
-# -- arguments and modules -------------------------------------------------------------------------
+# -- chains as containers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keywords", [False, True])
-@pytest.mark.parametrize("is_parameter", [False, True])
-def test_an_argument_that_is_given_twice_is_one_tensor_again(is_parameter, keywords):
-    """Code may ask: an attention has another projection for a query that is its key."""
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    x = nn.Parameter(torch.randn(2, 3, 8)) if is_parameter else leaf(2, 3, 8).double().float()
-    other = torch.randn(2, 3, 8)
-    found = []
-    for query, key, value in ((x, x, x), (x, other, other), (other, x, other)):
-        for call in (recoup.checkpoint, lambda fn, *args, **kwargs: fn(*args, **kwargs)):
-            given = {"query": query, "key": key, "value": value}
-            args = () if keywords else (query, key, value)
-            output, _ = call(attention, *args, **(given if keywords else {}))
-            loss = output.square().sum()
-            found.append(torch.autograd.grad(loss, (x, *attention.parameters())))
-        assert all(map(torch.equal, *found[-2:]))
+@pytest.mark.parametrize("memory", ["sqrt", "log", 2])
+def test_a_chain_that_grows_and_shrinks(memory):
+    modules, x = chain_of("dropout")
+    model = recoup.Sequential(OrderedDict(zip("012", modules[:3], strict=True)), memory=memory)
+    model(x).sum().backward()
+    model.extend(modules[3:])
+    model.insert(0, nn.Tanh())
+    assert_same_step(run_step(model, x), run_step(nn.Sequential(nn.Tanh(), *modules), x))
+    del model[0]
+    assert_same_step(run_step(model, x), run_step(nn.Sequential(*modules), x))
+    assert list(model.state_dict()) == list(nn.Sequential(*modules).state_dict())
+    assert isinstance(model, nn.Sequential)
+    assert model[1:4].memory == memory
+    assert f"memory={memory!r}" in repr(model)
+    assert recoup.Sequential(*modules, memory=memory, otherwise="keep")[:2].otherwise == "keep"
+    assert recoup.Sequential(memory=memory)(x) is x

@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -27,17 +26,6 @@ assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 def net(num_layers=4):
     layers = [layer for _ in range(num_layers) for layer in (nn.Linear(64, 64), nn.GELU())]
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.BatchNorm1d(64, momentum=1.0))
-
-
-class Called(nn.Module):
-    """A module that calls a function of its layer and its input."""
-
-    def __init__(self, fn, layer=None):
-        super().__init__()
-        self.fn, self.layer = fn, layer
-
-    def forward(self, x):
-        return self.fn(self.layer, x)
 
 
 def made(make=net):
@@ -73,36 +61,6 @@ def sent(monkeypatch):
     note = lambda tier, tensor: found.append(tensor.numel()) or send(tier, tensor)  # noqa: E731
     monkeypatch.setattr(tiers.FolderTier, "send", note)
     return found
-
-
-RRELU = {
-    "last": lambda: nn.Sequential(nn.Linear(64, 128), nn.RReLU()),
-    "within": lambda: nn.Sequential(nn.Linear(64, 128), nn.RReLU(), nn.Linear(128, 9)),
-}
-
-
-@pytest.mark.parametrize("place", RRELU)
-def test_noise_that_a_kernel_fills_after_it_was_saved(folder, sent, place):
-    model, x = made(RRELU[place])
-    wanted = step(model, x, nullcontext())
-    for around in (recoup.offloading(1, folder), recoup.offloading(SIZE, folder)):
-        assert_equal(step(model, x, around), wanted)
-    assert sent
-
-
-def test_autocast_and_compiled_code(folder):
-    def within(model, x):
-        with recoup.offloading(1, folder):
-            return model(x)
-
-    model, x = made()
-    around = recoup.offloading(1, folder)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(step(model, x, around), step(model, x, nullcontext()))
-    wanted = step(model, x, nullcontext())
-    for module, outer in ((model, around), (Called(within, model), nullcontext())):
-        found = step(torch.compile(module, backend="aot_eager"), x, outer)
-        torch.testing.assert_close(found, wanted)
 
 
 def test_what_is_held_and_the_peak(folder):
@@ -142,27 +100,6 @@ def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
         with recoup.offloading(3 * 64 * 4 + 1, folder):
             y = nn.Linear(64, 64)(x * y * z.mean())
     assert len(seen) > 6
-
-
-def test_forward_does_not_wait_below_the_bound(folder, monkeypatch):
-    begun, may_end, has_waited = threading.Event(), threading.Event(), threading.Event()
-    waits, write = [], os.pwritev
-
-    def write_late(*args):
-        begun.set()
-        waits.append(may_end.wait(9))
-        has_waited.set()
-        return write(*args)
-
-    monkeypatch.setattr(os, "pwritev", write_late)
-    model, x = made()
-    with recoup.offloading(1, folder, in_flight_bytes="1 GiB"):
-        y = model(x)
-    assert begun.wait(9)
-    may_end.set()
-    y.sum().backward()
-    assert has_waited.wait(9)
-    assert all(waits)
 
 
 def test_a_full_disk(folder, monkeypatch):

@@ -7,318 +7,32 @@ import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from tests.alive import no_collector
-from tests.oracle import Operators, hooks_in_force
-
-recomputing, aten = recoup.recomputing, torch.ops.aten
-SIZE = 48
-UNIT = SIZE * SIZE * 4  # one noisy weight
-STATE = 5056  # of a generator
-CHECKPOINTS = {
-    "torch": partial(torch_checkpoint, use_reentrant=False),
-    "reentrant": partial(torch_checkpoint, use_reentrant=True),
-    "ours": recoup.checkpoint,
-    "recompute": lambda fn, *args: recoup.recompute(fn)(*args),
-}
-
-
-def nothing_of_ours():
-    return hooks_in_force() is None and torch._C._len_torch_dispatch_stack() == 0
-
-
-def leaves():
-    generator = torch.Generator().manual_seed(3)
-    a = torch.randn(SIZE, SIZE, generator=generator).div_(4).requires_grad_()
-    return a, torch.randn(8, SIZE, generator=generator).requires_grad_()
-
-
-def noisy(a):
-    return a + 0.1 * torch.randn_like(a)
-
-
-def ran(body, context):
-    """What a step leaves, and the bytes that it holds between its passes."""
-    a, x = leaves()
-    torch.manual_seed(5)
-    torch.rand(3)
-    with StorageTracker() as tracker:
-        loss = body(context, a, x).float().square().mean()
-        held = tracker.current_bytes
-    assert nothing_of_ours()
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # which must not matter in backward
-        torch.rand(7)
-        loss.backward()
-    return [loss.detach(), a.grad, x.grad, torch.get_rng_state()], held
-
-
-def assert_same(got, want):
-    for ours, plain in zip(got, want, strict=True):
-        assert (ours is None) is (plain is None)
-        assert ours is None or torch.equal(ours, plain)
-
-
-def compare(body):
-    """Run `body` plainly and in blocks, hold the two against each other; return what they held."""
-    (ours, held), (plain, held_plainly) = ran(body, recomputing), ran(body, nullcontext)
-    assert ours[1].abs().sum() > 0
-    assert_same(ours, plain)
-    return held, held_plainly
-
-
-def made_then(make, use=F.linear):
-    def body(context, a, x):
-        with context():
-            w = make(a)
-        return use(x, w)
-
-    return body
-
-
-# -- code in a block, and around it ----------------------------------------------------------------
-
-
-def by_slices(a):
-    out = torch.empty_like(a)
-    for row in range(len(a)):
-        out[row] = a[row] * row
-    return out
-
-
-def filled_unseen(a):
-    out = torch.empty(SIZE, SIZE)
-    out.numpy()[...] = 3.0
-    return a * out.mul_(2)
-
-
-def with_generator(a):
-    generator = torch.Generator().manual_seed(7)
-    torch.rand(5, generator=generator)
-    first = torch.randn(a.shape, generator=generator) + torch.randn_like(a)
-    return a + first * torch.empty_like(a).bernoulli_(0.5, generator=generator)
-
-
-def with_a_gradient(a):
-    h = (a * torch.rand_like(a)).tanh()
-    (grad,) = torch.autograd.grad(h.square().sum(), a, create_graph=True)
-    return (h * grad).sin()
-
-
-def views(w):
-    parts = w.t()[1:4], torch.as_strided(w, (3, 2), (2, 5), 4), w.expand(2, SIZE, SIZE)
-    more = w.view(torch.int32).view(torch.float32)[2], torch.view_as_complex(w.view(SIZE, -1, 2))
-    return w * sum((part * part).abs().mean() for part in (*parts, *more))
-
-
-class Exp(torch.autograd.Function):
-    """Saves what it is given and what it returns."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        return grad * y * (x == x)
-
-
-def nested(context, a, x):
-    block = context()
-    with block:
-        h = x * 2
-        with block:
-            w = noisy(a).tanh()
-        h = F.linear(h, w).tanh()
-    with block:
-        u = w.exp()
-    return F.linear(h, w) @ u
-
-
-def many(context, a, x):
-    weights = []
-    for _ in range(10):
-        with context():
-            weights.append(noisy(a))
-    for place in (3, 1, 4, 0, 5, 2, 3, 1, 0, 0):
-        x = F.linear(x, weights.pop(place))
-    return x
-
-
-def of_another(context, a, x):
-    with context():
-        w, y = noisy(a), a * 2
-    y.add_(1)  # before anything has saved it
-    with context():
-        h = F.gelu(F.linear(x, w)) @ y.sin()
-    return h @ a
-
-
-def long_chain(context, a, x):
-    """Asked as a whole, it would be made again as a whole, by a recursion as deep as it is long."""
-    for _ in range(150):
-        with context():
-            x = (x + 1).sin()
-    return x @ a
-
-
-def changed_afterwards(context, a, x):
-    with context():
-        w, u = noisy(a), noisy(a)
-    w.mul_(2)
-    used = x @ u
-    return F.linear(x, w) + used
-
-
-def changed_between_two_saves(context, a, x):
-    """Plain torch minds only if backward comes to the first of them."""
-    with context():
-        h = a * 2
-        h.sin()
-        h.add_(1)
-        w = h.sin()
-    return F.linear(x, w)
-
-
-def outside_changed_within(context, a, x):
-    outside, total, part = x * 1, torch.ones(SIZE), torch.ones(SIZE)
-    with context():
-        part[:9].zero_()
-        before = (outside + total) * part
-        outside.add_(a[:8])
-        total.add_(outside.detach().sum(0))
-        torch.add(total, 1, out=total)
-        w = (before + outside + total).exp()
-    return F.linear(w, a) + outside + total
-
-
-def in_a_checkpoint(call, context, a, x):
-    with context():
-        v = noisy(a)
-
-    def fn(x, a, v):
-        h = x * 2
-        with context():
-            w = noisy(a).tanh()
-        return F.linear(h.sin(), w) @ w * v[0]
-
-    with context():
-        y = call(fn, x * 1, a, v)
-    return y @ call(fn, a, a, v)
-
-
-def on_cpu(where, context, a, x):
-    with save_on_cpu() if where == "around" else nullcontext():
-        with context(), save_on_cpu() if where == "within" else nullcontext():
-            w = noisy(a).tanh()
-        with save_on_cpu() if where == "after" else nullcontext():
-            return F.linear(x, w).exp()
-
-
-def past_its_version(change):
-    """A change through memory with a version of its own: the value is kept as it is then."""
-
-    def body(context, a, x):
-        with context():
-            y = a.sin() @ a.sin()
-        change(y)
-        return (y * y).sin() * x.sum()
-
-    return body
-
-
-def under_autocast(x, w):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.linear(x, w)
-
-
-def autocast_around(context, a, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return made_then(lambda a: torch.mm(a, a.t()))(context, a, x)
-
-
-USES = {
-    "times": lambda x, w: w[:8] * x,
-    "a view": lambda x, w: x @ w.view(-1).view(SIZE, SIZE),
-    "autocast": under_autocast,  # whose copy takes its place
-    "two": lambda x, w: F.linear(x, w) + (x @ w).tanh().sum(),
-}
-LAYER = recoup.weight_noise(nn.Linear(SIZE, SIZE), std=0.1)
-NOT_HELD = {  # what the block makes, and operators within save
-    "its result": lambda a: a.tanh().exp(),
-    "dropout in place": lambda a: F.dropout(a * 2, 0.3, inplace=True),
-    "gelu of dropout": lambda a: F.gelu(F.dropout(a, 0.3)).exp(),
-    "in place": lambda a: (a + 1).mul_(torch.rand_like(a)).add_(a),
-    "through a view": lambda a: ((h := a * 2), h.t()[1:3].mul_(3))[0],
-    "foreach": lambda a: torch._foreach_mul([a, noisy(a)], 2.0)[1],
-    "another type": lambda a: noisy(a.double()).float(),
-    "a layer with noise": lambda a: LAYER(a).tanh(),
-}
-CODE = {
-    "data-dependent shapes": lambda a: a[(a > 0.5).any(1).nonzero()[:, 0]].exp(),
-    "item": lambda a: a * (a.abs().max().item() + len(a[a > 0])),
-    "slices of fresh memory": by_slices,
-    "memory filled unseen": filled_unseen,
-    "views": views,
-    "no_grad": lambda a: a * torch.no_grad()(torch.bernoulli)(a.sigmoid()),
-    "complex": lambda a: ((z := torch.fft.fft(a)) * z.conj()).real + z.conj().imag,
-    "other memory": lambda a: (((h := a * 2), h.detach().set_())[0] * 1).exp(),
-    "a gradient": with_a_gradient,
-    "a function": lambda a: Exp.apply(a * 2),
-    "sparse": lambda a: torch.sparse.mm((a * 1).to_sparse(), a.exp()),
-    "seeded within": lambda a: (torch.rand(3), torch.manual_seed(2), noisy(a))[-1],
-    "rand": lambda a: a * torch.rand(a.shape) + torch.randn(a.shape, device="cpu"),
-    "randperm": lambda a: a[torch.randperm(SIZE)],
-    "normal_": lambda a: a + torch.empty_like(a).normal_(),
-    "multinomial": lambda a: a[:, torch.multinomial(torch.ones(SIZE), SIZE)],
-    "dropout": lambda a: F.dropout(torch.native_dropout(a, 0.4, True)[0], 0.4),
-    "rrelu": lambda a: F.rrelu(a, training=True),
-    "a generator": with_generator,
-    **{name: partial(call, lambda a: noisy(a).tanh()) for name, call in CHECKPOINTS.items()},
-}
-WAYS = (
-    lambda y: torch.unsafe_chunk(y, 2, 1)[0].detach().mul_(3.0),
-    lambda y: y.unsafe_split(2, 1)[0].detach().mul_(3.0),
-    lambda y: y.data.mul_(3.0),
-    lambda y: y.detach().numpy().__imul__(3.0),
-    lambda y: y.detach().__array__().__imul__(3.0),
-    lambda y: torch.from_dlpack(y.detach()).mul_(3.0),
-    lambda y: y.new_empty(0).set_(y.storage()).detach().mul_(3.0),
+from tests.block_code import (
+    SIZE,
+    STATE,
+    STEPS,
+    assert_same,
+    compare,
+    leaves,
+    made_then,
+    noisy,
+    nothing_of_ours,
+    ran,
 )
-STEPS = {  # with the bytes that they may hold more than the plain code
-    **{f"used, {name}": (made_then(noisy, use), -UNIT // (1 + (name == "autocast")))
-       for name, use in USES.items()},
-    **{f"not held, {name}": (made_then(make), None) for name, make in NOT_HELD.items()},
-    **{f"code, {name}": (made_then(lambda a, make=make: make(a * 1),
-                                   lambda x, w: (0.1 * w * w.flip(0)).exp() * x.sum()), 9 * UNIT)
-       for name, make in CODE.items()},
-    "nested": (nested, -UNIT),
-    "many": (many, -10 * UNIT + 10 * STATE),
-    "of another": (of_another, -2 * UNIT),
-    "long chain": (long_chain, UNIT),
-    "changed afterwards": (changed_afterwards, -UNIT + STATE),
-    "changed between two saves": (changed_between_two_saves, 0),
-    "outside changed within": (outside_changed_within, UNIT),
-    "somebody's function": (made_then(noisy, lambda x, w: F.linear(x, Exp.apply(w))), STATE),
-    "autocast around": (autocast_around, -UNIT // 2),
-    **{f"in {name}": (partial(in_a_checkpoint, call), UNIT) for name, call in CHECKPOINTS.items()},
-    **{f"on cpu, {where}": (partial(on_cpu, where), 0) for where in ("around", "after", "within")},
-    **{f"past its version, {n}": (past_its_version(way), UNIT) for n, way in enumerate(WAYS)},
-}  # fmt: skip
+from tests.oracle import Operators
+
+recomputing = recoup.recomputing
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -363,22 +77,12 @@ def cond(h):
     return torch.ops.higher_order.cond(torch.tensor(True), lambda t: (t * 2,), lambda t: (t,), (h,))
 
 
-def told_to_all(h):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        dist.all_reduce(h)
-    finally:
-        dist.destroy_process_group()  # in backward there is nobody to talk to
-    return (h,)
-
-
-@pytest.mark.parametrize("call", [cond, told_to_all])
-def test_results_that_no_operator_can_make_again(call):
+def test_results_that_no_operator_can_make_again():
     a, _ = leaves()
     with recomputing():
         with torch.no_grad():
             noise = torch.rand(SIZE, SIZE)
-            (h,) = call(noise)
+            (h,) = cond(noise)
         w = (a * h + noise).exp()
     assert type(h) is torch.Tensor
     w.sum().backward()
@@ -521,21 +225,6 @@ def test_threads_with_blocks_of_their_own(others_draw):
         assert all(threads.map(work, range(3)))
 
 
-@pytest.mark.cuda
-def test_draws_on_cuda():
-    a = torch.ones(64, 64, device="cuda", requires_grad=True)
-    generator = torch.Generator("cuda").manual_seed(1)
-    with recomputing():
-        mask = F.dropout(torch.ones_like(a), 0.5) * torch.rand(64, 64, device="cuda")
-        mask = mask + torch.randn(64, 64, device="cuda", generator=generator) + torch.randn_like(a)
-    want = mask.clone()
-    torch.rand(3, device="cuda")
-    state = torch.cuda.get_rng_state()
-    (got,) = torch.autograd.grad((a * mask).sum(), a)
-    assert torch.equal(got, want)
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
 # -- a good guest ----------------------------------------------------------------------------------
 
 
@@ -596,37 +285,3 @@ def test_hooks_around_see_what_is_kept(is_nested):
     assert (8, SIZE) in seen  # what `linear` saves of its input
     assert seen.count((SIZE, SIZE)) == 1 + is_nested  # `a`, once for each block that takes it
     assert torch.allclose(ours[1], ran(body, nullcontext)[0][1])
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled(fresh_compiler, fullgraph):
-    body = made_then(lambda a: (a * a).tanh(), lambda x, w: F.linear(x * 2, w))
-    compiled = torch.compile(partial(body, recomputing), backend="aot_eager", fullgraph=fullgraph)
-    for _ in range(2):
-        found = [torch.autograd.grad(fn(*given).sum(), given) for fn, given in (
-            (compiled, leaves()), (partial(body, nullcontext), leaves()))]  # fmt: skip
-        assert all(map(torch.allclose, *found))
-        assert nothing_of_ours()
-    within = torch.compile(lambda a: noisy(a).tanh(), backend="aot_eager")
-    within(leaves()[0])
-    compare(made_then(lambda a: within(a) * 2))
-
-
-TURNS = {
-    "t_": lambda y: y.t_(),
-    "transpose_": lambda y: y.transpose_(0, 1),
-    "unsqueeze_": lambda y: y.unsqueeze_(1),
-    "as_strided_": lambda y: y.as_strided_((2, 3), (1, 4), 1),
-}
-
-
-@pytest.mark.parametrize("turn", TURNS)
-def test_a_tensor_that_is_turned_in_place(turn):
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-
-    def step(within):
-        with within:
-            y = TURNS[turn]((x * 2).sin())
-        return torch.autograd.grad((y.exp() * y).sum(), x)[0]
-
-    assert torch.equal(step(recoup.recomputing()), step(nullcontext()))

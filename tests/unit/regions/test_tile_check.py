@@ -11,9 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
+from tests.ways import torch_checkpoint
 
 D = 6
 CALLS = {"tiled": recoup.tiled, "tiled_loss": recoup.tiled_loss}
+refused = pytest.raises(ValueError, match=r"`fn` .* rows independently.*Do not tile it")
 
 
 def rows(*shape, dtype=torch.float64):
@@ -21,18 +23,21 @@ def rows(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
+def minus_mean(x):
+    return x - x.mean(1, keepdim=True)
+
+
 MIXING = {
     "softmax": lambda x: x.softmax(1),
-    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "mean": minus_mean,
     "one direction": lambda x: x.cumsum(1),
     "the other": lambda x: x.flip(1).cumsum(1).flip(1),
     "neighbours": lambda x: x + 1e-3 * x.roll(1, 1),
     "places": lambda x: x + torch.arange(x.shape[1])[:, None],
     "number": lambda x: x / x.shape[1],
     "no graph": lambda x: x + (x.detach() - x.detach().mean()),
-    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "statistics": lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True).mT,
-    "draws": lambda x: F.dropout(x, 0.5) - x.mean(1, keepdim=True),
+    "draws": lambda x: minus_mean(F.dropout(x, 0.5)),
     "integers": lambda x: (x > x.mean(1, keepdim=True)).long(),
     "infinite": lambda x: x.masked_fill(x < x.mean(1, keepdim=True), -torch.inf),
     "nested": lambda x: (x.sin(), {"a": x.softmax(1)}),
@@ -45,11 +50,9 @@ def test_a_function_that_mixes_rows(how, dtype):
     x, fn = rows(3, 64, D, dtype=dtype), MIXING[how]
     if (how, dtype) == ("neighbours", torch.bfloat16):
         x = x * 0 + torch.arange(64.0)[:, None] ** 4  # or they are less than rounding
-    for _ in "ab":  # and it is not forgotten
-        with pytest.raises(ValueError, match=r"`fn` .* rows independently.*Do not tile it"):
+    for is_enabled in (True, True, False):  # it is not forgotten
+        with torch.set_grad_enabled(is_enabled), refused:
             recoup.tiled(fn)(x)
-    with torch.no_grad(), pytest.raises(ValueError, match="rows independently"):
-        recoup.tiled(fn, tiles=2)(x)
 
 
 def head_and_loss(before=lambda x: x, reduction="mean", **more):
@@ -64,74 +67,61 @@ def head_and_loss(before=lambda x: x, reduction="mean", **more):
 
 
 LOSSES = {
-    "mean": head_and_loss(MIXING["mean"]),
-    "draws": head_and_loss(MIXING["draws"]),
+    "mean": head_and_loss(minus_mean),
     "a sum": head_and_loss(reduction="sum"),
     "weights": head_and_loss(weight=torch.arange(11).double()),
-    "shifted": lambda h, y: head_and_loss()(h[:, :-1], y[:, 1:]),
     "labels": lambda h, y: head_and_loss()(h, y.sort(1)[0]),
     "contrastive": lambda h, y: (h.flatten(1) @ h.flatten(1).T).logsumexp(1).mean(),
+    "sum": head_and_loss(MIXING["one direction"], "sum"),
 }
 
 
 @pytest.mark.parametrize("ignored", [0, 50])  # a prompt of more rows than are looked at
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("how", [*LOSSES, "sum"])
+@pytest.mark.parametrize("how", LOSSES)
 def test_a_loss_that_mixes_rows(how, call, ignored):
-    reduction = "sum" if how == "sum" else "mean"
-    fn = LOSSES.get(how) or head_and_loss(MIXING["one direction"], "sum")
     hidden, labels = rows(3, 64, D), torch.randint(11, (3, 64))
     labels[:, :ignored] = -100
     for is_enabled in (True, False):
-        with torch.set_grad_enabled(is_enabled), pytest.raises(ValueError, match="rows indep"):
-            CALLS[call](fn, reduction=reduction)(hidden, labels)
+        with torch.set_grad_enabled(is_enabled), refused:
+            CALLS[call](LOSSES[how], reduction="sum" if how == "sum" else "mean")(hidden, labels)
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    "norm", [lambda: nn.BatchNorm1d(6), lambda: nn.utils.spectral_norm(nn.Linear(6, 6))]
-)
-def test_buffers_that_tiles_would_count(norm, call):
-    module = nn.Sequential(nn.Linear(6, 6), norm()).double()
+def test_buffers_that_tiles_would_count(call):
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    x = rows(64, 6)
-
-    def fn(x):
-        return module(x).square().sum()
-
-    tiled = (
-        recoup.tiled(module, 0) if call == "tiled" else recoup.tiled_loss(fn, 0, reduction="sum")
-    )
-    for _ in "ab":
+    x, fn = rows(64, 6), module if call == "tiled" else lambda x: module(x).square().sum()
+    tiled = CALLS[call](fn, 0, reduction="none" if call == "tiled" else "sum")
+    for is_training in (True, False, True):
+        module.train(is_training)
+        if not is_training:
+            torch.testing.assert_close(tiled(x), fn(x))
+            continue
         with pytest.raises(ValueError, match=r"changes its buffer `1\..*Leave that out"):
             tiled(x)
-    for name, buffer in module.named_buffers():
-        assert torch.equal(buffer, before[name]), name
-    module.eval()
-    torch.testing.assert_close(tiled(x), module(x) if call == "tiled" else fn(x))
-    module.train()
-    with pytest.raises(ValueError, match="changes its buffer"):
-        tiled(x)
+        for name, buffer in module.named_buffers():
+            assert torch.equal(buffer, before[name]), name
 
 
 def test_tensors_that_a_function_captures_are_put_back():
     """Also by value: the kernel of a batch norm leaves versions alone."""
     mean, var, count = torch.zeros(D), torch.ones(D), torch.zeros(())
-    for fn in (
-        lambda x: F.batch_norm(x, mean, var, training=True),
-        lambda x, held=(mean, var): F.batch_norm(x, *held, training=True),
-    ):
-        with pytest.raises(ValueError, match="rows independently"):
-            recoup.tiled(fn, 0)(rows(64, D, dtype=torch.float32))
-        assert not mean.any()
-        assert torch.equal(var, torch.ones(D))
+    with refused:
+        recoup.tiled(lambda x: F.batch_norm(x, mean, var, training=True), 0)(rows(64, D).float())
+    assert not mean.any()
+    assert torch.equal(var, torch.ones(D))
     with torch.no_grad():
         recoup.tiled(lambda x: (count.add_(1), x.sin())[1], 0, tiles=4)(rows(64, D))
     assert count == 4
 
 
-def test_a_function_is_checked_once_wherever_it_is_made():
-    sizes, x = [], rows(2, 64, D)
+def test_a_function_is_checked_once_wherever_it_is_made_and_in_each_mode():
+    class Centred(nn.Module):
+        def forward(self, x):
+            return minus_mean(x) if self.training else x
+
+    sizes, x, module = [], rows(2, 64, D), Centred()
 
     def call(op):
         def fn(x):
@@ -146,25 +136,15 @@ def test_a_function_is_checked_once_wherever_it_is_made():
         sizes.clear()
         call(torch.sin)
         assert sizes == [32, 32]
-    with pytest.raises(ValueError, match="rows independently"):  # the same code, another function
-        call(lambda x: x.softmax(1))
     recoup.tiled(torch.Tensor.exp)(x)
-    with pytest.raises(ValueError, match="rows independently"):
-        recoup.tiled(torch.cumsum, split=[0])(x, 1)
-
-
-def test_another_mode_is_another_function():
-    class Centred(nn.Module):
-        def forward(self, x):
-            return x - x.mean(1, keepdim=True) if self.training else x
-
-    module, x = nn.Sequential(Centred()), rows(2, 64, D)
-    tiled = recoup.tiled(lambda x: module(x))
-    module.eval()
-    assert torch.equal(tiled(x), x)
-    module[0].train()
-    with pytest.raises(ValueError, match="rows independently"):
-        tiled(x)
+    recoup.tiled(module.eval())(x)
+    for mixes in (
+        lambda: call(lambda x: x.softmax(1)),  # the same code, another function
+        lambda: recoup.tiled(torch.cumsum, split=[0])(x, 1),
+        lambda: recoup.tiled(module.train())(x),
+    ):
+        with refused:
+            mixes()
 
 
 class Noisy(nn.Module):
@@ -185,39 +165,34 @@ class Noisy(nn.Module):
         return F.cross_entropy(y.flatten(0, 1), labels.flatten())
 
 
-def steps_within(around, call):
-    """Two steps of a new module, each with the draws of seed 5, and the random state after it."""
+CONTEXTS = {
+    "noise": lambda: recoup.weights.same_draw(seed=3),
+    "recomputing": recoup.recomputing,
+}
+REGIONS = {
+    "checkpoint": recoup.checkpoint,
+    "torch": lambda fn, *args: torch_checkpoint(fn, *args, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("around", ["nothing", *CONTEXTS, *REGIONS])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_check_leaves_no_trace(call, around):
+    """The first call has the numbers, draws and gradients of a second one."""
     x, labels = rows(3, 64, D), torch.randint(D, (3, 64))
-    module = Noisy(has_noise=around in ("nothing", "noise"))
+    module, found = Noisy(has_noise=around in ("nothing", "noise")), []
     args = (x,) if call == "tiled" else (x, labels)
-    contexts = {
-        "noise": lambda: recoup.weights.same_draw(seed=3),
-        "recomputing": recoup.recomputing,
-    }
-    regions = {
-        "checkpoint": recoup.checkpoint,
-        "torch": lambda fn, *args: torch.utils.checkpoint.checkpoint(
-            fn, *args, use_reentrant=False
-        ),
-    }
 
     def body(*args):
         return CALLS[call](module, tiles=4)(*args) * args[0].topk(3)[0].sum()
 
     for _ in "ab":
         torch.manual_seed(5)
-        with contexts.get(around, nullcontext)():
-            y = regions.get(around, lambda fn, *args: fn(*args))(body, *args)
+        with CONTEXTS.get(around, nullcontext)():
+            y = REGIONS.get(around, lambda fn, *args: fn(*args))(body, *args)
             grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
-        yield [y.detach(), *grads, torch.get_rng_state()]
-
-
-@pytest.mark.parametrize("around", ["nothing", "checkpoint", "torch", "noise", "recomputing"])
-@pytest.mark.parametrize("call", CALLS)
-def test_the_check_leaves_no_trace(call, around):
-    """The first call has the numbers, draws and gradients of a second one."""
-    first, second = steps_within(around, call)
-    assert all(map(torch.equal, first, second))
+        found.append([y.detach(), *grads, torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
 
 
 class Seeing(TorchDispatchMode):
@@ -243,18 +218,14 @@ def test_hooks_and_modes_of_others_see_nothing_of_the_check():
 
 
 def test_a_check_that_shows_nothing_is_made_again():
-    call, x = recoup.tiled(lambda x: x - x.mean(1, keepdim=True)), rows(2, 64, D)
+    x, call = rows(2, 64, D), recoup.tiled(lambda x: minus_mean(x))
     assert not call(torch.ones_like(x)).any()
-    with pytest.raises(ValueError, match="rows independently"):
+    with refused:
         call(x)
     for fn in (torch.sqrt, torch.relu):  # nan, and zero
-
-        def mixes(x, fn=fn):
-            return fn(x.cumsum(1)).sum()
-
-        loss = recoup.tiled_loss(mixes, reduction="sum")
+        loss = recoup.tiled_loss(lambda x, fn=fn: fn(x.cumsum(1)).sum(), reduction="sum")
         assert not loss(-x.abs()) > 0
-        with pytest.raises(ValueError, match="rows independently"):
+        with refused:
             loss(x.abs())
 
 
@@ -263,18 +234,12 @@ def test_a_function_that_needs_many_rows():
         assert x.shape[1] >= 8
         return x.sin()
 
-    def mixes(x):
-        return fn(x).softmax(1)
-
-    def one_size(x):
-        return x.view(2, 8, D).sin()
-
     x = rows(2, 64, D)
     assert torch.equal(recoup.tiled(fn)(x), x.sin())
-    with pytest.raises(ValueError, match="rows independently"):
-        recoup.tiled(mixes)(x)
+    with refused:
+        recoup.tiled(lambda x: fn(x).softmax(1))(x)
     with pytest.raises(RuntimeError, match="shape") as caught:
-        recoup.tiled(one_size)(x)
+        recoup.tiled(lambda x: x.view(2, 8, D).sin())(x)
     assert "any number of rows" in caught.value.__notes__[0]
 
 
@@ -298,9 +263,8 @@ def test_rounding_is_no_mixing(dtype):
         return F.cross_entropy(head(mlp(x)).flatten(0, 1).float(), labels.flatten())
 
     x, labels = rows(3, 64, 256, dtype=dtype), torch.randint(999, (3, 64))
-    recoup.tiled(mlp)(x)
-    recoup.tiled(lambda x: x.sin() * 1e38)(x)
-    recoup.tiled(lambda x: 0 * x)(x)
+    for fn in (mlp, lambda x: x.sin() * 1e38, lambda x: 0 * x):
+        recoup.tiled(fn)(x)
     recoup.tiled_loss(loss)(x, labels)
     with torch.autocast("cpu", torch.bfloat16):
         recoup.tiled(lambda x: x + mlp(x).float())(x)
@@ -314,11 +278,10 @@ class Odd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return g - g.mean(1, keepdim=True)
+        return minus_mean(g)
 
 
-def gated(x, gate):
-    return x + gate * x.mean(1, keepdim=True)
+GATE = nn.Parameter(torch.zeros(D, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +289,7 @@ def gated(x, gate):
     [
         (lambda x: x if x.shape[1] < 13 else x.flip(1), "output 0"),
         (Odd.apply, "the gradient of argument 0"),
-        (lambda x: gated(x, Gate.weight), "the gradient of a parameter of shape"),
+        (lambda x, gate=[GATE]: x + gate[0] * x.mean(1, keepdim=True), "of a parameter of shape"),
     ],
 )
 def test_check_sees_more_than_a_first_call(fn, says):
@@ -334,10 +297,6 @@ def test_check_sees_more_than_a_first_call(fn, says):
     tiled(x)
     with pytest.raises(ValueError, match=f"rows independently.*{says}"):
         tiled.check(x)
-
-
-class Gate:
-    weight = nn.Parameter(torch.zeros(D, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -349,6 +308,5 @@ def test_check_passes_what_is_right_and_leaves_no_trace(call):
         recoup.tiled(module).check(x)
         recoup.tiled(torch.argmax, split=[0]).check(x, dim=-1)  # nothing to differentiate
         module.eval()
-    assert x.grad is None
-    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(each.grad is None for each in (x, *module.parameters()))
     assert torch.equal(torch.get_rng_state(), before)
