@@ -339,7 +339,7 @@ def test_the_calls_are_right(name):
     call(function, make())
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(150)
 @pytest.mark.parametrize(("name", "argument"), arguments())
 def test_a_wrong_argument_is_named(name, argument):
     raw = {}
