@@ -54,6 +54,7 @@ def write() -> None:
     }
     for name, title, table in (
         ("offload", "Offloading", tables.offload_table),
+        ("programs", "Programs", tables.programs_table),
         ("language_model_exact", "A training, step by step", exact_tables.training_table),
         ("mnist_bits", "Bits per dimension on MNIST", exact_tables.bits_table),
     ):

@@ -4,6 +4,7 @@
         compiled tiles offload drift flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
+    python benchmarks/run.py programs --threads 1    # after `make .venv/.foreign`; ten minutes
     python benchmarks/run.py plans --models ResNet-50    # beside what the file has of other models
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in

@@ -274,6 +274,40 @@ def tiles_table(found: dict) -> str:
     return "\n".join([*lines, "", conditions])
 
 
+def programs_table(found: dict) -> str:
+    def bold(name: str) -> str:
+        return f"**{name}**" if name.startswith(("recoup", "plan")) else name
+
+    lines = ["| program | | peak MiB | time, plain = 1 | same losses |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['program']} | {bold(row['way'])} | {mib(row['peak_bytes'])} | {row['time']:.2f} | "
+        f"{'yes' if row['is_equal'] else 'no'} |"
+        for row in found["programs"]
+    ]
+    lines += ["", "| contrastive loss, 2 x 128 sequences | peak MiB | time, CachedMNRL = 1 |"]
+    lines += ["|---|---|---|"]
+    lines += [
+        f"| {bold(row['way'])} | {mib(row['peak_bytes'])} | {row['time']:.2f} |"
+        for row in found["contrastive"]
+    ]
+    most = max(row["tokens"] for row in found["long_sequences"])
+    lines += ["", f"| Llama of 12 layers | tokens | peak MiB | time, plain at {most} = 1 |"]
+    lines += ["|---|---|---|---|"]
+    plain = next(row for row in found["long_sequences"] if row["tokens"] == most)
+    lines += [
+        f"| {bold(row['way'])} | {row['tokens']} | {mib(row['peak_bytes'])} | "
+        f"{row['seconds'] / plain['seconds']:.2f} |"
+        for row in found["long_sequences"]
+    ]
+    conditions = (
+        "<sub>Steps of whole trainers; recoup at the peak of the program's own checkpointing. "
+        "Mini-batches of 16 sequences. 192 units; float32, processor time of one thread on a "
+        f"machine that had other work. {found['device_name']}, {found['date']}, torch "
+        f"{found['versions']['torch']}; `python benchmarks/run.py programs --threads 1`.</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
 def offload_table(found: dict) -> str:
     shape, file, versions = found["shape"], found["file"], found["versions"]
     size = f"{shape['blocks']} blocks, {shape['rows']} rows of {shape['units']}"
