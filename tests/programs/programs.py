@@ -88,8 +88,14 @@ def watch() -> Any:
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             if self._following is not None:
-                self._following.__exit__(None, None, None)
+                self.ends()
                 self.peaks.append(max(self._levels))
+
+        def ends(self) -> None:
+            """End what follows the allocator, also where a step raised."""
+            following, self._following = self._following, None
+            if following is not None:
+                following.__exit__(None, None, None)
 
     return Watch()
 

@@ -72,7 +72,10 @@ def train(
         ),
         callbacks=[seen, *callbacks],
     )  # fmt: skip
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        seen.ends()
     return Trained(seen.losses, weights_of(model), seen.peaks)
 
 

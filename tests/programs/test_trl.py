@@ -81,7 +81,10 @@ def train(folder: Any, program: Any, *callbacks: Any, peft: Any = None, **option
     made = trainer(
         model, processing_class=tokenizer(), callbacks=[seen, *callbacks], peft_config=peft, **given
     )
-    made.train(resume_from_checkpoint=resume)
+    try:
+        made.train(resume_from_checkpoint=resume)
+    finally:
+        seen.ends()
     return Trained(seen.losses, weights_of(made.model), seen.peaks)
 
 
