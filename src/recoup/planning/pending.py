@@ -47,9 +47,9 @@ from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_b
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
+from recoup.planning.lazy_logits import LazyLogits
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
-from recoup.planning.tiled_parts import LazyLogits
 
 __all__ = ["PendingForwards", "StepBound", "StepWatch"]
 
