@@ -69,10 +69,9 @@ def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
         ) from error
     if isinstance(error, TypeError):
         signature = _signature(model)
-        taken = {} if signature is None else signature.parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        for name in () if signature is None or takes_any else kwargs:
-            if name not in taken:
+        taken = kwargs if signature is None else signature.parameters
+        for name in kwargs:
+            if name not in taken and not _takes_any_keyword(signature):
                 raise ValueError(
                     f"`{name}` is no option of recoup.plan, and the forward of {kind} takes no "
                     f"`{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
@@ -129,9 +128,11 @@ def _takes_entries(model: nn.Module, entries: dict[Any, Any]) -> bool:
         return False
     signature = _signature(model)
     try:
-        return signature is not None and signature.bind(**entries) is not None
+        if signature is not None:
+            signature.bind(**entries)
     except TypeError:
         return False
+    return signature is not None
 
 
 def _names_in(model: nn.Module) -> Iterator[set[str]]:
@@ -144,6 +145,11 @@ def _names_in(model: nn.Module) -> Iterator[set[str]]:
         }
         if names:
             yield names
+
+
+def _takes_any_keyword(signature: inspect.Signature | None) -> bool:
+    given = () if signature is None else signature.parameters.values()
+    return any(each.kind is each.VAR_KEYWORD for each in given)
 
 
 def _has_no_forward(model: nn.Module, error: Exception) -> bool:
