@@ -197,6 +197,18 @@ def test_logits_are_not_read_after_what_they_are_computed_from_has_changed(chang
             loss_of(logits, tokens)
 
 
+def test_logits_may_be_read_after_hooks_and_the_plan_have_gone():
+    torch.manual_seed(0)
+    model, tokens = Logits(switched), torch.randint(2000, (4, 64))
+    plans = recoup.plan(model, tokens, tiles=True, loss=lambda x: loss_of(x, tokens))
+    with plans.plan(plans.least_bytes).applied():
+        hook = model.head.register_forward_hook(lambda module, args, output: None)
+        logits = model(tokens)
+        hook.remove()
+    wanted = loss_of(model(tokens), tokens)
+    assert torch.allclose(loss_of(logits, tokens), wanted)
+
+
 @pytest.mark.filterwarnings("ignore:The first step")  # it takes more
 def test_an_output_layer_that_has_become_another_runs_whole():
     torch.manual_seed(0)

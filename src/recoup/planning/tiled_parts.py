@@ -198,6 +198,10 @@ _BACKWARD_HOOKS = (
 )  # fmt: skip
 
 
+# Attributes that forwards do not read: hooks (See `_logits`), and what else torch gives modules.
+_NOT_READ = {*vars(nn.Module()), "forward"} - {"_parameters", "_buffers", "_modules", "training"}
+
+
 def is_linear(module: nn.Module, forward: Forward) -> bool:
     """Whether a module's forward is that of `nn.Linear`, with the weight that it has then."""
     own = getattr(own_forward(forward), "__func__", None)
@@ -205,8 +209,9 @@ def is_linear(module: nn.Module, forward: Forward) -> bool:
 
 
 def _read_by(module: nn.Module) -> list[Any]:
-    """Return the tensors of a module, and what else is in its attributes."""
-    tensors, tree = flatten([vars(each) for each in module.modules()])
+    """Return the tensors of a module, and what else is in its attributes, beside hooks."""
+    pairs = [pair for each in module.modules() for pair in vars(each).items()]
+    tensors, tree = flatten([value for name, value in pairs if name not in _NOT_READ])
     return [*tensors, *tree.others()]
 
 
