@@ -43,6 +43,24 @@ def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
     return args, kwargs
 
 
+def built_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the arguments that a function has built, of which a last dict has keyword arguments.
+
+    Such a dict alone is an argument if the forward takes it, and not its entries by name.
+
+    Args:
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments: the last dict.
+
+    Raises:
+        ValueError: `model` is no module.
+    """
+    if kwargs and not args and not _fits(model, (), kwargs) and _fits(model, (kwargs,), {}):
+        return (kwargs,), {}
+    return example_arguments(model, args, kwargs)
+
+
 def check_module(model: Any) -> None:
     """Raise ValueError if a model is no module."""
     if isinstance(model, type):
@@ -126,10 +144,15 @@ def _takes_entries(model: nn.Module, entries: dict[Any, Any]) -> bool:
     names = next(_names_in(model), set[str]())
     if names.isdisjoint(entries) or not all(isinstance(key, str) for key in entries):
         return False
+    return _fits(model, (), entries)
+
+
+def _fits(model: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the signature of the forward of a model is known, and fits the arguments."""
     signature = _signature(model)
     try:
         if signature is not None:
-            signature.bind(**entries)
+            signature.bind(*args, **kwargs)
     except TypeError:
         return False
     return signature is not None

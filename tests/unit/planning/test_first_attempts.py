@@ -244,3 +244,17 @@ def test_an_error_of_a_dict_that_was_not_taken_apart_says_so():
         recoup.plan(Strict(), {**BATCH, "special_tokens_mask": X}, budget=BUDGET)
     (note,) = caught.value.__notes__
     assert "(it takes input_ids, labels)" in note
+
+
+def test_a_function_may_build_one_dict_for_a_model_that_takes_it():
+    def build(kind):
+        return kind(), {"input_ids": torch.ones(8, 4), "labels": torch.zeros(8, 4)}
+
+    wanted, found = (recoup.estimate(lambda k=kind: build(k)) for kind in (OfBatches, OfOneDict))
+    assert found.plain_peak_bytes == wanted.plain_peak_bytes
+
+    def batch(size):
+        return {"input_ids": torch.ones(size, 4), "labels": torch.zeros(size, 4)}
+
+    size = recoup.largest(batch, OfOneDict(), budget="64 KiB", most=512).size
+    assert size == recoup.largest(batch, OfBatches(), budget="64 KiB", most=512).size
