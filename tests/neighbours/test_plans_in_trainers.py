@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -299,6 +300,51 @@ def test_transformers_switches_the_own_checkpointing_of_a_model_off(tmp_path):
     for key, value in wanted.state_dict().items():
         assert torch.equal(found.state_dict()[key], value), key
     assert any(getattr(each, "gradient_checkpointing", False) for each in found.modules())
+
+
+class OfLayers(nn.Module):
+    """Has checkpointing of its own, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "abc"))
+        self.gradient_checkpointing = True
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Around(nn.Module):
+    """Has the attributes of what it wraps, as models of peft do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = OfLayers()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
+
+    def forward(self, x):
+        return self.base(x)
+
+
+@pytest.mark.parametrize("budget", ["1 GiB", 1000])
+def test_own_checkpointing_is_left_as_it_was_found(budget):
+    transformers_or_skip()
+    model, callback, given = Around(), of_transformers()(budget), (None, None, None)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="its own activation checkpointing on"):
+            callback.on_train_begin(*given, model=model)
+        assert not model.gradient_checkpointing
+        with pytest.raises(BudgetError) if budget == 1000 else contextlib.nullcontext():
+            model(torch.ones(64, 8))
+        if budget != 1000:
+            callback.on_train_end(*given)
+        assert model.base.gradient_checkpointing
+        assert "gradient_checkpointing" not in vars(model)
 
 
 @pytest.mark.slow

@@ -80,11 +80,25 @@ class Language(nn.Module):
         self.head = nn.Linear(32, 2000, bias=False)
         kind(self)
 
-    def forward(self, tokens):
+    def logits(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return self.head(x)
+
+    def forward(self, tokens):
+        return loss_of(self.logits(tokens), tokens)
+
+
+class Logits(Language):
+    """The same, of which the loss is not a part."""
+
+    def forward(self, tokens):
+        return self.logits(tokens)
+
+
+def loss_of(logits, labels, **options):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
 
 
 def tied(model):
@@ -144,6 +158,94 @@ def test_logits_of_other_weights_are_not_read():
         torch.func.functional_call(model, others, (tokens,))
         with pytest.raises(ChangedError, match="`head` is computed when it is read"):
             kept[0].sum()
+
+
+class Switched(Adapted):
+    """An adapter that can be switched off, and scaled."""
+
+    def __init__(self, base):
+        super().__init__(base)
+        self.is_on, self.scales = True, {"a": 2.0}
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, x):
+        return super().forward(x) * self.scales["a"] + self.shift if self.is_on else x
+
+
+def switched(model):
+    model.head = Switched(model.head)
+
+
+CHANGES = {
+    "a switch": lambda head: setattr(head, "is_on", False),
+    "a scale": lambda head: head.scales.update(a=3.0),
+    "a buffer": lambda head: setattr(head, "shift", torch.ones(1)),
+    "a buffer in place": lambda head: head.shift.add_(1.0),
+    "a memory": lambda head: setattr(head.b.weight, "data", torch.ones(2000, 4)),
+    "a frozen weight": lambda head: head.b.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_logits_are_not_read_after_what_they_are_computed_from_has_changed(change):
+    model, tokens = Logits(switched), torch.randint(2000, (4, 64))
+    plans = recoup.plan(model, tokens, tiles=True, loss=lambda x: loss_of(x, tokens))
+    with plans.plan(plans.least_bytes).applied():
+        logits = model(tokens)
+        CHANGES[change](model.head)
+        with pytest.raises(ChangedError, match="`head` is computed when it is read"):
+            loss_of(logits, tokens)
+
+
+def test_logits_may_be_read_after_hooks_and_the_plan_have_gone():
+    torch.manual_seed(0)
+    model, tokens = Logits(switched), torch.randint(2000, (4, 64))
+    plans = recoup.plan(model, tokens, tiles=True, loss=lambda x: loss_of(x, tokens))
+    with plans.plan(plans.least_bytes).applied():
+        hook = model.head.register_forward_hook(lambda module, args, output: None)
+        logits = model(tokens)
+        hook.remove()
+    wanted = loss_of(model(tokens), tokens)
+    assert torch.allclose(loss_of(logits, tokens), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # it takes more
+def test_an_output_layer_that_has_become_another_runs_whole():
+    torch.manual_seed(0)
+    model, tokens = Language(tied), torch.randint(2000, (4, 64))
+    plans = recoup.plan(model, tokens, tiles=True)
+    plan, linear = plans.plan(plans.least_bytes), model.head.forward
+    model.head.forward = lambda x: linear(x) + x.mean((1, 2), keepdim=True) * torch.arange(2000)
+    wanted = gradients(model, tokens)
+    with plan.applied():
+        for got, want in zip(gradients(model, tokens), wanted, strict=True):
+            assert float((got - want).norm()) <= 1e-5 * float(want.norm())
+
+
+def test_a_cache_of_weights_within_an_output_layer_keeps_their_gradients():
+    model, tokens = Logits(adapted), torch.randint(2000, (4, 64))
+    nn.utils.parametrizations.weight_norm(model.head.b)
+    plans = recoup.plan(model, tokens, tiles=True, loss=lambda x: loss_of(x, tokens))
+    with plans.plan(plans.least_bytes).applied(), nn.utils.parametrize.cached():
+        logits = model(tokens)
+        assert model.head.b.weight.requires_grad
+        loss_of(logits.clone(), tokens).backward()
+    assert all(each.grad is not None for each in model.head.b.parameters())
+
+
+def test_a_sum_over_ignored_labels_is_zero():
+    model, tokens = Logits(tied), torch.randint(2000, (4, 64))
+    plans = recoup.plan(model, tokens, tiles=True, loss=lambda x: loss_of(x, tokens))
+    with plans.plan(plans.least_bytes).applied():
+        loss = loss_of(model(tokens), torch.full_like(tokens, -100), reduction="sum")
+        loss.backward()
+    assert loss == 0
+
+
+def test_a_sequence_before_its_only_batch_runs_in_tiles():
+    model, tokens = Logits(tied), torch.randint(2000, (256, 1))
+    plans = recoup.plan(model, tokens, tiles=True, loss=lambda x: loss_of(x, tokens))
+    assert "tile: `head`" in str(plans.plan(plans.least_bytes))
 
 
 def test_hooks_within_an_output_layer_see_it_whole():

@@ -104,7 +104,12 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
                 return  # a reference model's turn, or a first pass without a graph
             self._remove_hook()
             step = options.step(module, module, given, named)
-            self._apply(plan_of(step, self.budget, options, replan=self.replan))
+            try:
+                plan = plan_of(step, self.budget, options, replan=self.replan)
+            except BaseException:
+                self._switch_checkpointing_on()
+                raise
+            self._apply(plan)
 
         self._remove_hook()
         self._first_forward_hook = model.register_forward_pre_hook(first_forward, with_kwargs=True)
@@ -119,7 +124,8 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
 
     def _switch_checkpointing_off(self, model: nn.Module) -> None:
         self._switch_checkpointing_on()  # of a training that an exception ended
-        own = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+        # Wrappers (peft) have it of what they wrap, and no attribute of their own.
+        own = [m for m in model.modules() if vars(m).get("gradient_checkpointing") is True]
         if own:
             warnings.warn(
                 f"{type(model).__name__} has its own activation checkpointing on (TRL's default), "

@@ -1,9 +1,19 @@
-"""The arguments that a model is planned with: what its forward takes, and what is told if not."""
+"""The arguments that a model is planned with: what its forward takes, and what is told if not.
+
+NOTE [ What a call refuses ]
+
+Rule 1. A signature does not say what a call takes: a decorator, a hook or a `__call__` may give the
+        forward other arguments. So nothing is refused before the call. Where a call fails, and the
+        signature does not fit what it was given, the error says what to type.
+Rule 2. A dict alone is an argument, as in a call, unless its entries can be the keyword arguments
+        and have the name of at least one parameter.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -11,11 +21,11 @@ from torch import nn
 from recoup.planning.forwards import Args, Kwargs
 
 
-def checked_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the arguments and keyword arguments that a model is called with.
 
-    One dict alone has the keyword arguments (a batch of transformers) if the forward has a
-    parameter by one of its keys; else it is an argument (sentence-transformers).
+    One dict alone has the keyword arguments (a batch of transformers) if the forward takes its
+    entries by name; else it is an argument (sentence-transformers).
 
     Args:
         model: the model.
@@ -23,48 +33,32 @@ def checked_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
         kwargs: its keyword arguments, likewise.
 
     Raises:
-        ValueError: `model` is no module, or its forward does not take the arguments.
+        ValueError: `model` is no module.
     """
     check_module(model)
-    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
-        raise ValueError(
-            f"`model` is a {type(model).__name__} without a `forward`. Plan a module that training "
-            "calls; the `training_step` of a LightningModule is planned by the trainer's callback "
-            "recoup.integrations.lightning.MemoryBudget."
-        )
-    signature = _signature(model.forward)
-    if signature is None:
-        return args, kwargs
-    taken = signature.parameters
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-        given = cast("Mapping[Any, Any]", args[0])
-        if not _names_of(model).isdisjoint(given):
-            args, kwargs = (), dict(given)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-    kind = type(model).__name__
-    for name in () if takes_any else kwargs:
-        if name not in taken:
-            raise ValueError(
-                f"`{name}` is no option of recoup.plan, and the forward of {kind} takes no "
-                f"`{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
-            )
-    if not vars(model)["_forward_pre_hooks"]:  # which may give it others
-        way_out = "Give its arguments as in training, after the model"
-        check_takes(model, args, kwargs, f"The forward of {kind}", way_out)
+        given = dict(cast("Mapping[Any, Any]", args[0]))
+        if _takes_entries(model, given):
+            return (), given
     return args, kwargs
 
 
-def _names_of(model: nn.Module) -> set[str]:
-    """Return the names of what a forward takes, or else of what the one takes that it passes to."""
-    for module in model.modules():  # wrappers pass on anything (peft)
-        signature = _signature(module.forward)
-        named = () if signature is None else signature.parameters.values()
-        names = {
-            each.name for each in named if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        }
-        if names:
-            return names
-    return set()
+def built_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the arguments that a function has built, of which a last dict has keyword arguments.
+
+    Such a dict alone is an argument if the forward takes it, and not its entries by name.
+
+    Args:
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments: the last dict.
+
+    Raises:
+        ValueError: `model` is no module.
+    """
+    if kwargs and not args and not _fits(model, (), kwargs) and _fits(model, (kwargs,), {}):
+        return (kwargs,), {}
+    return example_arguments(model, args, kwargs)
 
 
 def check_module(model: Any) -> None:
@@ -75,32 +69,121 @@ def check_module(model: Any) -> None:
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
 
 
-def check_takes(
-    function: Callable[..., Any], args: Args, kwargs: Kwargs, name: str, way_out: str
-) -> None:
-    """Raise ValueError if a function or a module cannot be called with some arguments.
+def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception) -> None:
+    """Raise ValueError if a model has failed because it does not take the arguments.
 
     Args:
-        function: the function.
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        error: what it has raised.
+    """
+    kind = type(model).__name__
+    if isinstance(error, NotImplementedError) and _has_no_forward(model, error):
+        raise ValueError(
+            f"`model` is a {kind} without a `forward`. Plan a module that training calls; the "
+            "`training_step` of a LightningModule is planned by the trainer's callback "
+            "recoup.integrations.lightning.MemoryBudget."
+        ) from error
+    if isinstance(error, TypeError):
+        signature = _signature(model)
+        taken = kwargs if signature is None else signature.parameters
+        for name in kwargs:
+            if name not in taken and not _takes_any_keyword(signature):
+                raise ValueError(
+                    f"`{name}` is no option of recoup.plan, and the forward of {kind} takes no "
+                    f"`{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
+                ) from error
+        way_out = "Give its arguments as in training, after the model"
+        explain_call(model, args, kwargs, error, f"The forward of {kind}", way_out)
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        names = next(_names_in(model), set[str]())
+        if not names.isdisjoint(cast("Mapping[Any, Any]", args[0])):
+            error.add_note(
+                f"The dict was given to the forward of {kind} as its one argument. It has the "
+                "keyword arguments where the forward can be called with all of its entries by name "
+                f"(it takes {', '.join(sorted(names))})."
+            )
+
+
+def explain_call(
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    error: Exception,
+    name: str,
+    way_out: str,
+) -> None:
+    """Raise ValueError if a call has failed because of its arguments (See Rule 1).
+
+    Args:
+        function: the function or module.
         args: the arguments.
         kwargs: the keyword arguments.
+        error: what it has raised.
         name: what begins the error.
         way_out: what ends it.
     """
-    signature = _signature(function.forward if isinstance(function, nn.Module) else function)
-    if signature is None:
+    signature = _signature(function)
+    if signature is None or not isinstance(error, TypeError):
         return
     try:
         signature.bind(*args, **kwargs)
-    except TypeError as error:
+    except TypeError as why:
         takes = ", ".join(map(str, signature.parameters.values())) or "nothing"
         num, plural = len(args), "" if len(args) == 1 else "s"
         given = ", ".join(([f"{num} argument{plural}"] if args else []) + list(kwargs)) or "nothing"
-        raise ValueError(f"{name} takes ({takes}), but got {given}: {error}. {way_out}.") from None
+        raise ValueError(f"{name} takes ({takes}), but got {given}: {why}. {way_out}.") from error
+
+
+def _takes_entries(model: nn.Module, entries: dict[Any, Any]) -> bool:
+    """Whether the entries of a dict can be keyword arguments, and one has the name of a parameter.
+
+    A wrapper that passes on anything (peft) takes what the one takes that it passes to.
+    """
+    names = next(_names_in(model), set[str]())
+    if names.isdisjoint(entries) or not all(isinstance(key, str) for key in entries):
+        return False
+    return _fits(model, (), entries)
+
+
+def _fits(model: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the signature of the forward of a model is known, and fits the arguments."""
+    signature = _signature(model)
+    try:
+        if signature is not None:
+            signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return signature is not None
+
+
+def _names_in(model: nn.Module) -> Iterator[set[str]]:
+    """Yield the names of the parameters of the forwards in a model that have some."""
+    for module in model.modules():
+        signature = _signature(module)
+        named = () if signature is None else signature.parameters.values()
+        names = {
+            each.name for each in named if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        }
+        if names:
+            yield names
+
+
+def _takes_any_keyword(signature: inspect.Signature | None) -> bool:
+    given = () if signature is None else signature.parameters.values()
+    return any(each.kind is each.VAR_KEYWORD for each in given)
+
+
+def _has_no_forward(model: nn.Module, error: Exception) -> bool:
+    """Whether an error is that of torch for a model without a forward."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    unimplemented: Any = nn.Module.forward
+    return frame.f_code is unimplemented.__code__ and frame.f_locals.get("self") is model
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (AttributeError, TypeError, ValueError):
         return None

@@ -38,7 +38,7 @@ from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.pytree import flatten, tensors_in
 from recoup.errors import RecoupError
 from recoup.memory import format_bytes
-from recoup.planning.arguments import checked_arguments
+from recoup.planning.arguments import built_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import FrontierPoint, frontier_of
 from recoup.planning.largest import largest_of
@@ -193,7 +193,7 @@ def _built(
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         given = build()
     model, args, kwargs = model_and_arguments(given)
-    args, kwargs = checked_arguments(model, tuple(args), kwargs)
+    args, kwargs = built_arguments(model, tuple(args), kwargs)
 
     def without_values(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):

@@ -292,6 +292,8 @@ class Frontier:
             f"Plans for {type(self.model).__name__}: {len(self._kinds[0].calls)} blocks, from "
             f"{sizes[0]} to {sizes[1]} ({kind}), as predicted"
         )
+        if self._room.headroom:
+            title += f"; {self._room.headroom:.3g} of a budget is left for fragmentation"
         rows = [("peak", "time", "forwards", "blocks")]
         for point in reversed(_spread(points, _NUM_ROWS)):
             code = "compiled" if point.is_compiled else "as they are"

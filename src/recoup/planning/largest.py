@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.arguments import checked_arguments
+from recoup.planning.arguments import built_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
@@ -145,7 +145,7 @@ def largest_of(
         )
 
     def probe(size: int, smaller: _Probe | None = None) -> _Probe:
-        args, kwargs = checked_arguments(model, *_arguments(build_batch, size))
+        args, kwargs = built_arguments(model, *_arguments(build_batch, size))
         num_bytes = sum(tensor.nbytes for tensor in flatten((args, kwargs))[0])
         if smaller is not None and num_bytes <= smaller.argument_bytes:
             raise ValueError(
@@ -188,7 +188,7 @@ def largest_of(
             too_large, has_failed = size, True
         else:
             before, best = best, found
-    args, kwargs = _arguments(build_batch, best.size)
+    args, kwargs = built_arguments(model, *_arguments(build_batch, best.size))
     return Largest(best.size, cast("Plan", best.plan), args, kwargs)
 
 

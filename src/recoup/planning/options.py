@@ -21,7 +21,7 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tiers import existing_folder, tier_for
 from recoup.memory import parse_bytes
-from recoup.planning.arguments import check_takes
+from recoup.planning.arguments import explain_call
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.ranks import largest_among_ranks
@@ -112,9 +112,6 @@ class PlanOptions:
                 f"`loss` is {self.loss!r}, but must be a function from what the model returns to a "
                 "scalar tensor or a tuple of them."
             )
-        if self.loss is not None:
-            way_out = "Give a function of the output, such as lambda output: loss(output, target)"
-            check_takes(self.loss, (None,) * self.num_forwards, {}, "`loss`", way_out)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise ValueError(
                 f"`optimizer` is {self.optimizer!r}, but must be a torch.optim.Optimizer, such as "
@@ -128,9 +125,10 @@ class PlanOptions:
 
     def step(self, model: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Step:
         """Return a step with these options that calls the model, or a function around it."""
-        losses = losses_from(self.loss)
-        if call is model and self.num_forwards > 1:
-            call, losses = Forwards(model, self.num_forwards), _losses_of_several(self.loss)
+        is_several = call is model and self.num_forwards > 1
+        losses = losses_from(self.loss, takes_several=is_several)
+        if is_several:
+            call = Forwards(model, self.num_forwards)
         return Step(model, call, args, kwargs, losses, self.holds_output)
 
     def room(self, step: Step) -> Room:
@@ -223,7 +221,7 @@ def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, An
 _Losses = Callable[[Any], Sequence[Tensor]]
 
 
-def losses_from(loss: Callable[[Any], Any] | None) -> _Losses:
+def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False) -> _Losses:
     """Return a function from the output of the model to one scalar or several.
 
     Without `loss`, the loss is the attribute or entry `loss` of the output, if it is a scalar. Else
@@ -232,12 +230,21 @@ def losses_from(loss: Callable[[Any], Any] | None) -> _Losses:
 
     Args:
         loss: a function from the output to a scalar or several; None to find the loss.
+        takes_several: whether the output is a list of outputs, one of each forward of a step.
     """
+    if loss is None and takes_several:
+        return lambda outputs: [each for output in outputs for each in _found(output)]
     if loss is None:
         return _found
 
     def given(output: Any) -> Sequence[Tensor]:
-        losses = loss(output)
+        outputs = tuple(output) if takes_several else (output,)
+        try:
+            losses = loss(*outputs)
+        except TypeError as error:
+            way_out = "Give a function of the output, such as lambda output: loss(output, target)"
+            explain_call(loss, outputs, {}, error, "`loss`", way_out)
+            raise
         is_several = isinstance(losses, (tuple, list))
         several: list[Any] = list(cast("list[Any]", losses)) if is_several else [losses]
         for each in several:
@@ -250,13 +257,6 @@ def losses_from(loss: Callable[[Any], Any] | None) -> _Losses:
         return _differentiable(several)
 
     return given
-
-
-def _losses_of_several(loss: Callable[..., Any] | None) -> _Losses:
-    """Return a function from a list of outputs, one of each forward of a step, to their losses."""
-    if loss is not None:
-        return losses_from(lambda outputs: loss(*outputs))
-    return lambda outputs: [each for output in outputs for each in _found(output)]
 
 
 def _found(output: Any) -> Sequence[Tensor]:

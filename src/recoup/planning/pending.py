@@ -47,9 +47,10 @@ from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_b
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
+from recoup.planning.lazy_logits import LazyLogits
+from recoup.planning.options import Room
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
-from recoup.planning.tiled_parts import LazyLogits
 
 __all__ = ["PendingForwards", "StepBound", "StepWatch"]
 
@@ -92,7 +93,7 @@ class PendingForwards(threading.local):
         if self._watch is None or not self._watch.is_done:
             self.unwatch()
             device = device_of(model)
-            self._watch = StepWatch(type(model).__name__, device, bound.budget_bytes)
+            self._watch = StepWatch(type(model).__name__, device, bound.step_bytes)
 
     def unwatch(self) -> None:
         """End the watch on a step that has no backward."""
@@ -144,7 +145,8 @@ class StepBound:
     """The bound that a plan sets to each step of a model.
 
     Args:
-        budget_bytes: the budget of a step.
+        budget_bytes: the budget of the plan.
+        room: the room that it leaves for a step.
         peak_bytes: the peak of the step that was rehearsed.
         held_bytes: the bytes that its forwards held when their backward began.
         gradient_bytes: the bytes of the gradients of the parameters.
@@ -154,12 +156,18 @@ class StepBound:
     """
 
     budget_bytes: int
+    room: Room
     peak_bytes: int
     held_bytes: int
     gradient_bytes: int
     num_forwards: int
     modes: Sequence[tuple[nn.Module, bool]]
     pending: PendingForwards
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes that a step may take."""
+        return self.room.of(self.budget_bytes)
 
     @property
     def held_by_each(self) -> int:
@@ -177,7 +185,7 @@ class StepBound:
 
     def fits(self, pending: Iterable[_Forward]) -> bool:
         """Whether a step with one more forward than these keeps to the budget."""
-        return self.bytes_with(pending) <= self.budget_bytes
+        return self.bytes_with(pending) <= self.step_bytes
 
     def check(self, model: nn.Module) -> list[_Forward]:
         """Return the forwards that are pending before one more forward of the model.
@@ -210,10 +218,10 @@ class StepBound:
             f"A {type(model).__name__} was called for the {_ordinal(num)} time before a backward, "
             f"and its plan is for {self.num_forwards}: the calls before hold up to "
             f"{format_bytes(held)}, and with this one the step takes up to {format_bytes(found)} "
-            f"({found} bytes) of a budget of {format_bytes(self.budget_bytes)}. Plan with "
-            f"`num_forwards={num}`, call it in torch.no_grad() where no gradient is needed, or let "
-            "go of outputs that are not needed.",
-            found,
+            f"({found} bytes) of the {format_bytes(self.step_bytes)} that its budget leaves to a "
+            f"step. Plan with `num_forwards={num}`, call it in torch.no_grad() where no gradient "
+            "is needed, or let go of outputs that are not needed.",
+            self.room.budget_for(found),
         )
 
 
@@ -227,15 +235,15 @@ class StepWatch:
     Args:
         name: the class of the model.
         device: the device whose bytes are counted.
-        budget_bytes: the budget of a step.
+        most_bytes: the most that its plan leaves to a step.
 
     Attributes:
         is_done: whether a step was watched to its end.
     """
 
-    def __init__(self, name: str, device: torch.device, budget_bytes: int) -> None:
+    def __init__(self, name: str, device: torch.device, most_bytes: int) -> None:
         self._name = name
-        self._budget_bytes = budget_bytes
+        self._most_bytes = most_bytes
         self._thread = threading.get_ident()
         self._line: Timeline | _DevicePeak | None = None
         self.is_done = False
@@ -273,12 +281,12 @@ class StepWatch:
                 "starts.",
                 stacklevel=2,
             )
-        if peak > self._budget_bytes:
+        if peak > self._most_bytes:
             warnings.warn(
-                f"The first step of a {self._name} under its plan took {format_bytes(peak)} of a "
-                f"budget of {format_bytes(self._budget_bytes)}. Code between the model and "
-                "backward takes memory that was not planned: a loss outside of the model, or "
-                "another model. Give that code to recoup.plan as `loss=`.",
+                f"The first step of a {self._name} under its plan took {format_bytes(peak)} of the "
+                f"{format_bytes(self._most_bytes)} that its budget leaves to a step. Code "
+                "between the model and backward takes memory that was not planned: a loss outside "
+                "of the model, or another model. Give that code to recoup.plan as `loss=`.",
                 stacklevel=2,
             )
 

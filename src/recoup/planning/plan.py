@@ -182,7 +182,7 @@ class Plan(PlanReport):
             pending: the forwards of the model whose backward is pending.
         """
         return StepBound(
-            self.usable_bytes - self.standing_bytes, self._rehearsed_bytes, self._held_bytes,
+            self.budget_bytes, self._room, self._rehearsed_bytes, self._held_bytes,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
             self.planned.num_forwards, self.modes if self.planned.root else (), pending,
         )  # fmt: skip

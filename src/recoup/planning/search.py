@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from recoup.planning.arguments import checked_arguments
+from recoup.planning.arguments import example_arguments
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
@@ -98,7 +98,7 @@ def plan(
         model: any module. The plan is for its current mode (training or evaluation), and for the
             autocast that is in force.
         example_args: its arguments as in training, with the largest batch that will occur. One dict
-            alone has the keyword arguments, if the forward has a parameter by one of its keys.
+            alone has the keyword arguments, if the forward takes its entries by name.
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
         loss: a function from the output of the model to a scalar, or several. The default is the
@@ -179,7 +179,7 @@ def plan(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards, headroom,
     )  # fmt: skip
-    example_args, example_kwargs = checked_arguments(model, example_args, example_kwargs)
+    example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
     step = options.step(model, model, example_args, example_kwargs)

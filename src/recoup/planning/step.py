@@ -18,6 +18,7 @@ from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup.memory.timeline import Span, most_of, timeline
+from recoup.planning.arguments import explain_model
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
@@ -131,7 +132,7 @@ class Step:
         clock = timed_by_work() if is_without_values() else nullcontext()
         with grad_mode(True), parts, clock:
             with _timing(seconds):
-                output = self.call(*args, **kwargs)
+                output = self._called(args, kwargs)
                 losses = self.losses(output)
             if not self.holds_output:
                 output = None
@@ -185,8 +186,16 @@ class Step:
             args, kwargs = self._arguments()
             if seed is not None:
                 _seed_all(seed)
-            self.call(*args, **kwargs)
+            self._called(args, kwargs)
         return observer
+
+    def _called(self, args: Args, kwargs: Kwargs) -> Any:
+        try:
+            return self.call(*args, **kwargs)
+        except Exception as error:
+            if self.root is not None:
+                explain_model(self.root, args, kwargs, error)
+            raise
 
     def _arguments(self) -> Any:
         """Return copies of the containers in the arguments, with tensors without their history.

@@ -20,7 +20,7 @@ from recoup.memory.tables import aligned
 from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import Page, check_page, page_of
 from recoup.memory.whole_files import write_whole
-from recoup.planning.arguments import checked_arguments
+from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
 from recoup.planning.options import losses_from
@@ -157,7 +157,7 @@ def timeline(
         >>> found.planned.peak_bytes == plan.rehearsed_peak_bytes
         True
     """
-    example_args, example_kwargs = checked_arguments(model, example_args, example_kwargs)
+    example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
     if loss is not None:
         check_callable(loss=loss)
     check_flag(holds_output=holds_output)

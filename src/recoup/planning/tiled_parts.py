@@ -12,30 +12,14 @@ Rule 2. Within a checkpoint that runs the model again, where the compiler looks 
 Rule 3. A mean is a sum whose summands are divided by their number before they are differentiated,
         as torch does it, so that the gradient of the hidden states has its bits where kernels
         compute rows alike. In float16, where that may underflow, the sums are divided afterwards.
-
-NOTE [ Lazy logits ]
-
-Rule 4. `LazyLogits` are a tensor without memory that knows the rows that it is computed from. What
-        only moves rows (a slice of all but the last token, `view(-1, C)`), converts or scales is
-        done to these rows, or written down for later. A cross entropy runs in pieces, and never
-        sees the whole.
-Rule 5. For every other function the whole is computed, in grad mode and under the autocast of the
-        call. If the function changes it, shares memory with it, or returns no tensor (a hook was
-        set), it stays: views, writes and graphs are then those of an ordinary tensor. Otherwise it
-        is freed. What was derived before a write is an error to read.
-Rule 6. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
-        the gradient. The value is the output of a node whose backward is an error, so it does not.
-Rule 7. The rows and the weights must be unchanged when it is read. A tensor that indexed it is
-        copied, since the user may write to that tensor before the value is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import GetSetDescriptorType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -45,15 +29,14 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_watched
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import grad_mode, is_transformed, storage_id, version_of
+from recoup._core.saved_tensors import is_transformed
 from recoup._core.summed_gradients import summed_loss
-from recoup._core.surroundings import settings_as_now
-from recoup.errors import ChangedError, GradientError
 from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward
+from recoup.planning.lazy_logits import LazyLogits, RowCall
 
-__all__ = ["ROW_DIM", "Head", "LazyLogits", "TiledParts", "has_rows", "is_linear"]
+__all__ = ["ROW_DIM", "Head", "TiledParts", "has_rows", "is_linear"]
 
 ROW_DIM = -2  # of the rows of an MLP: the one before the features
 _TINY = 1e-30  # numbers as small as a gradient over the number of targets
@@ -68,6 +51,7 @@ class Head(NamedTuple):
         num_rows: the rows of its output.
         num_features: the features of its input.
         num_bytes: the bytes of its output.
+        is_linear: whether its forward is that of `nn.Linear`.
         tile_rows: how many rows a tile has at most.
     """
 
@@ -76,6 +60,7 @@ class Head(NamedTuple):
     num_rows: int
     num_features: int
     num_bytes: int
+    is_linear: bool
     tile_rows: int = 0
 
 
@@ -107,7 +92,7 @@ class TiledParts:
         """A line for each kind of part, that says in how many tiles it runs."""
         lines: list[str] = []
         if self.head is not None:
-            name, _, num_rows, _, num_bytes, rows = self.head
+            name, _, num_rows, _, num_bytes, _, rows = self.head
             lines.append(
                 f"tile: `{name}` with its cross entropy, {math.ceil(num_rows / rows)} tiles of at "
                 f"most {rows} rows; its output of {format_bytes(num_bytes)} is computed when it is "
@@ -146,19 +131,21 @@ class TiledParts:
             or rows.numel() == 0
             or enclosing_checkpoints() != (0, None)
             or is_transformed()
+            or head.is_linear != is_linear(module, forward)  # it was another when it was seen
             # Hooks want the gradient of what it returns; those within it, no pieces.
             or any(own.get(name) for own in hooks for name in _BACKWARD_HOOKS)
             or any(own.get(name) for own in hooks[1:-1] for name in _FORWARD_HOOKS)
         ):
             return forward(rows)
         loss, name = partial(self._cross_entropy, head), f"`{head.name}`"
-        if not is_linear(module, forward):
-            return RowCall(name, rows, module.parameters, forward, loss).logits()
+        if not head.is_linear:
+            weights, reads = module.parameters(), partial(_read_by, module)
+            return RowCall(name, rows, weights, forward, loss, reads).logits()
         # Those of this call: `functional_call` puts others in their place for a while.
         weight, bias = module.weight, module.bias
         weights = [weight] if bias is None else [weight, bias]
         linear = partial(F.linear, weight=weight, bias=bias)
-        return RowCall(name, rows, lambda: weights, linear, loss).logits()
+        return RowCall(name, rows, weights, linear, loss, lambda: weights).logits()
 
     def _cross_entropy(
         self,
@@ -184,10 +171,10 @@ class TiledParts:
         parts = cast("Sequence[Tensor]", target.split(head.tile_rows))
         counts = torch.stack([(part != ignore_index).sum() for part in parts])
         weights, divisor = [float(n > 0) for n in cast("list[int]", counts.tolist())], 1.0
+        if not any(weights):
+            return NotImplemented  # a mean or sum of nothing is what torch makes of it
         if reduction == "mean":
             divisor = float(counts.sum())
-            if not divisor:
-                return NotImplemented  # a mean of nothing is what torch makes of it
             if torch.finfo(logits.call.dtype).smallest_normal < _TINY:  # See Rule 3
                 weights, divisor = [each / divisor for each in weights], 1.0
         types = (logits.dtype, logits.call.dtype)
@@ -211,239 +198,24 @@ _BACKWARD_HOOKS = (
 )  # fmt: skip
 
 
+# Attributes that forwards do not read: hooks (See `_logits`), and what else torch gives modules.
+_NOT_READ = {*vars(nn.Module()), "forward"} - {"_parameters", "_buffers", "_modules", "training"}
+
+
 def is_linear(module: nn.Module, forward: Forward) -> bool:
     """Whether a module's forward is that of `nn.Linear`, with the weight that it has then."""
     own = getattr(own_forward(forward), "__func__", None)
     return isinstance(module, nn.Linear) and own is nn.Linear.forward
 
 
+def _read_by(module: nn.Module) -> list[Any]:
+    """Return the tensors of a module, and what else is in its attributes, beside hooks."""
+    pairs = [pair for each in module.modules() for pair in vars(each).items()]
+    tensors, tree = flatten([value for name, value in pairs if name not in _NOT_READ])
+    return [*tensors, *tree.others()]
+
+
 def has_rows(value: Any) -> bool:
     """Whether a value is a tensor of several rows of features."""
     is_numbers = isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point()
     return is_numbers and value.shape[ROW_DIM] > 1
-
-
-# -- lazy logits -----------------------------------------------------------------------------------
-
-_torch: Any = torch
-_plainly: Any = _torch._C.DisableTorchFunctionSubclass
-_ATTRIBUTES = cast("dict[str, Any]", vars(_torch._C.TensorBase))
-_WAY_OUT = "Pass a copy (`.clone()`), or plan without `tiles`."
-_NOT_METADATA = ("data", "T", "mT", "H", "mH", "real", "imag", "grad", "grad_fn")
-
-
-def _named(names: str) -> frozenset[Any]:
-    """Return the functions of these names, of tensors and of torch."""
-    pairs = [(where, name) for name in names.split() for where in (Tensor, torch)]
-    return frozenset(getattr(*pair) for pair in pairs if hasattr(*pair))
-
-
-_METADATA = _named(
-    "size dim ndimension numel nelement stride element_size is_floating_point is_complex "
-    "is_contiguous get_device __len__ __hash__"
-) | {
-    each.__get__
-    for name, each in _ATTRIBUTES.items()
-    if isinstance(each, GetSetDescriptorType) and name not in _NOT_METADATA
-}
-_ENTRYWISE = _named(
-    "float double half bfloat16 to div true_divide mul tanh __truediv__ __mul__ __rmul__"
-)
-_RESHAPES = _named("view reshape flatten contiguous")
-_OF_GRADIENT = _named("retain_grad register_hook backward") | {
-    _ATTRIBUTES["grad_fn"].__get__, torch.autograd.grad, torch.autograd.backward
-}  # fmt: skip
-_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-
-class RowCall:
-    """A call of an output layer, which makes each row of logits from the same row of its input.
-
-    Args:
-        name: its name in error messages.
-        rows: its input, of shape (..., D).
-        weights: returns the tensors that it reads.
-        forward: what it does with rows.
-        cross_entropy: called in place of torch's with the logits and the other arguments; it may
-            return NotImplemented.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rows: Tensor,
-        weights: Callable[[], Iterable[Tensor]],
-        forward: Forward,
-        cross_entropy: Callable[..., Any],
-    ) -> None:
-        self.name, self.rows, self.weights = name, rows, list(weights())
-        self._weights, self._forward = weights, forward
-        self.cross_entropy, self.was_cut = cross_entropy, False
-        self.whole: Tensor | None = None
-        self.version = 0  # of the whole, when it was computed
-        self._with_settings = settings_as_now()
-        self._versions = [(each, version_of(each)) for each in (rows, *self.weights)]
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        with self._with_settings():
-            return self._forward(rows)
-
-    def check(self) -> None:
-        """Raise if it would compute something else now (See Rule 7)."""
-        is_other = [id(each) for each in self._weights()] != list(map(id, self.weights))
-        if is_other or any(version_of(tensor) != version for tensor, version in self._versions):
-            raise ChangedError(
-                f"The output of {self.name} is computed when it is read, but what it is computed "
-                "from has changed since (by an optimizer's step?). Read it before that. " + _WAY_OUT
-            )
-
-    def logits(self) -> LazyLogits:
-        """Return the output, computed when somebody reads it.
-
-        Kept: the rows. Whoever reads the whole pays the call.
-        """
-        with torch.no_grad():
-            one = self(self.rows.detach().reshape(-1, self.rows.shape[-1])[:1])
-        self.dtype = one.dtype
-        return LazyLogits.made(self, self.rows, (), one.shape[-1], one.dtype)
-
-
-class LazyLogits(Tensor):
-    """The output of a `RowCall`, or what was derived from it by the functions in `path`."""
-
-    call: RowCall
-    rows: Tensor
-    path: tuple[_Step, ...]
-    _whole: Tensor | None
-
-    @staticmethod
-    def made(
-        call: RowCall, rows: Tensor, path: tuple[_Step, ...], width: int, dtype: torch.dtype
-    ) -> LazyLogits:
-        """Return logits of this width that are computed from `rows`."""
-        shape = (*rows.shape[:-1], width)
-        found = cast("Any", _Node).apply(call.name, shape, dtype, rows, *call.weights)
-        found.call, found.rows, found.path, found._whole = call, rows, path, None
-        return found
-
-    def piece(self, rows: Tensor) -> Tensor:
-        """Return the rows of it that are made of `rows`."""
-        found = self.call(rows)
-        for function, args, kwargs in self.path:
-            found = function(found, *args, **kwargs) if function in _ENTRYWISE else found
-        return found
-
-    def whole(self) -> Tensor:
-        """Return it as an ordinary tensor, which stays."""
-        call = self.call
-        if self._whole is None:
-            with grad_mode(True):
-                if call.whole is None:
-                    call.check()
-                    call.whole = call(call.rows)
-                    call.version = version_of(call.whole)
-                if self.path and version_of(call.whole) != call.version:
-                    raise ChangedError(
-                        f"The output of {call.name} was changed in place after something was "
-                        "derived from it, which is read only now. Change it first. " + _WAY_OUT
-                    )
-                self._whole = call.whole
-                for function, args, kwargs in self.path:
-                    self._whole = function(self._whole, *args, **kwargs)
-        return cast("Tensor", self._whole)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs, first = kwargs or {}, args[0] if args else None
-        tensors, tree = flatten((args, kwargs))
-        lazy = [each for each in tensors if isinstance(each, LazyLogits)]
-        if func in _OF_GRADIENT:
-            cut = [each.call.name for each in lazy if each.call.was_cut and each.call.whole is None]
-            if cut:
-                raise GradientError(
-                    f"The output of {cut[0]} has no gradient of its own: its reader took it in "
-                    "pieces. " + _WAY_OUT
-                )
-        elif len(lazy) == 1 and first is lazy[0] and lazy[0].call.whole is None:
-            with _plainly():
-                if func in _METADATA:
-                    return func(*args, **kwargs)
-                # What has no graph must not get one where it is read.
-                keeps_mode = torch.is_grad_enabled() or not lazy[0].requires_grad
-            found = lazy[0]._derived(func, args[1:], kwargs) if keeps_mode else NotImplemented
-            if found is not NotImplemented:
-                return found
-        unread = [each for each in lazy if each.call.whole is None]
-        given: Any = tree.unflatten(
-            tuple(each.whole() if isinstance(each, LazyLogits) else each for each in tensors)
-        )
-        versions = [version_of(each.whole()) for each in unread]
-        result = func(*given[0], **given[1])
-        made = flatten(result)[0]
-        storages = set(map(storage_id, made))
-        for each, version in zip(unread, versions, strict=True):
-            whole = each.whole()
-            if made and version_of(whole) == version and storage_id(whole) not in storages:
-                each._whole = each.call.whole = None  # See Rule 5
-        return result
-
-    def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a function makes of it without the whole, or NotImplemented (See Rule 4)."""
-        if func is F.cross_entropy:
-            found = self.call.cross_entropy(self, *args, **kwargs)
-            self.call.was_cut |= found is not NotImplemented
-            return found
-        shape, width, dtype, rows = self.shape, self.shape[-1], self.dtype, None
-        kinds: set[Any] = {type(each) for each in (*args, *kwargs.values())}
-        if func is Tensor.__getitem__:
-            rows = self.rows[args[0]] if _is_of_rows(args[0], shape) else None
-        elif func in _RESHAPES or (func in _ENTRYWISE and kinds <= {int, float, torch.dtype}):
-            made = func(torch.empty(shape, dtype=dtype, device="meta"), *args, **kwargs)
-            if func in _ENTRYWISE:
-                rows, dtype = self.rows if made.is_floating_point() else None, made.dtype
-            elif made.dtype is dtype and made.shape[-1:] == (width,):
-                is_whole = math.prod(made.shape) == math.prod(shape)
-                rows = self.rows.reshape(*made.shape[:-1], -1) if is_whole else None
-        if rows is None:
-            return NotImplemented
-        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 7
-        return LazyLogits.made(self.call, rows, (*self.path, (func, own, kwargs)), width, dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise GradientError(
-            f"{func} was given a tensor that is computed when it is read, past what torch offers "
-            "tensors to see that. " + _WAY_OUT
-        )
-
-
-class _Node(torch.autograd.Function):
-    """The node that made lazy logits, through which no gradient goes (See Rule 6)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, *_: Tensor
-    ) -> Tensor:
-        ctx.name, make = name, cast("Any", Tensor)._make_wrapper_subclass
-        return make(LazyLogits, shape, dtype=dtype, device=rows.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise GradientError(
-            f"The output of {ctx.name}, which is computed when it is read, was given to an "
-            "autograd function that is not torch's own, which would lose its gradient. " + _WAY_OUT
-        )
-
-
-def _is_of_rows(index: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an index picks rows, and leaves the last dimension as it is."""
-    if isinstance(index, Tensor):
-        return (index.dim() if index.dtype in (torch.bool, torch.uint8) else 1) < len(shape)
-    parts: tuple[Any, ...] = cast("Any", index) if isinstance(index, tuple) else (index,)
-    if not all(each is None or each is ... or type(each) in (int, slice) for each in parts):
-        return False
-    # It does so if it leaves one more entry there, too.
-    wider = [torch.empty(*shape[:-1], shape[-1] + more, device="meta") for more in (0, 1)]
-    return all(each[index].shape[-1:] == each.shape[-1:] for each in wider)

@@ -144,10 +144,12 @@ class _Finder(Observer):
         has_same_rows = has_rows(x) and output.shape[:-1] == x.shape[:-1]
         num_rows = math.prod(output.shape[:-1]) if has_same_rows else 0
         if module in self._heads:
-            if has_same_rows and output.shape[-1] > x.shape[-1]:
-                head = Head(self._heads[module], module, num_rows, x.shape[-1], output.nbytes)
-                if is_linear(module, module.forward) or self._is_local(module, x):
-                    self.calls.append(head)
+            is_rows = isinstance(x, Tensor) and output.dim() > 1
+            if is_rows and output.shape[:-1] == x.shape[:-1] and output.shape[-1] > x.shape[-1]:
+                own, num_rows = is_linear(module, module.forward), math.prod(output.shape[:-1])
+                if own or self._is_local(module, x):
+                    name, width = self._heads[module], x.shape[-1]
+                    self.calls.append(Head(name, module, num_rows, width, output.nbytes, own))
         elif module not in self._parts:
             self.calls.clear()  # a block: the head is after all of them
         else:

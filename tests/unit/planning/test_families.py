@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from recoup.planning.options import Room
 from recoup.planning.pending import StepBound
 from recoup.planning.replanning import PlansByShape
 
@@ -59,7 +60,7 @@ class FakePlan:
         assert self.rehearsed_peak_bytes <= BUDGET
 
     def bound(self, pending):
-        return StepBound(BUDGET, self.rehearsed_peak_bytes, 0, 0, 1, [], pending)
+        return StepBound(BUDGET, Room(0, 0.0), self.rehearsed_peak_bytes, 0, 0, 1, [], pending)
 
     def follower(self, bound):
         return None

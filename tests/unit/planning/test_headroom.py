@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -199,6 +200,7 @@ def test_a_plan_leaves_its_headroom_free():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     x = torch.ones(256, 64)
     frontier = recoup.plan(model, x, headroom=0.25)
+    assert "; 0.25 of a budget is left for fragmentation" in str(frontier)
     least = frontier.least_bytes
     with pytest.raises(BudgetError, match=r"with a headroom of 0\.25 of it") as caught:
         frontier.plan(least - 8)
@@ -210,3 +212,19 @@ def test_a_plan_leaves_its_headroom_free():
         assert plan.rehearsed_peaks == (plan.rehearsed_peak_bytes,) * 2 + (None,)
         assert plan.apply().is_applied
     assert recoup.plan(model, x, budget=budget).headroom == 0
+
+
+def test_the_error_of_one_forward_more_names_a_budget_that_suffices():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    x, optimizer = torch.ones(256, 64), torch.optim.Adam(model.parameters())
+    options = {"headroom": 0.25, "budget_of": "total", "optimizer": optimizer}
+    plan = recoup.plan(model, x, **options).plan("1 GiB")
+    budget = plan.least_bytes + (plan.rehearsed_peak_bytes - plan.standing_bytes) // 8
+    with recoup.plan(model, x, budget=budget, **options).applied():
+        first = model(x)
+        with pytest.raises(BudgetError, match="that its budget leaves to a step") as caught:
+            model(x)
+    del first
+    least = caught.value.least_bytes
+    found = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
+    assert (least - 1) * 0.75 < found + plan.standing_bytes <= least * 0.75
