@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.neighbours.fake_ranks_worker import NUM_RANKS
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="here the fake group leaves what it gathers uninitialized"
+)
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def estimate(
         holds_output: whether the training loop holds the output of the model while backward runs.
         exact: whether no block may be inverted.
         num_forwards: how many times a step calls the model before one backward.
-        headroom: the part of the budget that is left for fragmentation; None for nothing.
+        headroom: the part of the budget that is left for fragmentation, as for `recoup.plan`.
 
     Returns:
         The estimate, printable.
