@@ -55,6 +55,7 @@ def budgets_of(folder):
     return {row["model"] for row in found["sketches"]}
 
 
+@pytest.mark.slow
 def test_a_part_in_tiny_sizes_writes_rows_and_a_table(tmp_path):
     run = script("--small", "--results", str(tmp_path), "--parts", "budgets of ResNet-50")
     assert run.returncode == 0, run.stdout + run.stderr
