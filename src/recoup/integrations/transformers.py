@@ -26,7 +26,10 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
     """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
     The plan is made in the first forward of training that builds a graph (within a backward, too),
-    for its arguments, precision and device. Backward pays as the plan says.
+    for its arguments, precision and device. Backward pays as the plan says. The model's own
+    checkpointing (`activation_checkpointing`, formerly `gradient_checkpointing`, which TRL switches
+    on unless told otherwise) is off while it trains, with a warning: the plan decides which blocks
+    run again.
 
     Args:
         budget: bytes: an int, or a string such as ``"2 GiB"``.
@@ -49,10 +52,6 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
         ValueError: `budget` is not a number of bytes.
-
-    The model's own checkpointing (`activation_checkpointing`, formerly `gradient_checkpointing`,
-    which TRL switches on unless told otherwise) is off while it trains, with a warning: the plan
-    decides which blocks run again.
 
     Example:
         >>> from recoup.integrations.transformers import MemoryBudget

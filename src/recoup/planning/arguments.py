@@ -12,7 +12,6 @@ Rule 2. A dict alone is an argument, as in a call, unless its entries can be the
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -79,7 +78,8 @@ def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
         error: what it has raised.
     """
     kind = type(model).__name__
-    if isinstance(error, NotImplementedError) and _has_no_forward(model, error):
+    # As torch says it; a forward that is inherited may pass it on (that of a LightningModule).
+    if str(error) == f'Module [{kind}] is missing the required "forward" function':
         raise ValueError(
             f"`model` is a {kind} without a `forward`. Plan a module that training calls; the "
             "`training_step` of a LightningModule is planned by the trainer's callback "
@@ -173,13 +173,6 @@ def _names_in(model: nn.Module) -> Iterator[set[str]]:
 def _takes_any_keyword(signature: inspect.Signature | None) -> bool:
     given = () if signature is None else signature.parameters.values()
     return any(each.kind is each.VAR_KEYWORD for each in given)
-
-
-def _has_no_forward(model: nn.Module, error: Exception) -> bool:
-    """Whether an error is that of torch for a model without a forward."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    unimplemented: Any = nn.Module.forward
-    return frame.f_code is unimplemented.__code__ and frame.f_locals.get("self") is model
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

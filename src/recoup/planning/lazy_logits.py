@@ -209,7 +209,7 @@ class LazyLogits(Tensor):
         for each, version in zip(unread, versions, strict=True):
             whole = each.whole()
             if made and version_of(whole) == version and storage_id(whole) not in storages:
-                each._whole = each.call.whole = None  # See Rule 5
+                each._whole = each.call.whole = None  # See Rule 2
         return result
 
     def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,7 +231,7 @@ class LazyLogits(Tensor):
                 rows = self.rows.reshape(*made.shape[:-1], -1) if is_whole else None
         if rows is None:
             return NotImplemented
-        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 7
+        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 4
         return LazyLogits.made(self.call, rows, (*self.path, (func, own, kwargs)), width, dtype)
 
     @classmethod

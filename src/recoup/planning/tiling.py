@@ -141,20 +141,21 @@ class _Finder(Observer):
             return
         is_plain = len(args) == 1 and not kwargs and isinstance(output, Tensor)
         x: Any = args[0] if is_plain else None
-        has_same_rows = has_rows(x) and output.shape[:-1] == x.shape[:-1]
-        num_rows = math.prod(output.shape[:-1]) if has_same_rows else 0
+        is_of_rows = (
+            isinstance(x, Tensor) and output.dim() > 1 and output.shape[:-1] == x.shape[:-1]
+        )
+        num_rows = math.prod(output.shape[:-1]) if is_of_rows else 0
         if module in self._heads:
-            is_rows = isinstance(x, Tensor) and output.dim() > 1
-            if is_rows and output.shape[:-1] == x.shape[:-1] and output.shape[-1] > x.shape[-1]:
-                own, num_rows = is_linear(module, module.forward), math.prod(output.shape[:-1])
+            if is_of_rows and output.shape[-1] > x.shape[-1]:
+                own = is_linear(module, module.forward)
                 if own or self._is_local(module, x):
                     name, width = self._heads[module], x.shape[-1]
                     self.calls.append(Head(name, module, num_rows, width, output.nbytes, own))
         elif module not in self._parts:
             self.calls.clear()  # a block: the head is after all of them
         else:
-            is_seen = module in self.sizes or not has_same_rows
-            is_local = not is_seen and self._is_local(module, x)
+            may_be = is_of_rows and has_rows(x) and module not in self.sizes
+            is_local = may_be and self._is_local(module, x)
             self.sizes[module] = (num_rows, x.shape[ROW_DIM]) if is_local else None
 
     def _is_local(self, module: nn.Module, x: Tensor) -> bool:
