@@ -168,7 +168,7 @@ def inverting_budget(build, x, *context):
     """A budget at which the plan of a chain inverts."""
     linear = build("linear")
     everything(linear, x, *context)
-    return peak_of(linear, x, *context) // 3
+    return 2 * peak_of(linear, x, *context) // 7
 
 
 def test_networks_run_as_often_as_simulated():
@@ -326,7 +326,7 @@ def test_a_plan_says_that_inverses_drift():
     chain, x = Chain(*model).double(), batch()
     expected = everything(chain, x)
     frontier = recoup.plan(chain, x, exact=False)
-    plan = frontier.plan(peak_of(chain, x) // 3)
+    plan = frontier.plan(2 * peak_of(chain, x) // 7)
     assert any(isinstance(chain[a.index], Stiffening) for a in plan.actions if type(a) is Invert)
     with plan.applied():
         everything(chain, x)

@@ -25,6 +25,8 @@ Rule 8. Stages may be entered one at a time, by user code, and fewer of them tha
 Rule 9. A value that a stage returns and that is not kept could be made again by that stage alone.
         Where the schedule keeps it as a state, the tensor itself is kept: that stage cannot be run
         again in the middle of loading a state.
+Rule 10. When autograd holds no slot of a stage and of all above it, the draws and decisions of its
+        first run are freed. If such a stage runs again (Rule 5), nobody reads what it makes.
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ class Run:
         self.outputs: list[tuple[int, weakref.ref[Output]]] = []
         self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
         self._has_ended = False
+        self._num_wanted = 0  # stages, the last of which autograd may still ask for (See Rule 10)
         # In backward: the next action, the working state and its place, and states that are kept.
         self._position = schedule.sweep_end
         self._at, self._state = -1, ()
@@ -153,7 +156,7 @@ class Run:
             self._kept[num_stages] = tuple(
                 [Kept(value, "The output of the chain", pair) for value in state]
             )
-        self._has_ended = True
+        self._has_ended, self._num_wanted = True, num_stages
         for to, traffic in self._traffic.items():
             traffic.raise_failure(to)
         if self._drift is not None:
@@ -213,6 +216,7 @@ class Run:
             for region in self._taped:  # autograd has reversed their stages
                 region.inputs = None
             self._taped = []
+            self._release_above(index)
             while self._position <= target:
                 action = schedule.actions[self._position]
                 self._position += 1
@@ -225,6 +229,18 @@ class Run:
         except BaseException:
             self._forget()
             raise
+
+    def _release_above(self, index: int) -> None:
+        """Free what the last stages keep for runs of theirs, if nobody asks any more (Rule 10)."""
+        if any(ref() is not None for _, ref in self.outputs):
+            return  # the last stage makes them again
+        while self._num_wanted > index + 1:
+            region = self._regions[self._num_wanted - 1]
+            if region is not None:
+                if region.are_wanted:
+                    return
+                region.surroundings.release()
+            self._num_wanted -= 1
 
     def _within(self, action: Action) -> Action | None:
         """Return the part of an action that is on stages which were entered (See Rule 8)."""

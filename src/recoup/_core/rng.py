@@ -163,7 +163,7 @@ class Draws:
             is_alone: whether no region around records what is drawn.
         """
         start, before = self._start, None
-        if start is not None or any(map(_moves_generator, self._entries)):
+        if self.has_foreign or any(map(_moves_generator, self._entries)):
             before = generator_states()
         outer = (self._is_replaying, self._cursor, self._num_begun)
         self._is_replaying, self._cursor, self._num_begun = True, 0, 0

@@ -256,6 +256,10 @@ class Surroundings(Draws):
         for known, parts in self._seen:
             known.difference_update(parts)
 
+    def release(self) -> None:
+        """Free what later runs are given, of which the results are of no use any more."""
+        self._start = self.kept_outputs = None
+
     # -- later runs ------------------------------------------------------------------------
 
     def decides_anew(self) -> bool:

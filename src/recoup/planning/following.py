@@ -23,11 +23,10 @@ Rule 6. A plan for several forwards before one backward has the stages of all of
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -58,9 +57,9 @@ from recoup.schedules import Schedule
 
 __all__ = ["PlanFollower", "PlannedModel", "Watching"]
 
-Run = Literal["call", "first", "again", "rest", "inverse"]
+Run = Literal["call", "first", "again", "inverse"]
 # From the index of a call to a context of a run of it: of the call as a whole in forward, of its
-# first run and a later one, of the rest of one that keeps products, and of its inverse.
+# first run and a later one, and of its inverse.
 Watching = Callable[[int, Run], AbstractContextManager[Any]]
 
 
@@ -207,8 +206,6 @@ class PlanFollower:
         watching, stage = self._watching, self._stages[index]
         if watching is None:
             return self._run_stage(stage, now, forward, args, kwargs)
-        if stage.chosen is not None:  # it runs again as a call of its own
-            forward = functools.partial(_watched, watching, index, forward)
         with watching(index, "call"):
             return self._run_stage(stage, now, forward, args, kwargs)
 
@@ -255,7 +252,7 @@ class PlanFollower:
         unused = next((index for index in indices if index not in now.used), None)
         if unused is not None and self._stages[unused].is_kept:
             now.used.add(unused)
-            return self._stages[unused].run_kept(forward, *args, **kwargs)
+            return self._stages[unused].code.of_call(module, forward)(*args, **kwargs)
         return run_again(Call(f"block `{self._names[id(module)]}`", forward, args, kwargs, module))
 
     def _run_stage(
@@ -264,14 +261,12 @@ class PlanFollower:
         executor = stage.chain.executor
         if executor is None:
             now.end_chain()
-            return stage.run_kept(forward, *args, **kwargs)
-        if stage.chosen is not None:
-            forward = functools.partial(stage.run_kept, forward)
-        else:
-            forward = stage.code.of_call(stage.module, forward)
+            return stage.code.of_call(stage.module, forward)(*args, **kwargs)
+        forward = stage.code.of_call(stage.module, forward)
         given = (f"block `{stage.name}`", forward, args, kwargs, stage.module)
         watching = self._watching
         call = Call(*given) if watching is None else _WatchedCall(watching, now.latest, *given)
+        call.products = stage.chosen
         if stage.step in executor.prepared.inverted:
             call.expect_inverse()
         linked, picks = (), ()
@@ -323,12 +318,6 @@ class PlanFollower:
                 "with arguments as those in training.",
                 stacklevel=4,
             )
-
-
-def _watched(watching: Watching, index: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run a block that keeps products; in backward, that is the rest of it."""
-    with watching(index, "rest") if is_in_backward() else nullcontext():
-        return forward(*args, **kwargs)
 
 
 class PlannedModel(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from recoup._core.call import Call, run_again
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.kept_products import Products
@@ -40,9 +39,8 @@ class PlannedStage(NamedTuple):
         module: the block.
         chain: its chain.
         step: its index in that chain.
-        is_kept: whether it keeps its residuals, all or some, when it is first called.
-        chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
-            none.
+        is_kept: whether it keeps its residuals when it is first called.
+        chosen: the operators whose results it keeps for its second run; None if it keeps none.
         code: the code that it runs by.
     """
 
@@ -53,13 +51,6 @@ class PlannedStage(NamedTuple):
     is_kept: bool
     chosen: Products | None
     code: BlockCode
-
-    def run_kept(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `forward` so that it keeps its residuals, or the results of chosen operators."""
-        if self.chosen is None:
-            return self.code.of_call(self.module, forward)(*args, **kwargs)
-        name = f"block `{self.name}`"
-        return run_again(Call(name, forward, args, kwargs, self.module, products=self.chosen))
 
 
 def planned_stages(
@@ -73,6 +64,7 @@ def planned_stages(
         guard: the drift guard of the first chain that inverts, with the settings of all others.
     """
     variants = {a.index: a.variant for a in schedule.actions if isinstance(a, Tape)}
+    results = {a.start: a.results for a in schedule.actions if isinstance(a, Advance) and a.results}
     stages: list[PlannedStage] = []
     for start, stop in chains_of(calls):
         chain = _planned_chain(schedule, start, stop, guard)
@@ -82,12 +74,13 @@ def planned_stages(
         for index in range(start, stop):
             step, call = index - start, calls[index]
             is_kept = executor is None or executor.prepared.steps[step].is_taped
-            variant, chosen, code = variants.get(index, 0), None, BlockCode()
+            chosen, code = None, BlockCode()
             if call.codes:
+                variant = variants.get(index, 0)
                 code = call.codes[variant] if is_kept else call.code_again or call.codes[0]
-            elif variant:
+            elif index in results:
                 funcs = frozenset(product.func for product in call.products)
-                chosen = Products(funcs, frozenset(chosen_products(call)[variant - 1]))
+                chosen = Products(funcs, frozenset(chosen_products(call)[results[index] - 1]))
             stages.append(PlannedStage(call.name, call.module, chain, step, is_kept, chosen, code))
     return stages
 
@@ -127,6 +120,6 @@ def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action
         elif is_inverted_from and action.index == stop and isinstance(action, Keep | Load | Drop):
             yield replace(action, index=stop - start)
         elif start <= action.index < stop:
-            # The variant of the tape is known to the stage (`PlannedStage.chosen`).
+            # The variant of the tape is known to the stage (`PlannedStage.code`).
             of_stage = Tape(action.index) if isinstance(action, Tape) else action
             yield replace(of_stage, index=action.index - start)

@@ -15,9 +15,8 @@ Rule 4. A block that draws random numbers keeps the random state if it is recomp
         recomputing it seems cheaper than it is).
 Rule 5. A block whose residuals do not hold its input has so much less of a tape (at least that of
         the input, though), unless the block before holds it as its own output.
-Rule 6. The thinner tapes of a block keep the outputs of costly operators, those with the most work
-        per byte first. Operators after the last residual are left out, because the recomputation
-        stops before them.
+Rule 6. A block may keep the outputs of costly operators, those with the most work per byte first.
+        Operators after the last residual are left out, because the recomputation stops before them.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
 from recoup.planning.work import Product
-from recoup.schedules import Cost, Thin
+from recoup.schedules import Cost, Results
 
 __all__ = ["Measured", "MeasuredCall", "chosen_products", "price"]
 
-_MOST_VARIANTS = 5
+_MOST_SELECTIONS = 5
 
 
 @dataclass
@@ -208,7 +207,7 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
         beside_bytes=beside_bytes,
         is_linked=call.is_linked,
         before_bytes=before_bytes,
-        variants=tuple(_thin(call, own, run_bytes, chosen) for chosen in chosen_products(call)),
+        results=tuple(_results(call, chosen) for chosen in chosen_products(call)),
     )
 
 
@@ -231,25 +230,17 @@ def _drawn(call: MeasuredCall) -> int:
     return min(call.drawn_bytes, call.own_bytes)
 
 
-def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -> Thin:
-    """Return the tape that keeps the outputs of the `chosen` operators."""
-    kept = sum(call.products[i].num_bytes for i in chosen)
-    in_tape = sum(call.products[i].num_bytes for i in chosen if call.saved[i])
-    begin = 0 if call.until_again is None else call.until_again.end_bytes
-    missing = max(own + call.shared_bytes + call.alive_bytes - in_tape, 0)
-    reverse = call.after.peak_bytes - call.residuals.end_bytes
-    again = call.again.peak_bytes - begin - in_tape
-    extra = kept - in_tape  # freed when the second run has used it
-    return Thin(
-        tape_bytes=call.state_bytes + kept,
+def _results(call: MeasuredCall, chosen: Sequence[int]) -> Results:
+    """Return the outputs of the `chosen` operators, as they are kept for the second run."""
+    return Results(
+        num_bytes=sum(call.products[i].num_bytes for i in chosen),
         seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
-        tape_run_bytes=run_bytes + kept,
-        reverse_bytes=max(missing + reverse - extra, again, 0),
+        taped_bytes=sum(call.products[i].num_bytes for i in chosen if call.saved[i]),
     )
 
 
 def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
-    """Return the operators whose outputs each thinner tape keeps, the smallest tape first."""
+    """Return the operators whose outputs may be kept together, the fewest bytes first."""
     if len(call.saved) != len(call.products):
         return []  # the second run differed from the first one
     products = call.products
@@ -261,6 +252,6 @@ def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
         chosen = tuple(sorted(ranked[:length]))
         if sum(products[i].num_bytes for i in chosen) < whole:
             found.append(chosen)
-    step = max(len(found) / _MOST_VARIANTS, 1.0)
-    places = sorted({len(found) - 1 - int(step * i) for i in range(_MOST_VARIANTS)})
+    step = max(len(found) / _MOST_SELECTIONS, 1.0)
+    places = sorted({len(found) - 1 - int(step * i) for i in range(_MOST_SELECTIONS)})
     return [found[place] for place in places if place >= 0]

@@ -63,7 +63,7 @@ def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[floa
 def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[Cost]:
     """Return the largest costs among the ranks that hold parts of `model`.
 
-    If the ranks found different variants of stages, all variants are left out.
+    If the ranks found different variants or results of stages, all of them are left out.
     """
     found = [tuple(costs)]
     for mesh in _meshes_of(model):
@@ -72,8 +72,8 @@ def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[C
             gathered: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(gathered, found, group=group)
             found = [each for several in gathered for each in several]
-    if len({tuple(len(cost.variants) for cost in each) for each in found}) > 1:
-        found = [tuple(replace(cost, variants=()) for cost in each) for each in found]
+    if len({tuple((len(c.variants), len(c.results)) for c in each) for each in found}) > 1:
+        found = [tuple(replace(c, variants=(), results=()) for c in each) for each in found]
     return list(_largest(found))
 
 

@@ -25,6 +25,7 @@ from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Rehearsed
 from recoup.schedules import (
     Action,
+    Advance,
     Cost,
     Invert,
     Keep,
@@ -291,6 +292,7 @@ def _rows_of(
     sweep = schedule.actions[: schedule.sweep_end]
     taped = {a.index: a.variant for a in sweep if isinstance(a, Tape)}
     kept = {a.index for a in sweep if isinstance(a, Keep)}
+    results = {a.start: a.results for a in sweep if isinstance(a, Advance) and a.results}
     moved = {a.index for a in schedule.actions if isinstance(a, Offload)}
     inverted = {a.index for a in schedule.actions if isinstance(a, Invert)}
     rows: list[BlockPlan] = []
@@ -299,9 +301,12 @@ def _rows_of(
         again = runs[index] - 1
         if index in taped:
             thin = cost.tape(taped[index])
-            way = "keep products" if taped[index] and not call.codes else "keep"
-            way += f", {call.codes[taped[index]].name}" if call.codes else ""
+            way = "keep" + (f", {call.codes[taped[index]].name}" if call.codes else "")
             keeps, work = thin.tape_bytes, thin.seconds
+        elif index in results:
+            way, found = "keep products", cost.kept(results[index])
+            keeps = found.num_bytes + (cost.state_bytes if index in kept else 0)
+            work = found.seconds
         else:
             way = "recompute, offload" if index in moved else "recompute"
             way = "invert" if index in inverted else way

@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -34,7 +35,18 @@ from recoup.planning.following import PlannedModel
 from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
-from recoup.schedules import Reverse, Schedule, Tape, Way, constant
+from recoup.schedules import (
+    Action,
+    Advance,
+    Drop,
+    Keep,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+    Way,
+    constant,
+)
 
 __all__ = ["Times", "medians_of_alike", "times_of", "with_times"]
 
@@ -77,7 +89,7 @@ def times_of(
         plain_seconds: the time of the plain step, if it is known from other blocks.
     """
     planned = PlannedModel.of(step, blocks, calls)
-    runs: list[dict[int, float]] = []  # the seconds of second runs in each step
+    runs: list[dict[int, float]] = []  # the seconds of second runs in each step that has them all
 
     @contextmanager
     def noted(index: int) -> Generator[None]:
@@ -90,24 +102,20 @@ def times_of(
     def timed(index: int, run: str) -> AbstractContextManager[None]:
         return noted(index) if run in ("first", "again") else nullcontext()
 
-    def following(schedule: Schedule) -> Callable[[], AbstractContextManager[None]]:
-        def entered() -> AbstractContextManager[None]:
-            runs.append({})
-            return planned.followed(schedule, timed)
+    every_way: list[Way] = ["recompute"] * len(calls)
 
-        return entered
+    @contextmanager
+    def recomputing() -> Generator[None]:
+        runs.append({})
+        with planned.followed(constant([*every_way, "keep"]), timed):
+            yield
 
-    recomputing: list[Way] = ["recompute"] * len(calls)
-    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "again": following(constant([*recomputing, "keep"]))
-    }
-    variants = [len(chosen_products(call)) for call in calls]
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
+    kept = [len(chosen_products(call)) for call in calls]
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
-    if has_room and any(variants):
-        tapes = [Tape(index, variant) for index, variant in enumerate([*variants, 0])]
-        reverses = [Reverse(tape.index) for tape in reversed(tapes)]
-        ways["products"] = following(Schedule(len(tapes), (*tapes, *reverses)))
+    if has_room and any(kept):
+        ways["products"] = partial(planned.followed, _keeping(kept))
     seconds = _in_turn(step, ways)
     shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
     again = medians_of_alike(calls, shortest)
@@ -118,8 +126,7 @@ def times_of(
     plain = seconds.get("plain", plain_seconds)
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
-    kept = [_kept_of(call, taken) for call, taken in zip(calls, again, strict=True)]
-    whole = sum(kept)
+    whole = sum(map(_kept_of, calls, again))
     saved = whole - _SECONDS_OF_PRODUCT * sum(len(_most_of(call)) for call in calls)
     if "products" in seconds:
         saved = seconds["again"] - seconds["products"]
@@ -128,8 +135,21 @@ def times_of(
     return Times(plain, again, share)
 
 
+def _keeping(results: Sequence[int]) -> Schedule:
+    """Return the schedule in which each call keeps results, or everything, and the tail too."""
+    last = len(results)
+    sweep: list[Action] = []
+    backward: list[Action] = [Reverse(last)]
+    for index, number in enumerate(results):
+        sweep += [Keep(index), Advance(index, index + 1, number)] if number else [Tape(index)]
+    for index, number in reversed(list(enumerate(results))):
+        backward += [Load(index), Drop(index), Tape(index)] if number else []
+        backward.append(Reverse(index))
+    return Schedule(last + 1, (*sweep, Tape(last), *backward))
+
+
 def _most_of(call: MeasuredCall) -> Sequence[int]:
-    """Return the products that the largest of its tapes keeps."""
+    """Return the most products that are kept together."""
     return (chosen_products(call) or [()])[-1]
 
 

@@ -85,7 +85,7 @@ def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
     if kind.guard is not None:
         kind = _without_inverses(kind)._replace(guard=None)
         yield "inverts nothing", kind
-    costs = [replace(cost, variants=()) for cost in kind.costs]
+    costs = [replace(cost, results=()) for cost in kind.costs]
     yield "keeps no results of products", kind.with_costs(costs)
     yield "keeps all residuals", kind._replace(points=kind.points[-1:])
 

@@ -241,7 +241,8 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
 def _singly(actions: Sequence[Action]) -> Iterator[Action]:
     for action in actions:
         if isinstance(action, Advance):
-            yield from (Advance(i, i + 1) for i in range(action.start, action.stop))
+            stages = range(action.start, action.stop)
+            yield from (replace(action, start=index, stop=index + 1) for index in stages)
         else:
             yield action
 

@@ -140,12 +140,15 @@ class Load(_OnState):
 class Advance:
     """Run stages ``start ... stop - 1`` without their tapes, from ``x_start`` to ``x_stop``.
 
-    Kept: nothing but the new working state, ``x_stop``. Autograd holds an empty slot for each
-    residual of these stages, and a later `Tape` or `Invert` of the stage fills it.
+    Kept: the new working state, ``x_stop``, and the results that are asked for. Autograd holds an
+    empty slot for each residual of these stages, and a later `Tape` or `Invert` of the stage fills
+    it.
 
     Args:
         start: number of the first stage, whose input must be the working state.
         stop: number of the last stage plus one.
+        results: which results of operators a run of one stage in the sweep keeps: 0 for none, ``r``
+            for ``results[r - 1]`` of the stage's `Cost`. The next run of the stage uses them up.
 
     Example:
         >>> from recoup.schedules import Advance, sqrt
@@ -155,10 +158,11 @@ class Advance:
 
     start: int
     stop: int
+    results: int = 0
 
     def __str__(self) -> str:
-        last = self.stop - 1
-        return f"run {self.start}" if self.start == last else f"run {self.start} to {last}"
+        last, kept = self.stop - 1, f" (results {self.results})" if self.results else ""
+        return f"run {self.start}" + (f" to {last}" if self.start < last else "") + kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from recoup._arguments import is_real, shown
 
-__all__ = ["Cost", "Thin", "require_size"]
+__all__ = ["Cost", "Results", "Thin", "require_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,43 @@ class Thin:
 
 
 @dataclass(frozen=True, slots=True)
+class Results:
+    """Results of operators that a run without a tape may keep for the run that makes the tape.
+
+    Args:
+        num_bytes: their bytes.
+        seconds: the time of that later run, which is given them.
+        taped_bytes: those of the bytes that the tape holds, too.
+
+    Raises:
+        ValueError: a cost is negative or not finite, or the tape holds more of them than there are.
+
+    Example:
+        >>> from recoup.schedules import Results
+        >>> Results(num_bytes=4, seconds=0.5).taped_bytes
+        0
+    """
+
+    num_bytes: int
+    seconds: float
+    taped_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _require_time("seconds", self.seconds)
+        for name in ("num_bytes", "taped_bytes"):
+            require_size(name, getattr(self, name))
+        if self.taped_bytes > self.num_bytes:
+            raise ValueError(
+                f"`taped_bytes` is {self.taped_bytes}, but it must be at most `num_bytes` "
+                f"({self.num_bytes}): the tape holds a part of the results"
+            )
+
+    def scaled(self, factor: float) -> Results:
+        """Return the results with their time multiplied by a number."""
+        return replace(self, seconds=factor * self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one stage. By default, only time, states and tapes count.
 
@@ -75,6 +112,7 @@ class Cost:
             beyond the stage's output; None to count `tape_run_bytes`, and then the whole tape.
         offload_seconds: time to move the input to host memory and back; None if that is impossible.
         variants: other tapes, for a stage that is taped in the sweep.
+        results: what the run of the sweep may keep where the stage is taped in backward.
         again: the tape that a run in backward makes, if it is another one than the whole (a stage
             of which other code runs where it is run again); None for the whole one.
         before_bytes: the most temporary memory of code before the stage, in the sweep, beyond the
@@ -105,6 +143,7 @@ class Cost:
     invert_seconds: float = 0.0
     offload_seconds: float | None = None
     variants: tuple[Thin, ...] = ()
+    results: tuple[Results, ...] = ()
     lent_bytes: int = 0
     before_bytes: int = 0
     again: Thin | None = None
@@ -142,6 +181,7 @@ class Cost:
             invert_seconds=factor * self.invert_seconds,
             offload_seconds=None if offload is None else factor * offload,
             variants=tuple(thin.scaled(factor) for thin in self.variants),
+            results=tuple(each.scaled(factor) for each in self.results),
             again=None if self.again is None else self.again.scaled(factor),
         )
 
@@ -150,6 +190,10 @@ class Cost:
         if variant == 0:
             return Thin(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
         return self.variants[variant - 1]
+
+    def kept(self, number: int) -> Results:
+        """Return results by their number: 0 for none, which leaves a whole run to backward."""
+        return self.results[number - 1] if number else Results(0, self.seconds)
 
     @property
     def tape_again(self) -> Thin:

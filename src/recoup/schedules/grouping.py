@@ -74,8 +74,8 @@ def on_groups(schedule: Schedule, groups: Sequence[range]) -> Schedule:
     actions: list[Action] = []
     for action in schedule.actions:
         match action:
-            case Advance(start, stop):
-                actions.append(Advance(places[start], places[stop]))
+            case Advance(start, stop, results):
+                actions.append(Advance(places[start], places[stop], results))
             case Tape(index, variant) if index in places:
                 actions.append(Tape(places[index], variant))
             case Tape():

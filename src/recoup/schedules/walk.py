@@ -15,7 +15,7 @@ from recoup.schedules.actions import (
     Reverse,
     Tape,
 )
-from recoup.schedules.costs import Cost, Thin
+from recoup.schedules.costs import Cost, Results, Thin
 
 __all__ = ["Walk"]
 
@@ -46,6 +46,7 @@ class Walk:
         self.kept: set[int] = set()
         self.offloaded: set[int] = set()
         self.tapes: dict[int, Thin] = {}
+        self.results: dict[int, Results] = {}  # that the sweep has kept
         self.remaining = self.num_stages  # the first stages, which are not reversed yet
         self.swept = False  # whether the working state has been x_n
         self.in_backward = False
@@ -81,13 +82,18 @@ class Walk:
                 self._drop(index)
             case Load(index):
                 self._work(index)
-            case Advance(start, stop):
+            case Advance(start, stop, results):
                 for index in range(start, stop):
-                    self._enter(index, self.costs[index].run_bytes)
+                    kept = self._kept_results(index, results)
+                    self._enter(index, self.costs[index].run_bytes + kept.num_bytes)
+                    if results:
+                        self.results[index] = kept
+                        self.held += kept.num_bytes
                     self._work(self._output(index))
             case Tape(index, variant):
                 tape = self._tape_cost(index, variant)
-                self._enter(index, tape.tape_run_bytes)
+                taped = self.results[index].taped_bytes if index in self.results else 0
+                self._enter(index, tape.tape_run_bytes - taped)
                 self.forwards[index] += variant > 0  # backward runs it once more, in part
                 self._tape(index, tape, self._output(index))
             case Invert(index):
@@ -114,8 +120,9 @@ class Walk:
             case Drop(index) | Load(index):
                 there = index in self.kept or index in self.offloaded
                 return None if there else f"it needs x_{index} kept, and it is not"
-            case Advance(start, stop):
-                return self._needs(start) or self._unfit(start, stop)
+            case Advance(start, stop, results):
+                reason = self._needs(start) or self._unfit(start, stop)
+                return reason or self._unkeepable(start, stop, results)
             case Tape(index, variant):
                 return self._needs(index) or self._untaped(index) or self._untapable(index, variant)
             case Invert(index):
@@ -180,6 +187,15 @@ class Walk:
                 return f"running stage {index - 1} again does not make x_{index}"
         return None
 
+    def _unkeepable(self, start: int, stop: int, results: int) -> str | None:
+        if not results:
+            return None
+        if self.in_backward or stop > start + 1:
+            return "only a run of one stage in the sweep can keep results"
+        if results < 0 or (self.is_costed and results > len(self.costs[start].results)):
+            return f"stage {start} has {len(self.costs[start].results)} kinds of results"
+        return None
+
     def _untapable(self, index: int, variant: int) -> str | None:
         if self.in_backward and variant:
             return "only a tape of the sweep can be another one than the whole"
@@ -190,6 +206,8 @@ class Walk:
     def _uninvertible(self, index: int) -> str | None:
         if not self.costs[index].is_invertible:
             return f"stage {index} is not invertible"
+        if index in self.results:
+            return f"stage {index} has kept results, for a tape"
         if not self._links(index + 1):
             return f"x_{index + 1} is not what stage {index} returned"
         return None
@@ -208,15 +226,23 @@ class Walk:
             return self.tapes_again[index]
         return self.tapes_of_stage[index][variant if self.is_costed else 0]
 
+    def _kept_results(self, index: int, number: int) -> Results:
+        return self.costs[index].kept(number) if self.is_costed else Results(0, 0.0)
+
     def _enter(self, index: int, beyond: int) -> None:
-        """Count a run of a stage whose input is the working state."""
+        """Count a run of a stage whose input is the working state, and which uses results up."""
         cost = self.costs[index]
         if not self.in_backward:
             self.held += cost.beside_bytes
             beyond = max(beyond, cost.before_bytes)
         self.peak = max(self.peak, self.held + beyond)
         self.forwards[index] += 1
-        self.seconds += cost.seconds
+        given = self.results.pop(index, None)
+        if given is None:
+            self.seconds += cost.seconds
+        else:
+            self.seconds += given.seconds
+            self.held -= given.num_bytes
 
     def _recount(self, index: int) -> None:
         present = (index in self.kept or index == self.working) and index not in self.tapes

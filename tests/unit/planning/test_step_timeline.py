@@ -137,7 +137,7 @@ def test_blocks_that_run_again_say_so_as_often_as_planned():
     found = recoup.timeline(model, x, plan=plan, loss=square).planned
     again = [each.module for each in found.stretches if each.what == "runs again"]
     for block in plan.blocks:
-        assert again.count(f"{block.name}.0") == block.num_forwards - 1, block
+        assert again.count(f"{block.name}.1") == block.num_forwards - 1, block
     assert max(block.num_forwards for block in plan.blocks) > 2
     ways = {
         each.module.partition(".")[0]: each.way for each in found.stretches if "." in each.module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from recoup.errors import ScheduleError
 from recoup.schedules import (
@@ -59,6 +60,13 @@ def _sweep(costs: Sequence[Cost], start: int, *, returns: bool) -> Iterator[Acti
         for rest in _sweep(costs, start + 1, returns=True):
             yield (Advance(start, start + 1), *rest, Invert(start), Reverse(start))
     for split in range(start + 1, len(costs)):
+        stages = range(start, split)
+        load: Actions = (Load(start),) if returns else (Load(start), Drop(start))
+        tapes = (*map(Tape, stages), *map(Reverse, reversed(stages)))
+        for numbers in product(*(range(len(costs[index].results) + 1) for index in stages)):
+            runs = [Advance(index, index + 1, numbers[index - start]) for index in stages]
+            for later in _sweep(costs, split, returns=False) if any(numbers) else ():
+                yield (Keep(start), *runs, *later, *load, *tapes, *back)
         for later in _sweep(costs, split, returns=False):
             for earlier in _again(costs, start, split, kept=True, stays=returns):
                 yield (Keep(start), Advance(start, split), *later, Load(start), *earlier, *back)

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from recoup.errors import ScheduleError
 from recoup.schedules import (
+    Advance,
     Cost,
     Invert,
     Offload,
+    Results,
     Tape,
     Thin,
     frontier,
@@ -31,6 +33,12 @@ def thins(draw, state):
 
 
 @st.composite
+def results(draw):
+    taped = draw(SIZES)
+    return Results(taped + draw(SIZES), draw(TIMES), taped)
+
+
+@st.composite
 def costs(draw, *, with_choices=True, with_moments=True):
     state = draw(SIZES)
     sizes = [draw(SIZES) for _ in range(4)] if with_moments else [0] * 4
@@ -45,6 +53,7 @@ def costs(draw, *, with_choices=True, with_moments=True):
         invert_seconds=draw(TIMES),
         offload_seconds=draw(st.none() | TIMES),
         variants=tuple(draw(st.lists(thins(state), max_size=1))),
+        results=tuple(draw(st.lists(results(), max_size=1))),
         before_bytes=draw(SIZES),
         again=draw(st.none() | thins(state)),
         invert_bytes=draw(st.none() | SIZES),
@@ -101,6 +110,7 @@ def various(num_stages, seed):
     for _ in range(num_stages):
         state, more = draw.randint(1, 10**6), draw.randint(0, 10**7)
         thin = Thin(state + more // 3, 0.1, more, more // 2)
+        kept = [Results(more // part, 0.02 * part, more // (2 * part)) for part in (2, 3, 4)]
         chain.append(
             Cost(
                 *(draw.random(), state, state + more, state, 2 * more, more // 2),
@@ -112,6 +122,7 @@ def various(num_stages, seed):
                 invert_seconds=draw.random(),
                 offload_seconds=draw.choice([None, 1.0]),
                 variants=draw.choice([(), (thin,)]),
+                results=tuple(draw.sample(kept, draw.randint(0, 3))),
                 again=thin if len(chain) % 3 == 0 else None,
             )
         )
@@ -126,8 +137,9 @@ def test_every_schedule_holds_what_was_counted(num_stages):
         simulation = simulate(candidate.build(), costs=chain)
         assert simulation.peak_bytes == candidate.peak_bytes
         assert simulation.seconds == pytest.approx(candidate.seconds, rel=1e-9)
-    actions = {type(action) for point in frontier(chain) for action in point.schedule.actions}
-    assert {Tape, Invert, Offload} <= actions
+    actions = [action for point in frontier(chain) for action in point.schedule.actions]
+    assert {Tape, Invert, Offload} <= set(map(type, actions))
+    assert any(isinstance(action, Advance) and action.results for action in actions)
 
 
 def test_a_frontier_is_the_same_every_time():

@@ -16,32 +16,39 @@ Rule 4. In a long chain neighbours are grouped. The ends of a long segment are b
         and if it is run again, its first group is taped completely or not at all. Within one group
         that is run again, and for the tapes and inverses of the sweep, stages are chosen one by
         one.
+Rule 5. A segment of the sweep may keep results of its stages with its input. Its stages are all
+        taped again in backward, one after another, so none of the states between is kept, and
+        their tapes are there at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from math import prod
 from typing import Literal, NamedTuple
 
 from recoup.schedules.costs import Cost, Thin
 
 __all__ = ["Chain", "Choice"]
 
-_Kind = Literal["tape", "keep", "offload", "invert"]
+_Kind = Literal["tape", "results", "keep", "offload", "invert"]
+_MOST_STAGES = 8  # that keep results in one segment, whose tapes are then there at once
+_MOST_SELECTIONS = 10  # of results, for each segment
+_FEW_WAYS = 16  # to select them, all of which are tried
 
 
 class Choice(NamedTuple):
     """A choice: how to begin a segment.
 
     Args:
-        kind: tape the first stages, keep or offload the input of the first part, or invert the
-            first stage.
+        kind: tape the first stages; keep results of theirs with the input, and tape them in
+            backward; keep or offload the input of the first part; or invert the first stage.
         earlier_stop: the end of the earlier part, which is run without tapes and solved after the
             later one; the start of the segment if nothing is left to solve there.
         middle: the stage at which the later part begins.
-        variant: the variant of the tape.
+        variants: the variants of the tapes of the first stages, or the numbers of their results.
         needs: the bytes at the worst moment, without the parts that are solved.
         keeps: the bytes that are kept while the later part is solved.
         seconds: the time, without that of the parts that are solved.
@@ -50,10 +57,14 @@ class Choice(NamedTuple):
     kind: _Kind
     earlier_stop: int
     middle: int
-    variant: int
+    variants: tuple[int, ...]
     needs: int
     keeps: int
     seconds: float
+
+    def of_stages(self, start: int) -> Iterator[tuple[int, int]]:
+        """Yield each of the first stages with its variant."""
+        return enumerate(self.variants, start)
 
 
 class Chain:
@@ -92,6 +103,7 @@ class Chain:
         self._taped_group = {
             start: self._taping_bytes(start, stop) for start, stop in pairwise(self.borders)
         }
+        self._steps = [_steps_of(index, cost) for index, cost in enumerate(costs)]
         self._advance_bytes = [self._advancing(index) for index in range(num_stages)]
 
     def run(self, start: int, stop: int) -> float:
@@ -144,16 +156,17 @@ class Chain:
             running, reversing = self._taped_group[start]
         keeps = self.taped[first] - self.taped[start]
         seconds = self.taping(start, first, in_backward=True)
-        yield Choice("tape", start, first, 0, max(running + behind, reversing), keeps, seconds)
+        needs = max(running + behind, reversing)
+        yield Choice("tape", start, first, (0,) * (first - start), needs, keeps, seconds)
         kept, offloaded, *_ = self._advance_bytes[start]
         state, offload = self.states[start], self.costs[start].offload_seconds
         for split in splits:
             seconds = self.run(start, split)
             at = split - start - 1
-            yield Choice("keep", split, split, 0, kept[at] + behind, state, seconds)
+            yield Choice("keep", split, split, (), kept[at] + behind, state, seconds)
             if offload is not None:
                 needs, seconds = offloaded[at] + behind, seconds + offload
-                yield Choice("offload", split, split, 0, needs, 0, seconds)
+                yield Choice("offload", split, split, (), needs, 0, seconds)
 
     def _in_sweep(self, start: int) -> Iterator[Choice]:
         cost, state, output = self.costs[start], self.states[start], self.states[start + 1]
@@ -168,7 +181,7 @@ class Chain:
                 reversed_,
             )
             seconds = cost.seconds + tape.seconds
-            yield Choice("tape", start, start + 1, variant, needs, tape.tape_bytes, seconds)
+            yield Choice("tape", start, start + 1, (variant,), needs, tape.tape_bytes, seconds)
         if cost.is_fixed:
             return
         if cost.is_invertible and self._links(start + 1):
@@ -182,14 +195,61 @@ class Chain:
                 output + behind,
             )
             seconds = cost.seconds + cost.invert_seconds
-            yield Choice("invert", start, start + 1, 0, needs, 0, seconds)
+            yield Choice("invert", start, start + 1, (), needs, 0, seconds)
         *_, kept, offloaded = self._advance_bytes[start]
         for split in self._ends_in_sweep(start):
             seconds, at = self.run(start, split), split - start - 1
-            yield Choice("keep", split, split, 0, kept[at], state, seconds)
+            yield Choice("keep", split, split, (), kept[at], state, seconds)
             if cost.offload_seconds is not None:
                 seconds += cost.offload_seconds
-                yield Choice("offload", split, split, 0, offloaded[at], 0, seconds)
+                yield Choice("offload", split, split, (), offloaded[at], 0, seconds)
+
+            if split - start <= _MOST_STAGES:
+                yield from self._keeping_results(start, split)
+
+    def _keeping_results(self, start: int, stop: int) -> Iterator[Choice]:
+        """Yield choices to keep results of all stages of a segment (See Rule 5)."""
+        stages, base = range(start, stop), self.base
+        for numbers in self._selections(start, stop):
+            results = [self.costs[start + at].kept(number) for at, number in enumerate(numbers)]
+            left = sum(each.num_bytes for each in results)  # of the second runs that are to come
+            needs, held, taped = base, self.states[start], 0
+            for index, kept in zip(stages, results, strict=True):
+                cost, state, output = self.costs[index], self.states[index], self.states[index + 1]
+                again = output if self._links(index + 1) else 0
+                running = max(cost.run_bytes + kept.num_bytes, cost.before_bytes)
+                working = state if index > start else 0
+                most = max(working + running, kept.num_bytes + output)
+                needs = max(needs, held + most + self._passed[index])
+                held += kept.num_bytes
+                tape = cost.tape_again
+                running = state + tape.tape_run_bytes - kept.taped_bytes + left
+                left -= kept.num_bytes
+                making = max(running, tape.tape_bytes + again + left)
+                reversing = _reversing(cost, tape) + self._behind[index + 1]
+                needs = max(needs, taped + making + self._behind[stop])
+                needs = max(needs, taped + max(reversing, self._behind[index]))
+                taped += tape.tape_bytes
+            seconds = self.taping(start, stop, in_backward=True)
+            seconds += sum(each.seconds for each in results)
+            yield Choice("results", start, stop, numbers, needs, held, seconds)
+
+    def _selections(self, start: int, stop: int) -> Iterator[tuple[int, ...]]:
+        """Yield which results each stage of a segment keeps: all ways, or those that pay most."""
+        costs = self.costs[start:stop]
+        num_ways = prod(len(cost.results) + 1 for cost in costs)
+        if num_ways <= _FEW_WAYS:
+            ways = product(*(range(len(cost.results) + 1) for cost in costs))
+            yield from filter(any, ways)
+            return
+        steps = [step for index in range(start, stop) for step in self._steps[index]]
+        steps.sort(reverse=True)
+        numbers = [0] * (stop - start)
+        every = -(-len(steps) // _MOST_SELECTIONS)
+        for place, (_, index, number) in enumerate(steps, 1):
+            numbers[index - start] = number
+            if (len(steps) - place) % every == 0:
+                yield tuple(numbers)
 
     def _ends_in_sweep(self, start: int) -> list[int]:
         ends = self.ends(start)
@@ -265,6 +325,27 @@ class Chain:
                 most[at] = max(most[at], now)
                 found[at].append(most[at])
         return found
+
+
+def _steps_of(index: int, cost: Cost) -> list[tuple[float, int, int]]:
+    """Return the results that a stage keeps, fewest bytes first, by the seconds a byte saves.
+
+    Each step saves less for a byte than the one before: others are left out.
+    """
+    chosen = [(0, cost.seconds, 0)]
+    options = ((each.num_bytes, each.seconds, at) for at, each in enumerate(cost.results, 1))
+    for num_bytes, seconds, number in sorted(options):
+        if seconds >= chosen[-1][1]:
+            continue
+        while len(chosen) > 1 and _rate(*chosen[-2:]) <= _rate(chosen[-1], (num_bytes, seconds, 0)):
+            chosen.pop()
+        chosen.append((num_bytes, seconds, number))
+    return [(_rate(a, b), index, b[2]) for a, b in pairwise(chosen)]
+
+
+def _rate(a: tuple[int, float, int], b: tuple[int, float, int]) -> float:
+    """Return the seconds that each further byte saves."""
+    return (a[1] - b[1]) / max(b[0] - a[0], 1)
 
 
 def _reversing(cost: Cost, tape: Thin) -> int:

@@ -258,3 +258,5 @@ def _sizes(cost: Cost) -> Iterator[int]:
     tapes = [cost.tape(variant) for variant in range(len(cost.variants) + 1)]
     for thin in (*tapes, cost.tape_again):
         yield from (thin.tape_bytes, thin.tape_run_bytes, thin.reverse_bytes)
+    for results in cost.results:
+        yield from (results.num_bytes, results.taped_bytes)

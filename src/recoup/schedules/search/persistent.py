@@ -11,7 +11,7 @@ networks with limited memory" (2019).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from recoup.schedules.actions import (
     Action,
@@ -62,11 +62,16 @@ def persistent(num_stages: int, level: int, choose: _Choose) -> Schedule:
         item = waiting.pop()
         if isinstance(item, _Part):
             waiting += reversed(_begin(item, num_stages, choose))
-        elif isinstance(item, Advance) and actions and isinstance(before := actions[-1], Advance):
+        elif _is_plain(item) and actions and _is_plain(before := actions[-1]):
             actions[-1] = Advance(before.start, item.stop)
         else:
             actions.append(item)
     return Schedule(num_stages, tuple(actions), name="optimal")
+
+
+def _is_plain(action: Action) -> TypeGuard[Advance]:
+    """Whether an action runs stages and keeps none of their results."""
+    return isinstance(action, Advance) and not action.results
 
 
 def _begin(part: _Part, num_stages: int, choose: _Choose) -> list[Action | _Part]:
@@ -83,12 +88,18 @@ def _begin(part: _Part, num_stages: int, choose: _Choose) -> list[Action | _Part
             inverse = (Invert(start), Reverse(start))
             return [Advance(start, start + 1), later._replace(returns=True), *inverse]
         case "tape":
-            stages = range(start, choice.middle)
-            tapes = [Tape(index, choice.variant) for index in stages]
-            reverses = [Reverse(index) for index in reversed(stages)]
+            tapes = [Tape(index, variant) for index, variant in choice.of_stages(start)]
+            reverses = [Reverse(tape.index) for tape in reversed(tapes)]
             if part.returns:
                 return [*keep, *tapes, later, *reverses, *back]
             return [*([] if part.stays else drop), *tapes, later, *reverses]
+        case "results":
+            runs = [Advance(index, index + 1, kept) for index, kept in choice.of_stages(start)]
+            tapes = [Tape(run.start) for run in runs]
+            reverses = [Reverse(run.start) for run in reversed(runs)]
+            stays = part.stays or part.returns
+            loaded = [Load(start), *([] if stays else [Drop(start)])]
+            return [*keep, *runs, later, *loaded, *tapes, *reverses, *back]
         case "keep":
             earlier = _Part(start, choice.middle, part.level, True, part.stays or part.returns)
             return [*keep, Advance(start, choice.middle), later, Load(start), earlier, *back]
