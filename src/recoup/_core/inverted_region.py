@@ -5,8 +5,9 @@ NOTE [ An inverted call ]
 Rule 1. An inverse runs without a graph; each network that it evaluates is a region beside this one,
         and fills its own slots (NOTE [ One evaluation ]).
 Rule 2. Draws in an inverted call that no seed repeats come from the generators' state, in the order
-        in which forward drew. If the inverse draws in another order, the output of the second
-        forward differs from that of the first, which is checked.
+        in which forward drew; its networks run again, in the order of forward. If the inverse draws
+        in another order, the output of the second forward differs from that of the first, which is
+        checked.
 Rule 3. An inverse may return the input of forward in another memory layout. It is then copied to
         the layout of forward, in which the second forward draws the same masks.
 Rule 4. Residuals that are made from what an inverse returned differ by more than rounding. So they
@@ -78,12 +79,13 @@ class InvertedRegion(Region):
     def invert(self, after: State, *, is_taped: bool) -> State:
         """Return the input for an output, and fill slots if `is_taped`."""
         evaluations = self._evaluations
-        recall = is_taped and evaluations.are_shared
+        has_foreign = self.surroundings.has_foreign
+        recall = is_taped and evaluations.are_shared and not has_foreign  # See Rule 2
         try:
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
-            if self.surroundings.has_foreign:  # See Rule 2
-                output = self._filled(state, recall=recall, needs_output=True)
+            if has_foreign:
+                output = self._filled(state, recall=False, needs_output=True)
                 self._check_same(output, after)
             elif is_taped and (not recall or super().are_wanted):
                 del after  # a whole state, which `_filled` does not need

@@ -10,6 +10,7 @@ from torch import Tensor
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError
+from recoup.invertible.adapted import Adapted
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.rearrange import Split
 
@@ -40,7 +41,8 @@ class ModuleStage:
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
-        self.module = self.code = module
+        self.module: Any = module
+        self.code: object = module
         self.modules = (module,)
         self._hands_context = hands_context
         self.is_in_place: bool = module.__dict__.get("inplace", False)
@@ -105,6 +107,16 @@ class _ChainStage(ModuleStage):
         return (*state[start:], state[0]), state[1:start]
 
 
+class _AdaptedStage(ModuleStage):
+    """A layer of another library, whose log-determinant of the inverse may cost another run."""
+
+    __slots__ = ()
+
+    def inverse(self, state: State) -> State:
+        """Return the state before the module."""
+        return (self.module.input_of(state[0], *self._context(state)), *state[1:])
+
+
 class StageGroup:
     """Several modules as one stage, because the schedule treats all of them alike.
 
@@ -138,6 +150,7 @@ def module_stage(name: str, module: InvertibleModule, context: Tensor | None) ->
     hands_context = context is not None and module.takes_context
     kind = _ChainStage if module.num_early else ModuleStage
     kind = _SplitStage if isinstance(module, Split) else kind
+    kind = _AdaptedStage if isinstance(module, Adapted) else kind
     return kind(name, module, hands_context=hands_context)
 
 

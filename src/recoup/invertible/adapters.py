@@ -1,0 +1,431 @@
+"""`adapt`: layers of zuko, nflows, normflows, FrEIA and torch.distributions as invertible modules.
+
+NOTE [ What is known of other libraries ]
+
+Rule 1. A library is never imported: an object of one shows by its classes, by the names of the
+        modules that define them.
+Rule 2. `_CLOSED` has the classes whose inverses are closed forms, as cheap as forward and nearly
+        as exact. Layers of all other classes are recomputed: autoregressive ones, whose inverse
+        runs once for each dimension, those that search or integrate, those that saturate, and all
+        that are not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Transform
+
+from recoup._arguments import check_type, shown
+from recoup.invertible.adapted import Adapted
+from recoup.invertible.chain import Chain
+from recoup.invertible.contract import InvertibleModule
+
+__all__ = ["adapt", "kinds_of", "parts_of"]
+
+_CLOSED: dict[str, tuple[str, ...]] = {
+    "torch.distributions.transforms": ("AffineTransform", "ExpTransform", "ReshapeTransform"),
+    "zuko.transforms": (
+        "IdentityTransform", "CircularShiftTransform", "AdditiveTransform",
+        "MonotonicAffineTransform", "MonotonicRQSTransform", "PermutationTransform",
+        "RotationTransform", "LULinearTransform",
+    ),
+    "nflows.transforms.coupling": (
+        "AffineCouplingTransform", "AdditiveCouplingTransform", "PiecewiseLinearCouplingTransform",
+        "PiecewiseQuadraticCouplingTransform", "PiecewiseRationalQuadraticCouplingTransform",
+    ),
+    "nflows.transforms.conv": ("OneByOneConvolution",),
+    "nflows.transforms.linear": ("NaiveLinear",),
+    "nflows.transforms.lu": ("LULinear",),
+    "nflows.transforms.qr": ("QRLinear",),
+    "nflows.transforms.svd": ("SVDLinear",),
+    "nflows.transforms.orthogonal": ("HouseholderSequence",),
+    "nflows.transforms.normalization": ("ActNorm",),
+    "nflows.transforms.nonlinearities": ("LeakyReLU", "PiecewiseRationalQuadraticCDF"),
+    "nflows.transforms.permutations": ("Permutation", "RandomPermutation", "ReversePermutation"),
+    "nflows.transforms.reshape": ("SqueezeTransform",),
+    "nflows.transforms.standard": (
+        "IdentityTransform", "PointwiseAffineTransform", "AffineTransform",
+    ),
+    "normflows.flows.affine.coupling": (
+        "AffineConstFlow", "AffineCouplingBlock", "MaskedAffineFlow",
+    ),
+    "normflows.flows.mixing": (
+        "Permute", "Invertible1x1Conv", "InvertibleAffine", "LULinearPermute",
+    ),
+    "normflows.flows.neural_spline.wrapper": (
+        "CoupledRationalQuadraticSpline", "CircularCoupledRationalQuadraticSpline",
+    ),
+    "normflows.flows.normalization": ("ActNorm",),
+    "normflows.flows.periodic": ("PeriodicShift",),
+    "normflows.flows.reshape": ("Squeeze",),
+    "FrEIA.modules.all_in_one_block": ("AllInOneBlock",),
+    "FrEIA.modules.coupling_layers": (
+        "NICECouplingBlock", "RNVPCouplingBlock", "GLOWCouplingBlock", "GINCouplingBlock",
+        "AffineCouplingOneSided", "ConditionalAffineTransform",
+    ),
+    "FrEIA.modules.fixed_transforms": ("PermuteRandom", "FixedLinearTransform", "Fixed1x1Conv"),
+    "FrEIA.modules.invertible_resnet": ("ActNorm",),
+    "FrEIA.modules.orthogonal": ("HouseholderPerm",),
+    "FrEIA.modules.reshapes": (
+        "IRevNetDownsampling", "IRevNetUpsampling", "HaarDownsampling", "HaarUpsampling",
+        "Flatten", "Reshape",
+    ),
+}  # fmt: skip
+
+# Where the couplings of a module have networks that both directions call once, on the same input.
+_NETWORKS: dict[str, tuple[str, ...]] = {
+    "zuko.flows.coupling": ("hyper",),
+    "nflows.transforms.coupling": ("transform_net",),
+    "normflows.flows.affine.coupling": ("param_map", "s", "t"),
+    "normflows.flows.neural_spline.coupling": ("transform_net",),
+    "FrEIA.modules.all_in_one_block": ("subnet",),
+    "FrEIA.modules.coupling_layers": (
+        "F", "G", "subnet", "subnet1", "subnet2", "subnet_s1", "subnet_t1", "subnet_s2",
+        "subnet_t2",
+    ),
+}  # fmt: skip
+
+_UNKNOWN = "its inverse is not known to be cheap and exact"
+_SEQUENTIAL = "its inverse runs once for each dimension"
+
+# What compositions have their layers in, in the order from data to latent, by their classes.
+_PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
+    "torch.distributions.transforms.ComposeTransform": lambda whole: whole.parts,
+    "zuko.transforms.ComposedTransform": lambda whole: whole.transforms,
+    "zuko.lazy.LazyComposedTransform": lambda whole: whole.transforms,
+    "nflows.transforms.base.CompositeTransform": lambda whole: whole._transforms,
+    "normflows.flows.base.Composite": lambda whole: whole._flows[::-1],
+    "normflows.flows.affine.glow.GlowBlock": lambda whole: whole.flows[::-1],
+    "FrEIA.framework.sequence_inn.SequenceINN": lambda whole: whole.module_list,
+    "FrEIA.framework.reversible_sequential_net.ReversibleSequential": lambda w: w.module_list,
+    "FrEIA.framework.graph_inn.GraphINN": lambda whole: whole.module_list,
+}
+
+
+def adapt(transform: Any) -> InvertibleModule:
+    """Return a layer of another library as an `InvertibleModule`, over the object itself.
+
+    The layer stays as it is, with its parameters, names and state dict, and the library's own calls
+    of it go on working. Data to latent is forward, whatever the library calls so.
+
+    Layers with a closed inverse (couplings with affine and spline transforms, linear layers,
+    permutations, ActNorm) are inverted in a `Chain` of constant memory, where backward pays a run
+    of the layer's elementwise part and its inverse; networks of couplings run once in forward and
+    once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
+    NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
+    integration, and layers of your own, which `print` of the result says with the reason. Dervied
+    classes count as layers of your own.
+
+    Args:
+        transform: one of
+
+            * zuko's lazy transforms, which get the context of the chain;
+            * nflows' transforms;
+            * normflows' flows, of which `inverse` maps data to latent;
+            * FrEIA's modules with one input; several conditions are one context, flattened and
+              joined in their order; `SequenceINN`, and a `GraphINN` that is a sequence;
+            * a bijective `torch.distributions.Transform`, whose parameters stay where they are;
+            * an `InvertibleModule`, which is returned as it is.
+
+            A composition becomes a `Chain` of its layers.
+
+    Returns:
+        The module. It has no copy of anything.
+
+    Raises:
+        ValueError: `transform` is none of these, is not bijective, or is a `GraphINN` that splits.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import Chain, adapt
+        >>> scale = torch.distributions.AffineTransform(0.0, torch.tensor([1.0, 2.0]), event_dim=1)
+        >>> y, log_det = Chain(adapt(scale), memory="constant")(torch.ones(3, 2))
+        >>> y[0].tolist(), round(log_det[0].item(), 4)
+        ([1.0, 2.0], 0.6931)
+    """
+    if isinstance(transform, InvertibleModule):
+        return transform
+    own = kinds_of(transform)[0]
+    if own == "FrEIA.framework.graph_inn.GraphINN":
+        return Chain(*_adapted_nodes(transform))
+    if own in _PARTS and own.startswith("FrEIA"):
+        return Chain(*_adapted_sequence(transform))
+    if own in _PARTS:
+        return Chain(*map(adapt, parts_of(transform)))
+    for kind in kinds_of(transform):
+        if kind in _ADAPTERS:
+            adapter = _ADAPTERS[kind]
+            return adapter(transform)
+    raise ValueError(
+        f"`transform` is {shown(transform)}, but must be a layer of zuko, nflows, normflows or "
+        "FrEIA, a torch.distributions.Transform, or an InvertibleModule. For a whole flow use "
+        "recoup.train_in; for a layer of your own derive from recoup.invertible.InvertibleModule."
+    )
+
+
+def kinds_of(value: object) -> list[str]:
+    """Return the classes of an object, its own first, with the modules that define them."""
+    return [f"{each.__module__}.{each.__qualname__}" for each in type(value).__mro__]
+
+
+def parts_of(transform: Any) -> list[Any]:
+    """Return the layers of a composition, data to latent; none for a layer."""
+    of = _PARTS.get(kinds_of(transform)[0])
+    return [] if of is None else list(of(transform))
+
+
+def _is_closed(transform: object) -> bool:
+    kind = type(transform)
+    return kind.__qualname__ in _CLOSED.get(kind.__module__, ())
+
+
+def _networks_of(transform: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for owner in cast("Iterator[nn.Module]", transform.modules()):
+        for name in _NETWORKS.get(type(owner).__module__, ()):
+            if isinstance(owner._modules.get(name), nn.Module):
+                yield owner, name
+
+
+class _OfTorch(Adapted):
+    """A transform of torch.distributions, or one that zuko has built."""
+
+    takes_context = False
+
+    def __init__(self, transform: Transform) -> None:
+        _check_bijective(transform)
+        if transform._cache_size:
+            raise ValueError(
+                "`transform` keeps its last value (`cache_size` 1), which would be one that backward "
+                "computes. Give `transform.with_cache(0)`."
+            )
+        super().__init__(transform, why_not=_why_not(transform))
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        y = self.transform(x)
+        return y, self.transform.log_abs_det_jacobian(x, y)
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        x = self._input_of(y, context)
+        return x, -self.transform.log_abs_det_jacobian(x, y)
+
+    def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return _undone(self.transform, y)
+
+
+class _OfZuko(Adapted):
+    """A lazy transform of zuko: it builds its transform in each call, from the context."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(transform, _networks_of(transform), _why_not_lazy(transform))
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(context).call_and_ladj(x)
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        built = self.transform(context)
+        x = _undone(built, y)
+        return x, -built.log_abs_det_jacobian(x, y)
+
+    def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return _undone(self.transform(context), y)
+
+
+class _OfNflows(Adapted):
+    """A transform of nflows."""
+
+    def __init__(self, transform: Any) -> None:
+        why_not = "" if _is_closed(transform) else _reason(transform)
+        super().__init__(transform, _networks_of(transform), why_not)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(x, context)
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform.inverse(y, context)
+
+
+class _OfNormflows(_OfNflows):
+    """A flow of normflows, whose forward maps latent to data."""
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        if context is None:  # most have no such argument
+            return self.transform.inverse(x)
+        return self.transform.inverse(x, context=context)
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(y) if context is None else self.transform(y, context=context)
+
+
+class _OfFrEIA(Adapted):
+    """A module of FrEIA with one input and one output.
+
+    Args:
+        transform: the module.
+        places: where its conditions are in the context; None for those that it has itself.
+    """
+
+    def __init__(self, transform: Any, places: Sequence[slice] | None = None) -> None:
+        if len(transform.dims_in) != 1:
+            raise ValueError(
+                f"`transform` is a {type(transform).__name__} of {len(transform.dims_in)} inputs, "
+                "but a chain passes one tensor on. Use it outside of the chain."
+            )
+        if places is None:
+            places = _places_of(transform.dims_c)
+        self._places = list(zip(places, transform.dims_c, strict=True))
+        why_not = "" if _is_closed(transform) else _reason(transform)
+        super().__init__(transform, _networks_of(transform), why_not)
+
+    @property
+    def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the module has conditions."""
+        return bool(self._places)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self._run(x, context, rev=False)
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self._run(y, context, rev=True)
+
+    def _run(self, x: Tensor, context: Tensor | None, *, rev: bool) -> tuple[Tensor, Any]:
+        given: dict[str, Any] = {}
+        if context is not None:
+            flat = context.flatten(1)
+            given = {"c": [flat[:, at].unflatten(1, tuple(dims)) for at, dims in self._places]}
+        (y,), log_det = self.transform([x], rev=rev, jac=True, **given)
+        return y, log_det
+
+
+_ADAPTERS: dict[str, Callable[[Any], Adapted]] = {
+    "torch.distributions.transforms.Transform": _OfTorch,
+    "zuko.lazy.LazyTransform": _OfZuko,
+    "nflows.transforms.base.Transform": _OfNflows,
+    "normflows.flows.base.Flow": _OfNormflows,
+    "FrEIA.modules.base.InvertibleModule": _OfFrEIA,
+}
+
+
+def _reason(transform: Any) -> str:
+    """Return why a layer of nflows, normflows or FrEIA is recomputed."""
+    is_sequential = any("utoregressive" in kind for kind in kinds_of(transform))
+    return _SEQUENTIAL if is_sequential else _UNKNOWN
+
+
+def _why_not(transform: Any) -> str:
+    """Return why a transform that is built is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
+    kind = kinds_of(transform)[0]
+    if kind in _PARTS:
+        inner: list[Any] = parts_of(transform)
+    elif kind == "torch.distributions.transforms._InverseTransform":
+        inner = [transform._inv]
+    elif kind == "torch.distributions.transforms.IndependentTransform":
+        inner = [transform.base_transform]
+    elif kind == "zuko.transforms.DependentTransform":
+        inner = [transform.base]
+    else:
+        return _UNKNOWN
+    return next(filter(None, map(_why_not, inner)), "")
+
+
+@torch.no_grad()
+def _why_not_lazy(transform: Any) -> str:
+    """Return why a lazy transform of zuko is recomputed; "" if it is inverted."""
+    kind = kinds_of(transform)[0]
+    if kind == "zuko.lazy.LazyInverse":
+        return _why_not_lazy(transform.transform)
+    if kind == "zuko.lazy.UnconditionalTransform":
+        built = transform()
+        _check_bijective(built)
+        return _why_not(built)
+    if kind == "zuko.flows.autoregressive.MaskedAutoregressiveTransform" and transform.passes > 2:
+        return f"its inverse runs {transform.passes} times, once for each dimension"
+    if kind in (
+        "zuko.flows.autoregressive.MaskedAutoregressiveTransform",
+        "zuko.flows.coupling.GeneralCouplingTransform",
+        "zuko.flows.gaussianization.ElementWiseTransform",
+    ):
+        like: Tensor = next(transform.parameters())
+        return _why_not(transform.univariate(*map(like.new_zeros, transform.shapes)))
+    return _UNKNOWN
+
+
+def _undone(transform: Any, y: Tensor) -> Tensor:
+    """Return what a transform maps to `y`, without `inv`.
+
+    A transform and its `inv` hold each other, and the tensors in them, until garbage is collected.
+    """
+    match kinds_of(transform)[0]:
+        case "torch.distributions.transforms._InverseTransform":
+            return transform._inv(y)
+        case "torch.distributions.transforms.IndependentTransform":
+            return _undone(transform.base_transform, y)
+        case "zuko.transforms.DependentTransform":
+            return _undone(transform.base, y)
+        case "zuko.transforms.CouplingTransform":
+            given, changed = transform.split(y)
+            return transform.merge(given, _undone(transform.meta(given), changed), y.shape)
+        case "zuko.transforms.AutoregressiveTransform":
+            x = torch.zeros_like(y)
+            for _ in range(transform.passes):
+                x = _undone(transform.meta(x), y)
+            return x
+        case _:
+            pass
+    parts = parts_of(transform)
+    for part in reversed(parts):
+        y = _undone(part, y)
+    return y if parts else transform._inverse(y)
+
+
+def _check_bijective(transform: Transform) -> None:
+    if not transform.bijective:
+        raise ValueError(
+            f"`transform` is {shown(transform)}, which is not bijective, so that there is no "
+            "density to follow through it. Leave it out of the chain."
+        )
+
+
+def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
+    """Return the places of conditions in a context of all, each flattened."""
+    places: list[slice] = []
+    start = 0
+    for each in dims:
+        places.append(slice(start, start + math.prod(each)))
+        start = places[-1].stop
+    return places
+
+
+def _adapted_sequence(whole: Any) -> Iterator[InvertibleModule]:
+    """Adapt the modules of a `SequenceINN`; the context has its conditions by their numbers."""
+    pairs = list(zip(whole.module_list, whole.conditions, strict=True))
+    dims = {at: module.dims_c[0] for module, at in pairs if at is not None}
+    numbers = sorted(dims)
+    places = dict(zip(numbers, _places_of([dims[at] for at in numbers]), strict=True))
+    for module, at in pairs:
+        yield _OfFrEIA(module, [] if at is None else [places[at]])
+
+
+def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
+    """Adapt the modules of a `GraphINN`, if each node receives the output of the one before."""
+    places = _places_of([node.dims for node in whole.condition_nodes])
+    ends = [*whole.in_nodes, *whole.out_nodes, *whole.condition_nodes]
+    nodes = [node for node in whole.node_list if node not in ends]
+    before = whole.in_nodes[:1]
+    is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1
+    for node in nodes:
+        is_sequence &= [given for given, _ in node.inputs] == before and len(node.outputs) == 1
+        before = [node]
+    if not is_sequence:
+        raise ValueError(
+            "`transform` is a GraphINN that splits or joins, but a chain passes one tensor on. "
+            "Adapt the sequences in it, or build them as a SequenceINN."
+        )
+    for node in nodes:
+        yield _OfFrEIA(node.module, [places[whole.condition_nodes.index(c)] for c in node.conditions])
