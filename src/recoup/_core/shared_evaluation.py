@@ -22,7 +22,7 @@ Rule 6. A network of another library (`Borrowed`) has no seed of its own: it dra
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,15 +41,16 @@ from recoup.errors import ReplayError
 Inputs = tuple[Tensor, ...]
 Then = Callable[[Any], Any] | None
 class Borrowed(NamedTuple):
-    """A network of another library, which is called with tensors and None (See Rule 6)."""
+    """The forward of a network of another library, given tensors and None (See Rule 6)."""
 
     network: nn.Module
     are_tensors: tuple[bool, ...]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Call the network, with None in the places where it was given None."""
+        """Run the network, with None in the places where it was given None."""
         given = iter(tensors)
-        return self.network(*[next(given) if each else None for each in self.are_tensors])
+        args = [next(given) if each else None for each in self.are_tensors]
+        return type(self.network).forward(self.network, *args)
 
 
 Network = nn.Module | Borrowed
@@ -73,9 +74,30 @@ _DROPOUTS: frozenset[type[nn.Module]] = frozenset((
 ))  # fmt: skip
 
 
-def borrowed(network: nn.Module, *args: Tensor | None) -> Any:
-    """Return the output of a network of another library, shared by the running region."""
-    are_tensors = tuple([arg is not None for arg in args])
+@contextmanager
+def lending(networks: Sequence[nn.Module]) -> Generator[None]:
+    """A context in which the running region shares the evaluations of these networks (Rule 6).
+
+    The `forward` of each is hidden on the instance. Code around it may look at the network, and
+    compute with what it finds there, so that the network itself stays where it is.
+    """
+    if answers.answer is None or any("forward" in vars(each) for each in networks):
+        yield
+        return
+    with _LENDING:
+        try:
+            for network in networks:
+                vars(network)["forward"] = partial(_lent, network)
+            yield
+        finally:
+            for network in networks:
+                vars(network).pop("forward", None)
+
+
+def _lent(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or not all(each is None or isinstance(each, Tensor) for each in args):
+        return type(network).forward(network, *args, **kwargs)
+    are_tensors = tuple([each is not None for each in args])
     output = evaluate(Borrowed(network, are_tensors), tuple([a for a in args if a is not None]))
     # Such code may change the output in place, which is remembered.
     return output.clone() if isinstance(output, Tensor) else output
@@ -112,6 +134,7 @@ class _Local(threading.local):
 
 # Who makes the evaluations of this thread: a region that is inverted, or nobody.
 answers = _Local()
+_LENDING = threading.RLock()  # threads may share a network
 
 
 def evaluate(network: Network, inputs: Inputs, then: Then = None) -> Any:

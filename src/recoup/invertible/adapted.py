@@ -6,28 +6,22 @@ Rule 1. Only layers whose inverse is known to be cheap and exact are inverted; o
         from their kept inputs. That is known of classes, and of no subclass of them: it may do
         anything.
 Rule 2. A coupling evaluates its networks on the same inputs in both directions, so that these are
-        shared (NOTE [ One evaluation ]). While a chain runs the layer, an attribute of the instance
-        hides the network; the registered module, and so its name, is never touched.
+        shared (NOTE [ One evaluation ]).
 Rule 3. Layers may start from their first batch, and note that in a buffer, which a second run would
         find as it was before. So a chain lets all of them start before its first run.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from recoup._core.shared_evaluation import answers, borrowed
+from recoup._core.shared_evaluation import lending
 from recoup.invertible.contract import InvertibleModule
 
 __all__ = ["Adapted", "Backwards"]
-
-_HIDING = threading.RLock()  # threads may share a layer
 
 
 class Adapted(InvertibleModule):
@@ -35,39 +29,48 @@ class Adapted(InvertibleModule):
 
     Args:
         transform: the layer; a child of the adapter, if it is a module.
-        networks: the networks that it shares: modules, and the attributes that hold them (Rule 2).
+        networks: the networks that both directions evaluate on the same inputs (See Rule 2).
         why_not: why backward does not invert the layer; empty if it does (See Rule 1).
     """
 
     takes_context = True
 
     def __init__(
-        self, transform: Any, networks: Iterable[tuple[nn.Module, str]] = (), why_not: str = ""
+        self, transform: Any, networks: Iterable[nn.Module] = (), why_not: str = ""
     ) -> None:
         super().__init__()
         self.transform = transform
         self.why_not = why_not
-        self.started = False  # See Rule 3
-        self._networks = () if why_not else tuple(networks)
+        self._started: set[bool] = set()  # the modes in which it has started (See Rule 3)
+        self._networks = () if why_not else tuple(dict.fromkeys(networks))
 
     @property
     def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether backward inverts the layer; if not, `repr` says why."""
         return not self.why_not
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in (See Rule 3)."""
+        return getattr(self.transform, "training", True) in self._started
+
+    def has_seen_a_batch(self) -> None:
+        """Note that the layer has seen a batch."""
+        self._started.add(getattr(self.transform, "training", True))
+
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
-        with self._sharing():
+        with lending(self._networks):
             return _pair(*self._forward(x, context), x)
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map latent to data: ``y`` of shape ``(N, ...)`` to ``(x, log_det)``."""
-        with self._sharing():
+        with lending(self._networks):
             return _pair(*self._inverse(y, context), y)
 
     def input_of(self, y: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the value of `inverse` alone: backward has no use for the log-determinant."""
-        with self._sharing():
+        with lending(self._networks):
             return self._input_of(y, context)
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
@@ -78,21 +81,6 @@ class Adapted(InvertibleModule):
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
         return self._inverse(y, context)[0]
-
-    @contextmanager
-    def _sharing(self) -> Generator[None]:
-        """A context in which the layer evaluates its networks through the chain (See Rule 2)."""
-        if not self._networks or answers.answer is None:
-            yield
-            return
-        with _HIDING:
-            try:
-                for owner, name in self._networks:
-                    vars(owner)[name] = partial(borrowed, owner._modules[name])
-                yield
-            finally:
-                for owner, name in self._networks:
-                    vars(owner).pop(name, None)
 
     def extra_repr(self) -> str:
         """Show what backward does with the layer."""
@@ -120,6 +108,15 @@ class Backwards(InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map latent to data, ``(N, ...)`` to ``(y, log_det)``."""
         return self.layer.inverse(x, context)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in."""
+        return getattr(self.layer, "has_started", True)
+
+    def input_of(self, y: Tensor, context: Tensor | None = None) -> Tensor:
+        """Return the value of `inverse` alone."""
+        return self.layer.forward(y, context)[0]
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent, ``(N, ...)`` to ``(x, log_det)``."""

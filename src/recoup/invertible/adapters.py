@@ -25,7 +25,7 @@ from recoup.invertible.adapted import Adapted
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import InvertibleModule
 
-__all__ = ["adapt", "kinds_of", "parts_of"]
+__all__ = ["adapt", "context_of", "parts_of", "runs_as"]
 
 _CLOSED: dict[str, tuple[str, ...]] = {
     "torch.distributions.transforms": ("AffineTransform", "ExpTransform", "ReshapeTransform"),
@@ -93,7 +93,8 @@ _NETWORKS: dict[str, tuple[str, ...]] = {
 _UNKNOWN = "its inverse is not known to be cheap and exact"
 _SEQUENTIAL = "its inverse runs once for each dimension"
 
-# What compositions have their layers in, in the order from data to latent, by their classes.
+# What compositions have their layers in, in the order from data to latent, by the classes that
+# define how they run.
 _PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "torch.distributions.transforms.ComposeTransform": lambda whole: whole.parts,
     "zuko.transforms.ComposedTransform": lambda whole: whole.transforms,
@@ -102,7 +103,6 @@ _PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "normflows.flows.base.Composite": lambda whole: whole._flows[::-1],
     "normflows.flows.affine.glow.GlowBlock": lambda whole: whole.flows[::-1],
     "FrEIA.framework.sequence_inn.SequenceINN": lambda whole: whole.module_list,
-    "FrEIA.framework.reversible_sequential_net.ReversibleSequential": lambda w: w.module_list,
     "FrEIA.framework.graph_inn.GraphINN": lambda whole: whole.module_list,
 }
 
@@ -150,17 +150,16 @@ def adapt(transform: Any) -> InvertibleModule:
     """
     if isinstance(transform, InvertibleModule):
         return transform
-    own = kinds_of(transform)[0]
+    own = runs_as(transform)
     if own == "FrEIA.framework.graph_inn.GraphINN":
         return Chain(*_adapted_nodes(transform))
-    if own in _PARTS and own.startswith("FrEIA"):
+    if own == "FrEIA.framework.sequence_inn.SequenceINN":
         return Chain(*_adapted_sequence(transform))
     if own in _PARTS:
         return Chain(*map(adapt, parts_of(transform)))
-    for kind in kinds_of(transform):
+    for kind in map(_name_of, type(transform).__mro__):
         if kind in _ADAPTERS:
-            adapter = _ADAPTERS[kind]
-            return adapter(transform)
+            return _ADAPTERS[kind](transform)
     raise ValueError(
         f"`transform` is {shown(transform)}, but must be a layer of zuko, nflows, normflows or "
         "FrEIA, a torch.distributions.Transform, or an InvertibleModule. For a whole flow use "
@@ -168,14 +167,21 @@ def adapt(transform: Any) -> InvertibleModule:
     )
 
 
-def kinds_of(value: object) -> list[str]:
-    """Return the classes of an object, its own first, with the modules that define them."""
-    return [f"{each.__module__}.{each.__qualname__}" for each in type(value).__mro__]
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def runs_as(value: object) -> str:
+    """Return the name of the class that defines how an object runs: its own, or a base of it."""
+    for kind in type(value).__mro__:
+        if not vars(kind).keys().isdisjoint(("forward", "_call", "log_prob")):
+            return _name_of(kind)
+    return _name_of(type(value))
 
 
 def parts_of(transform: Any) -> list[Any]:
     """Return the layers of a composition, data to latent; none for a layer."""
-    of = _PARTS.get(kinds_of(transform)[0])
+    of = _PARTS.get(runs_as(transform))
     return [] if of is None else list(of(transform))
 
 
@@ -184,11 +190,12 @@ def _is_closed(transform: object) -> bool:
     return kind.__qualname__ in _CLOSED.get(kind.__module__, ())
 
 
-def _networks_of(transform: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _networks_of(transform: nn.Module) -> Iterator[nn.Module]:
     for owner in cast("Iterator[nn.Module]", transform.modules()):
         for name in _NETWORKS.get(type(owner).__module__, ()):
-            if isinstance(owner._modules.get(name), nn.Module):
-                yield owner, name
+            network = owner._modules.get(name)
+            if network is not None:
+                yield network
 
 
 class _OfTorch(Adapted):
@@ -312,7 +319,7 @@ _ADAPTERS: dict[str, Callable[[Any], Adapted]] = {
 
 def _reason(transform: Any) -> str:
     """Return why a layer of nflows, normflows or FrEIA is recomputed."""
-    is_sequential = any("utoregressive" in kind for kind in kinds_of(transform))
+    is_sequential = any("utoregressive" in each.__name__ for each in type(transform).__mro__)
     return _SEQUENTIAL if is_sequential else _UNKNOWN
 
 
@@ -320,7 +327,7 @@ def _why_not(transform: Any) -> str:
     """Return why a transform that is built is recomputed; "" if it is inverted."""
     if _is_closed(transform):
         return ""
-    kind = kinds_of(transform)[0]
+    kind = _name_of(type(transform))
     if kind in _PARTS:
         inner: list[Any] = parts_of(transform)
     elif kind == "torch.distributions.transforms._InverseTransform":
@@ -337,7 +344,7 @@ def _why_not(transform: Any) -> str:
 @torch.no_grad()
 def _why_not_lazy(transform: Any) -> str:
     """Return why a lazy transform of zuko is recomputed; "" if it is inverted."""
-    kind = kinds_of(transform)[0]
+    kind = _name_of(type(transform))
     if kind == "zuko.lazy.LazyInverse":
         return _why_not_lazy(transform.transform)
     if kind == "zuko.lazy.UnconditionalTransform":
@@ -361,7 +368,7 @@ def _undone(transform: Any, y: Tensor) -> Tensor:
 
     A transform and its `inv` hold each other, and the tensors in them, until garbage is collected.
     """
-    match kinds_of(transform)[0]:
+    match _name_of(type(transform)):
         case "torch.distributions.transforms._InverseTransform":
             return transform._inv(y)
         case "torch.distributions.transforms.IndependentTransform":
@@ -402,13 +409,29 @@ def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
     return places
 
 
+def _dims_of_conditions(whole: Any) -> dict[int, Sequence[int]]:
+    """Return the shapes of the conditions of a `SequenceINN`, by their numbers."""
+    pairs = zip(whole.module_list, whole.conditions, strict=True)
+    dims = {at: module.dims_c[0] for module, at in pairs if at is not None}
+    return {at: dims[at] for at in sorted(dims)}
+
+
+def context_of(whole: Any, conditions: Any) -> Tensor | None:
+    """Return the context of a network of FrEIA, for its conditions."""
+    if conditions is None or len(conditions) == 0:
+        return None
+    if isinstance(conditions, Tensor):
+        conditions = (conditions,)
+    if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
+        conditions = [conditions[at] for at in _dims_of_conditions(whole)]
+    return torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
+
+
 def _adapted_sequence(whole: Any) -> Iterator[InvertibleModule]:
     """Adapt the modules of a `SequenceINN`; the context has its conditions by their numbers."""
-    pairs = list(zip(whole.module_list, whole.conditions, strict=True))
-    dims = {at: module.dims_c[0] for module, at in pairs if at is not None}
-    numbers = sorted(dims)
-    places = dict(zip(numbers, _places_of([dims[at] for at in numbers]), strict=True))
-    for module, at in pairs:
+    dims = _dims_of_conditions(whole)
+    places = dict(zip(dims, _places_of(list(dims.values())), strict=True))
+    for module, at in zip(whole.module_list, whole.conditions, strict=True):
         yield _OfFrEIA(module, [] if at is None else [places[at]])
 
 

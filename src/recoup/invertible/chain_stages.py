@@ -10,7 +10,7 @@ from torch import Tensor
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError
-from recoup.invertible.adapted import Adapted
+from recoup.invertible.adapted import Adapted, Backwards
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.rearrange import Split
 
@@ -38,6 +38,7 @@ class ModuleStage:
         "name",
     )
     compares = True
+    has_started = True  # else the chain lets it start before its first run
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
@@ -112,6 +113,11 @@ class _AdaptedStage(ModuleStage):
 
     __slots__ = ()
 
+    @property
+    def has_started(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the layer has started from its first batch."""
+        return self.module.has_started
+
     def inverse(self, state: State) -> State:
         """Return the state before the module."""
         return (self.module.input_of(state[0], *self._context(state)), *state[1:])
@@ -150,7 +156,7 @@ def module_stage(name: str, module: InvertibleModule, context: Tensor | None) ->
     hands_context = context is not None and module.takes_context
     kind = _ChainStage if module.num_early else ModuleStage
     kind = _SplitStage if isinstance(module, Split) else kind
-    kind = _AdaptedStage if isinstance(module, Adapted) else kind
+    kind = _AdaptedStage if isinstance(module, Adapted | Backwards) else kind
     return kind(name, module, hands_context=hands_context)
 
 
