@@ -42,6 +42,7 @@ class InvertedRegion(Region):
         super().__init__(stage, state, index, "invert")
         self._evaluations = Evaluations(stage.name)
         self._shapes = [value.shape for value in state]
+        self._dtypes = [value.dtype for value in state]
         self._strides = strides_of(state)
 
     def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
@@ -109,6 +110,8 @@ class InvertedRegion(Region):
                 f"`inverse` of {name} made shapes {[tuple(s) for s in shapes]} where forward was "
                 f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
             )
+        # Under autocast an inverse may return another type than forward was given.
+        before = tuple(map(Tensor.to, before, self._dtypes))
         return in_order(before, self._strides)  # See Rule 3
 
     def _check_same(self, again: State, after: State) -> None:

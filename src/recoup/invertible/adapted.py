@@ -94,11 +94,14 @@ class Backwards(InvertibleModule):
         layer: the layer, which is no child of this one: it has its place in another chain.
     """
 
-    takes_context = True
-
     def __init__(self, layer: InvertibleModule) -> None:
         super().__init__()
         self.layer = layer
+
+    @property
+    def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the layer takes a context."""
+        return self.layer.takes_context
 
     @property
     def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,7 +110,7 @@ class Backwards(InvertibleModule):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map latent to data, ``(N, ...)`` to ``(y, log_det)``."""
-        return self.layer.inverse(x, context)
+        return self.layer.inverse(x, *_if_any(context))
 
     @property
     def has_started(self) -> bool:
@@ -116,11 +119,16 @@ class Backwards(InvertibleModule):
 
     def input_of(self, y: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the value of `inverse` alone."""
-        return self.layer.forward(y, context)[0]
+        return self.layer.forward(y, *_if_any(context))[0]
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent, ``(N, ...)`` to ``(x, log_det)``."""
-        return self.layer.forward(y, context)
+        return self.layer.forward(y, *_if_any(context))
+
+
+def _if_any(context: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the arguments of a layer beside its value: not all layers take a context."""
+    return () if context is None else (context,)
 
 
 def _pair(value: Tensor, log_det: Any, like: Tensor) -> tuple[Tensor, Tensor]:
