@@ -13,6 +13,7 @@ Rule 3. The library's own code runs around the chains, so that what it does ther
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,11 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
             "distribution of torch its transforms and recoup.invertible.adapt, and for networks "
             "that are no flow recoup.plan."
         )
-    made = [(whole, _chains_for(whole, memory, guard)) for whole in found]  # raises before any
+    try:
+        made = [(whole, _chains_for(whole, memory, guard)) for whole in found]
+    except ValueError as error:  # the user has given `model`
+        error.args = (str(error).replace("`transform` is", "`model` has", 1),)
+        raise
     for whole, chains in made:
         kind = _KINDS[runs_as(whole)]
         for name in kind.names:
@@ -196,6 +201,11 @@ class _OfNormflows(_Method):
     )  # fmt: skip
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(self.whole), self.name)
+        given = inspect.signature(method).bind(self.whole, *args, **kwargs).arguments
+        if given.get("score_fn") is False or given.get("dreg"):
+            # They run the layers without gradients of parameters, and have these back in backward.
+            return self.plain(*args, **kwargs)
         seen = copy.copy(self.whole)
         for name in self.names:
             vars(seen).pop(name, None)

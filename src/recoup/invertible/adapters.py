@@ -72,9 +72,8 @@ _CLOSED: dict[str, tuple[str, ...]] = {
     "FrEIA.modules.invertible_resnet": ("ActNorm",),
     "FrEIA.modules.orthogonal": ("HouseholderPerm",),
     "FrEIA.modules.reshapes": (
-        "IRevNetDownsampling", "IRevNetUpsampling", "HaarDownsampling", "HaarUpsampling",
-        "Flatten", "Reshape",
-    ),
+        "IRevNetDownsampling", "IRevNetUpsampling", "Flatten", "Reshape",
+    ),  # without Haar's wavelets: the way back changes what it is given, in place
 }  # fmt: skip
 
 # Where the couplings of a module have networks that both directions call once, on the same input.
@@ -277,10 +276,10 @@ class _OfFrEIA(Adapted):
     """
 
     def __init__(self, transform: Any, places: Sequence[slice] | None = None) -> None:
-        if len(transform.dims_in) != 1:
+        if len(transform.dims_in) != 1 or len(transform.output_dims(transform.dims_in)) != 1:
             raise ValueError(
-                f"`transform` is a {type(transform).__name__} of {len(transform.dims_in)} inputs, "
-                "but a chain passes one tensor on. Use it outside of the chain."
+                f"`transform` is a {type(transform).__name__}, which splits or joins, but a chain "
+                "passes one tensor on. Use it outside of the chain."
             )
         if places is None:
             places = _places_of(transform.dims_c)
