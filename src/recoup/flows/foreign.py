@@ -310,8 +310,8 @@ class _ChainedTransform(Transform):
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
         if context is not None:
             batch = torch.broadcast_shapes(batch, context.shape[:-1])
-            context = context.expand(*batch, context.shape[-1]).flatten(0, -2)
-        y, log_det = chain(x.expand(*batch, *event).reshape(-1, *event), context)
+            context = context.expand(*batch, -1).reshape(batch.numel(), context.shape[-1])
+        y, log_det = chain(x.expand(*batch, *event).reshape(batch.numel(), *event), context)
         return y.reshape(*batch, *y.shape[1:]), log_det.reshape(batch)
 
     def _call(self, x: Tensor) -> Tensor:
