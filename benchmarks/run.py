@@ -43,7 +43,8 @@ SUITES = (
     "drift",
     "flows",
 )
-LONG_SUITES = ("mnist", "language_model_curve", "programs", "foreign_flows")  # only when they are named
+# Only when they are named.
+LONG_SUITES = ("mnist", "language_model_curve", "programs", "foreign_flows")
 ON_ALL_CORES = {
     "weights", "language_model", "language_model_curve", "plans", "compiled", "tiles", "offload",
     "budgets",

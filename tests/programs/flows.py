@@ -45,7 +45,7 @@ def zuko_affine(depth: int, width: int) -> Built:
 
 def zuko_spline(depth: int, width: int) -> Built:
     zuko = library("zuko")
-    from zuko.flows.coupling import GeneralCouplingTransform  # noqa: PLC0415
+    from zuko.flows.coupling import GeneralCouplingTransform
 
     layers = []
     for index in range(depth):
@@ -79,9 +79,9 @@ def of_nflows(flow: Any, x: Tensor, context: Tensor) -> Tensor:
 
 def nflows_of(make: Callable[[Any, int, Any], list[Any]], depth: int, width: int) -> Built:
     transforms = library("nflows.transforms")
-    from nflows.distributions import StandardNormal  # noqa: PLC0415
-    from nflows.flows import Flow  # noqa: PLC0415
-    from nflows.nn.nets import ResidualNet  # noqa: PLC0415
+    from nflows.distributions import StandardNormal
+    from nflows.flows import Flow
+    from nflows.nn.nets import ResidualNet
 
     def network(num_in: int, num_out: int) -> Any:
         return ResidualNet(
@@ -214,9 +214,7 @@ def freia_graph(depth: int, width: int) -> Built:
             framework.Node(nodes[-1], modules.RNVPCouplingBlock, options, conditions=condition)
         )
         nodes.append(framework.Node(nodes[-1], modules.ActNorm, {}))
-    return Built(
-        framework.GraphINN([*nodes, condition, framework.OutputNode(nodes[-1])]), of_freia
-    )
+    return Built(framework.GraphINN([*nodes, condition, framework.OutputNode(nodes[-1])]), of_freia)
 
 
 COUPLINGS: dict[str, Callable[[int, int], Built]] = {
@@ -240,7 +238,7 @@ def build(
 ) -> Built:
     """A flow off the start of its networks, some of which are zeros; `std` 0 leaves them there."""
     torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002 - of which FrEIA draws permutations
+    np.random.seed(0)  # of which FrEIA draws permutations
     built = FLOWS[name](depth, width)
     for parameter in built.flow.parameters():
         if std and parameter.requires_grad and not parameter.any():

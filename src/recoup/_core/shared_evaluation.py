@@ -40,6 +40,8 @@ from recoup.errors import ReplayError
 
 Inputs = tuple[Tensor, ...]
 Then = Callable[[Any], Any] | None
+
+
 class Borrowed(NamedTuple):
     """The forward of a network of another library, given tensors and None (See Rule 6)."""
 
@@ -103,9 +105,9 @@ def _lent(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output.clone() if isinstance(output, Tensor) else output
 
 
-def draws_nothing(module: Any) -> bool:
+def draws_nothing(module: Network) -> bool:
     """Whether each module in `module` is known to draw nothing in its current mode (See Rule 5)."""
-    if type(module) is Borrowed:
+    if isinstance(module, Borrowed):
         return True
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.saved_tensors import is_transformed
 from recoup.invertible.adapted import Backwards
-from recoup.invertible.adapters import adapt, context_of, parts_of, runs_as
+from recoup.invertible.adapters import adapt, context_of
 from recoup.invertible.chain import Chain
+from recoup.invertible.closed_forms import parts_of, runs_as
 from recoup.invertible.contract import InvertibleModule
 from recoup.schedules.memory import Memory
 
@@ -230,7 +231,9 @@ class _OneLayer:
 class _OfFrEIA(_Method):
     """`forward` of a `SequenceINN`, or of a `GraphINN` that is a sequence."""
 
-    def run(self, x_or_z: Any, c: Any = None, rev: bool = False, jac: bool = True, **other: Any) -> Any:
+    def run(
+        self, x_or_z: Any, c: Any = None, rev: bool = False, jac: bool = True, **other: Any
+    ) -> Any:
         if other:
             return self.plain(x_or_z, c, rev, jac, **other)
         chains = self.chains[0]
@@ -259,17 +262,19 @@ class _ChainedTransform(Transform):
 
     bijective = True
 
-    def __init__(self, method: _OfZuko, context: Tensor | None, *, is_inverse: bool = False) -> None:
+    def __init__(
+        self, method: _OfZuko, context: Tensor | None, *, is_inverse: bool = False
+    ) -> None:
         super().__init__()
         self._method, self._context, self._is_inverse = method, context, is_inverse
 
     @property
-    def domain(self) -> Any:
+    def domain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The values that it takes."""
         return self._ends[self._is_inverse]
 
     @property
-    def codomain(self) -> Any:
+    def codomain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The values that it gives."""
         return self._ends[not self._is_inverse]
 
@@ -296,7 +301,7 @@ class _ChainedTransform(Transform):
             return getattr(self.plain, name)
 
     @property
-    def inv(self) -> Transform:
+    def inv(self) -> _ChainedTransform:
         """The way back."""
         return _ChainedTransform(self._method, self._context, is_inverse=not self._is_inverse)
 
@@ -306,11 +311,12 @@ class _ChainedTransform(Transform):
             return self.plain.call_and_ladj(x)
         chains = self._method.chains[0]
         chain = chains.to_data() if self._is_inverse else chains.to_latent()
-        num_batch, context = x.dim() - self.domain.event_dim, self._context
+        context = self._context
+        num_batch: int = x.dim() - self.domain.event_dim
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
         if context is not None:
-            batch = torch.broadcast_shapes(batch, context.shape[:-1])
-            context = context.expand(*batch, -1).reshape(batch.numel(), context.shape[-1])
+            batch = cast("torch.Size", torch.broadcast_shapes(batch, context.shape[:-1]))
+            context = context.expand(*batch, -1).reshape(batch.numel(), -1)
         y, log_det = chain(x.expand(*batch, *event).reshape(batch.numel(), *event), context)
         return y.reshape(*batch, *y.shape[1:]), log_det.reshape(batch)
 
@@ -318,7 +324,7 @@ class _ChainedTransform(Transform):
         return self.call_and_ladj(x)[0] if torch.is_grad_enabled() else self.plain(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        return self.inv(y)
+        return self.inv._call(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-determinant."""

@@ -132,7 +132,7 @@ def _if_any(context: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _pair(value: Tensor, log_det: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a value and its log-determinant, ``(N,)``; libraries return other shapes of it, too."""
+    """Return a value and its log-determinant, ``(N,)``: libraries return other shapes, too."""
     num = len(like)
     if not isinstance(log_det, Tensor):
         return value, value.new_full((num,), log_det)

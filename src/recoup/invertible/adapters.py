@@ -1,109 +1,32 @@
-"""`adapt`: layers of zuko, nflows, normflows, FrEIA and torch.distributions as invertible modules.
-
-NOTE [ What is known of other libraries ]
-
-Rule 1. A library is never imported: an object of one shows by its classes, by the names of the
-        modules that define them.
-Rule 2. `_CLOSED` has the classes whose inverses are closed forms, as cheap as forward and nearly
-        as exact. Layers of all other classes are recomputed: autoregressive ones, whose inverse
-        runs once for each dimension, those that search or integrate, those that saturate, and all
-        that are not known.
-"""
+"""`adapt`: layers of zuko, nflows, normflows, FrEIA and torch.distributions, one class for each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Transform
 
-from recoup._arguments import check_type, shown
+from recoup._arguments import shown
 from recoup.invertible.adapted import Adapted
 from recoup.invertible.chain import Chain
+from recoup.invertible.closed_forms import (
+    check_bijective,
+    names_of,
+    networks_of,
+    parts_of,
+    runs_as,
+    undone,
+    why_not,
+    why_not_built,
+    why_not_lazy,
+)
 from recoup.invertible.contract import InvertibleModule
 
-__all__ = ["adapt", "context_of", "parts_of", "runs_as"]
-
-_CLOSED: dict[str, tuple[str, ...]] = {
-    "torch.distributions.transforms": ("AffineTransform", "ExpTransform", "ReshapeTransform"),
-    "zuko.transforms": (
-        "IdentityTransform", "CircularShiftTransform", "AdditiveTransform",
-        "MonotonicAffineTransform", "MonotonicRQSTransform", "PermutationTransform",
-        "RotationTransform", "LULinearTransform",
-    ),
-    "nflows.transforms.coupling": (
-        "AffineCouplingTransform", "AdditiveCouplingTransform", "PiecewiseLinearCouplingTransform",
-        "PiecewiseQuadraticCouplingTransform", "PiecewiseRationalQuadraticCouplingTransform",
-    ),
-    "nflows.transforms.conv": ("OneByOneConvolution",),
-    "nflows.transforms.linear": ("NaiveLinear",),
-    "nflows.transforms.lu": ("LULinear",),
-    "nflows.transforms.qr": ("QRLinear",),
-    "nflows.transforms.svd": ("SVDLinear",),
-    "nflows.transforms.orthogonal": ("HouseholderSequence",),
-    "nflows.transforms.normalization": ("ActNorm",),
-    "nflows.transforms.nonlinearities": ("LeakyReLU", "PiecewiseRationalQuadraticCDF"),
-    "nflows.transforms.permutations": ("Permutation", "RandomPermutation", "ReversePermutation"),
-    "nflows.transforms.reshape": ("SqueezeTransform",),
-    "nflows.transforms.standard": (
-        "IdentityTransform", "PointwiseAffineTransform", "AffineTransform",
-    ),
-    "normflows.flows.affine.coupling": (
-        "AffineConstFlow", "AffineCouplingBlock", "MaskedAffineFlow",
-    ),
-    "normflows.flows.mixing": (
-        "Permute", "Invertible1x1Conv", "InvertibleAffine", "LULinearPermute",
-    ),
-    "normflows.flows.neural_spline.wrapper": (
-        "CoupledRationalQuadraticSpline", "CircularCoupledRationalQuadraticSpline",
-    ),
-    "normflows.flows.normalization": ("ActNorm",),
-    "normflows.flows.periodic": ("PeriodicShift",),
-    "normflows.flows.reshape": ("Squeeze",),
-    "FrEIA.modules.all_in_one_block": ("AllInOneBlock",),
-    "FrEIA.modules.coupling_layers": (
-        "NICECouplingBlock", "RNVPCouplingBlock", "GLOWCouplingBlock", "GINCouplingBlock",
-        "AffineCouplingOneSided", "ConditionalAffineTransform",
-    ),
-    "FrEIA.modules.fixed_transforms": ("PermuteRandom", "FixedLinearTransform", "Fixed1x1Conv"),
-    "FrEIA.modules.invertible_resnet": ("ActNorm",),
-    "FrEIA.modules.orthogonal": ("HouseholderPerm",),
-    "FrEIA.modules.reshapes": (
-        "IRevNetDownsampling", "IRevNetUpsampling", "Flatten", "Reshape",
-    ),  # without Haar's wavelets: the way back changes what it is given, in place
-}  # fmt: skip
-
-# Where the couplings of a module have networks that both directions call once, on the same input.
-_NETWORKS: dict[str, tuple[str, ...]] = {
-    "zuko.flows.coupling": ("hyper",),
-    "nflows.transforms.coupling": ("transform_net",),
-    "normflows.flows.affine.coupling": ("param_map", "s", "t"),
-    "normflows.flows.neural_spline.coupling": ("transform_net",),
-    "FrEIA.modules.all_in_one_block": ("subnet",),
-    "FrEIA.modules.coupling_layers": (
-        "F", "G", "subnet", "subnet1", "subnet2", "subnet_s1", "subnet_t1", "subnet_s2",
-        "subnet_t2",
-    ),
-}  # fmt: skip
-
-_UNKNOWN = "its inverse is not known to be cheap and exact"
-_SEQUENTIAL = "its inverse runs once for each dimension"
-
-# What compositions have their layers in, in the order from data to latent, by the classes that
-# define how they run.
-_PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
-    "torch.distributions.transforms.ComposeTransform": lambda whole: whole.parts,
-    "zuko.transforms.ComposedTransform": lambda whole: whole.transforms,
-    "zuko.lazy.LazyComposedTransform": lambda whole: whole.transforms,
-    "nflows.transforms.base.CompositeTransform": lambda whole: whole._transforms,
-    "normflows.flows.base.Composite": lambda whole: whole._flows[::-1],
-    "normflows.flows.affine.glow.GlowBlock": lambda whole: whole.flows[::-1],
-    "FrEIA.framework.sequence_inn.SequenceINN": lambda whole: whole.module_list,
-    "FrEIA.framework.graph_inn.GraphINN": lambda whole: whole.module_list,
-}
+__all__ = ["adapt", "context_of"]
 
 
 def adapt(transform: Any) -> InvertibleModule:
@@ -117,7 +40,7 @@ def adapt(transform: Any) -> InvertibleModule:
     of the layer's elementwise part and its inverse; networks of couplings run once in forward and
     once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
     NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
-    integration, and layers of your own, which `print` of the result says with the reason. Dervied
+    integration, and layers of your own, which `print` of the result says with the reason. Derived
     classes count as layers of your own.
 
     Args:
@@ -154,9 +77,10 @@ def adapt(transform: Any) -> InvertibleModule:
         return Chain(*_adapted_nodes(transform))
     if own == "FrEIA.framework.sequence_inn.SequenceINN":
         return Chain(*_adapted_sequence(transform))
-    if own in _PARTS:
-        return Chain(*map(adapt, parts_of(transform)))
-    for kind in map(_name_of, type(transform).__mro__):
+    parts = parts_of(transform)
+    if parts:
+        return Chain(*map(adapt, parts))
+    for kind in names_of(transform):
         if kind in _ADAPTERS:
             return _ADAPTERS[kind](transform)
     raise ValueError(
@@ -166,50 +90,19 @@ def adapt(transform: Any) -> InvertibleModule:
     )
 
 
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def runs_as(value: object) -> str:
-    """Return the name of the class that defines how an object runs: its own, or a base of it."""
-    for kind in type(value).__mro__:
-        if not vars(kind).keys().isdisjoint(("forward", "_call", "log_prob")):
-            return _name_of(kind)
-    return _name_of(type(value))
-
-
-def parts_of(transform: Any) -> list[Any]:
-    """Return the layers of a composition, data to latent; none for a layer."""
-    of = _PARTS.get(runs_as(transform))
-    return [] if of is None else list(of(transform))
-
-
-def _is_closed(transform: object) -> bool:
-    kind = type(transform)
-    return kind.__qualname__ in _CLOSED.get(kind.__module__, ())
-
-
-def _networks_of(transform: nn.Module) -> Iterator[nn.Module]:
-    for owner in cast("Iterator[nn.Module]", transform.modules()):
-        for name in _NETWORKS.get(type(owner).__module__, ()):
-            network = owner._modules.get(name)
-            if network is not None:
-                yield network
-
-
 class _OfTorch(Adapted):
     """A transform of torch.distributions, or one that zuko has built."""
 
     takes_context = False
 
     def __init__(self, transform: Transform) -> None:
-        _check_bijective(transform)
-        if transform._cache_size:
+        check_bijective(transform)
+        if getattr(transform, "_cache_size", 0):
             raise ValueError(
-                "`transform` keeps its last value (`cache_size` 1), which would be one that backward "
-                "computes. Give `transform.with_cache(0)`."
+                "`transform` keeps its last value (`cache_size` 1), which would be one that "
+                "backward computes. Give `transform.with_cache(0)`."
             )
-        super().__init__(transform, why_not=_why_not(transform))
+        super().__init__(transform, why_not=why_not_built(transform))
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         y = self.transform(x)
@@ -220,33 +113,32 @@ class _OfTorch(Adapted):
         return x, -self.transform.log_abs_det_jacobian(x, y)
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
-        return _undone(self.transform, y)
+        return undone(self.transform, y)
 
 
 class _OfZuko(Adapted):
     """A lazy transform of zuko: it builds its transform in each call, from the context."""
 
     def __init__(self, transform: Any) -> None:
-        super().__init__(transform, _networks_of(transform), _why_not_lazy(transform))
+        super().__init__(transform, networks_of(transform), why_not_lazy(transform))
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         return self.transform(context).call_and_ladj(x)
 
     def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         built = self.transform(context)
-        x = _undone(built, y)
+        x = undone(built, y)
         return x, -built.log_abs_det_jacobian(x, y)
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
-        return _undone(self.transform(context), y)
+        return undone(self.transform(context), y)
 
 
 class _OfNflows(Adapted):
     """A transform of nflows."""
 
     def __init__(self, transform: Any) -> None:
-        why_not = "" if _is_closed(transform) else _reason(transform)
-        super().__init__(transform, _networks_of(transform), why_not)
+        super().__init__(transform, networks_of(transform), why_not(transform))
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         return self.transform(x, context)
@@ -284,8 +176,7 @@ class _OfFrEIA(Adapted):
         if places is None:
             places = _places_of(transform.dims_c)
         self._places = list(zip(places, transform.dims_c, strict=True))
-        why_not = "" if _is_closed(transform) else _reason(transform)
-        super().__init__(transform, _networks_of(transform), why_not)
+        super().__init__(transform, networks_of(transform), why_not(transform))
 
     @property
     def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -316,88 +207,6 @@ _ADAPTERS: dict[str, Callable[[Any], Adapted]] = {
 }
 
 
-def _reason(transform: Any) -> str:
-    """Return why a layer of nflows, normflows or FrEIA is recomputed."""
-    is_sequential = any("utoregressive" in each.__name__ for each in type(transform).__mro__)
-    return _SEQUENTIAL if is_sequential else _UNKNOWN
-
-
-def _why_not(transform: Any) -> str:
-    """Return why a transform that is built is recomputed; "" if it is inverted."""
-    if _is_closed(transform):
-        return ""
-    kind = _name_of(type(transform))
-    if kind in _PARTS:
-        inner: list[Any] = parts_of(transform)
-    elif kind == "torch.distributions.transforms._InverseTransform":
-        inner = [transform._inv]
-    elif kind == "torch.distributions.transforms.IndependentTransform":
-        inner = [transform.base_transform]
-    elif kind == "zuko.transforms.DependentTransform":
-        inner = [transform.base]
-    else:
-        return _UNKNOWN
-    return next(filter(None, map(_why_not, inner)), "")
-
-
-@torch.no_grad()
-def _why_not_lazy(transform: Any) -> str:
-    """Return why a lazy transform of zuko is recomputed; "" if it is inverted."""
-    kind = _name_of(type(transform))
-    if kind == "zuko.lazy.LazyInverse":
-        return _why_not_lazy(transform.transform)
-    if kind == "zuko.lazy.UnconditionalTransform":
-        built = transform()
-        _check_bijective(built)
-        return _why_not(built)
-    if kind == "zuko.flows.autoregressive.MaskedAutoregressiveTransform" and transform.passes > 2:
-        return f"its inverse runs {transform.passes} times, once for each dimension"
-    if kind in (
-        "zuko.flows.autoregressive.MaskedAutoregressiveTransform",
-        "zuko.flows.coupling.GeneralCouplingTransform",
-        "zuko.flows.gaussianization.ElementWiseTransform",
-    ):
-        like: Tensor = next(transform.parameters())
-        return _why_not(transform.univariate(*map(like.new_zeros, transform.shapes)))
-    return _UNKNOWN
-
-
-def _undone(transform: Any, y: Tensor) -> Tensor:
-    """Return what a transform maps to `y`, without `inv`.
-
-    A transform and its `inv` hold each other, and the tensors in them, until garbage is collected.
-    """
-    match _name_of(type(transform)):
-        case "torch.distributions.transforms._InverseTransform":
-            return transform._inv(y)
-        case "torch.distributions.transforms.IndependentTransform":
-            return _undone(transform.base_transform, y)
-        case "zuko.transforms.DependentTransform":
-            return _undone(transform.base, y)
-        case "zuko.transforms.CouplingTransform":
-            given, changed = transform.split(y)
-            return transform.merge(given, _undone(transform.meta(given), changed), y.shape)
-        case "zuko.transforms.AutoregressiveTransform":
-            x = torch.zeros_like(y)
-            for _ in range(transform.passes):
-                x = _undone(transform.meta(x), y)
-            return x
-        case _:
-            pass
-    parts = parts_of(transform)
-    for part in reversed(parts):
-        y = _undone(part, y)
-    return y if parts else transform._inverse(y)
-
-
-def _check_bijective(transform: Transform) -> None:
-    if not transform.bijective:
-        raise ValueError(
-            f"`transform` is {shown(transform)}, which is not bijective, so that there is no "
-            "density to follow through it. Leave it out of the chain."
-        )
-
-
 def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
     """Return the places of conditions in a context of all, each flattened."""
     places: list[slice] = []
@@ -420,7 +229,7 @@ def context_of(whole: Any, conditions: Any) -> Tensor | None:
     if conditions is None or len(conditions) == 0:
         return None
     if isinstance(conditions, Tensor):
-        conditions = (conditions,)
+        conditions = [conditions]
     if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
         conditions = [conditions[at] for at in _dims_of_conditions(whole)]
     return torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
@@ -431,7 +240,8 @@ def _adapted_sequence(whole: Any) -> Iterator[InvertibleModule]:
     dims = _dims_of_conditions(whole)
     places = dict(zip(dims, _places_of(list(dims.values())), strict=True))
     for module, at in zip(whole.module_list, whole.conditions, strict=True):
-        yield _OfFrEIA(module, [] if at is None else [places[at]])
+        own: list[slice] = [] if at is None else [places[at]]
+        yield _OfFrEIA(module, own)
 
 
 def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
@@ -450,4 +260,5 @@ def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
             "Adapt the sequences in it, or build them as a SequenceINN."
         )
     for node in nodes:
-        yield _OfFrEIA(node.module, [places[whole.condition_nodes.index(c)] for c in node.conditions])
+        numbers = [whole.condition_nodes.index(each) for each in node.conditions]
+        yield _OfFrEIA(node.module, [places[at] for at in numbers])

@@ -205,9 +205,10 @@ class Chain(HasMemoryMode, InvertibleModule):
         """Let layers start from their first batch, in a forward that changes nothing else."""
         modules = list(self.modules())
         adapted = [m for m in modules if isinstance(m, Adapted) and not m.has_started]
-        if not adapted and all(not m.training or m.started for m in modules if isinstance(m, ActNorm)):
+        norms = [m for m in modules if isinstance(m, ActNorm) and m.training and not m.started]
+        if not adapted and not norms:
             return
-        before = [_OwnTensors(module) for module in modules if module._buffers]
+        before = [_OwnTensors(m) for m in modules if any(True for _ in m.buffers(recurse=False))]
         try:
             with generators_restored():
                 self._forward_plainly(x, context)
@@ -289,7 +290,7 @@ class _OwnTensors:
         """Restore the buffers, unless the module has set its parameters: then it has started."""
         if all(torch.equal(*pair) for pair in self._parameters):
             for name, (buffer, content) in self._buffers.items():
-                self._module._buffers[name] = buffer.copy_(content)
+                setattr(self._module, name, buffer.copy_(content))
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:
