@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from recoup._arguments import shown
-from recoup.invertible.adapted import Adapted
+from recoup.invertible.adapted import Adapted, Backwards
 from recoup.invertible.chain import Chain
 from recoup.invertible.closed_forms import (
     check_bijective,
@@ -80,6 +80,8 @@ def adapt(transform: Any) -> InvertibleModule:
     parts = parts_of(transform)
     if parts:
         return Chain(*map(adapt, parts))
+    if own == "torch.distributions.transforms._InverseTransform":
+        return Backwards(adapt(transform.inv))  # itself, it has no copies
     for kind in names_of(transform):
         if kind in _ADAPTERS:
             return _ADAPTERS[kind](transform)
@@ -240,8 +242,7 @@ def _adapted_sequence(whole: Any) -> Iterator[InvertibleModule]:
     dims = _dims_of_conditions(whole)
     places = dict(zip(dims, _places_of(list(dims.values())), strict=True))
     for module, at in zip(whole.module_list, whole.conditions, strict=True):
-        own: list[slice] = [] if at is None else [places[at]]
-        yield _OfFrEIA(module, own)
+        yield _OfFrEIA(module, () if at is None else (places[at],))
 
 
 def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
@@ -259,6 +260,6 @@ def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
             "`transform` is a GraphINN that splits or joins, but a chain passes one tensor on. "
             "Adapt the sequences in it, or build them as a SequenceINN."
         )
+    place_of: dict[Any, slice] = dict(zip(whole.condition_nodes, places, strict=True))
     for node in nodes:
-        numbers = [whole.condition_nodes.index(each) for each in node.conditions]
-        yield _OfFrEIA(node.module, [places[at] for at in numbers])
+        yield _OfFrEIA(node.module, tuple(map(place_of.__getitem__, node.conditions)))

@@ -106,7 +106,7 @@ def names_of(value: object) -> list[str]:
 def runs_as(value: object) -> str:
     """Return the name of the class that defines how an object runs: its own, or a base of it."""
     kinds = zip(type(value).__mro__, names_of(value), strict=True)
-    runs = ("forward", "_call", "log_prob")
+    runs = ("forward", "_call", "__call__", "log_prob")
     return next((name for kind, name in kinds if not vars(kind).keys().isdisjoint(runs)), "")
 
 
