@@ -36,7 +36,7 @@ def test_those_that_saturate_are_recomputed():
     found = [adapt(layer).inverts_in_backward for layer in layers()]
     assert found == [True, True, False, True]
     assert "recomputed: its inverse is not known to be cheap and exact" in repr(adapt(layers()[2]))
-    with pytest.warns(UserWarning, match="1 of 4 modules"):
+    with pytest.warns(UserWarning, match="1 of 5 modules"):
         Chain(*map(adapt, layers()), memory="constant")
 
 
