@@ -316,11 +316,8 @@ def foreign_flows_table(found: dict) -> str:
     for row in found["depths"]:
         depths.setdefault(row["flow"], []).append(row)
     layers = " / ".join(str(row["depth"]) for row in next(iter(depths.values())))
-    lines = [
-        f"| flow | peak KiB, {layers} layers | **recoup.train_in** | error in float32 | "
-        "its own rounding | error in float64 |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = f"| flow | peak KiB, {layers} layers | **recoup.train_in** | error in float32 "
+    lines = [f"{head}| its own rounding | error in float64 |", "|---|---|---|---|---|---|"]
     for name, rows in depths.items():
         cells = [
             " / ".join(kib(row["own_bytes"]) for row in rows),

@@ -50,6 +50,11 @@ class Adapted(InvertibleModule):
         return not self.why_not
 
     @property
+    def is_light(self) -> bool:
+        """Whether backward inverts the layer, and it has no networks."""
+        return not self.why_not and not self._networks
+
+    @property
     def has_started(self) -> bool:
         """Whether the layer has seen a batch in the mode that it is in (See Rule 3)."""
         return getattr(self.transform, "training", True) in self._started
@@ -111,6 +116,11 @@ class Backwards(InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map latent to data, ``(N, ...)`` to ``(y, log_det)``."""
         return self.layer.inverse(x, *_if_any(context))
+
+    @property
+    def is_light(self) -> bool:
+        """Whether backward inverts the layer, and it has no networks."""
+        return getattr(self.layer, "is_light", False)
 
     @property
     def has_started(self) -> bool:

@@ -20,6 +20,7 @@ from recoup.invertible.chain_stages import (
     ModuleStage,
     StageGroup,
     check_defined,
+    joined,
     module_stage,
     state_of,
     to_output,
@@ -167,17 +168,19 @@ class Chain(HasMemoryMode, InvertibleModule):
             call, args = self._forward_plainly, (x, context)
             return self._budget.run(self, call, args, blocks, self._drift)
         stages = self._module_stages(context)
-        if not all(stage.has_started for stage in stages):
+        if False in [stage.has_started for stage in stages]:
             self._start(x, context)
-        links: dict[str, Any] = {}
-        ways: list[Way] = []
-        for stage in stages:
-            links[stage.name] = stage.module
-            ways.append("invert" if stage.module.inverts_in_backward else "recompute")
-        executor = self._ready_executor(links, tuple(ways))
+        units = joined(stages) if self._memory == "constant" else stages
+        links = {
+            unit.name: unit.module if isinstance(unit, ModuleStage) else unit for unit in units
+        }
+        ways: tuple[Way, ...] = tuple(
+            ["invert" if each.inverts_in_backward else "recompute" for each in links.values()]
+        )
+        executor = self._ready_executor(links, ways)
         groups: list[ModuleStage | StageGroup] = []
         for each in executor.groups:
-            several = stages[each.start : each.stop]
+            several = units[each.start : each.stop]
             groups.append(several[0] if len(several) == 1 else StageGroup(several))
         state, values = executor.execute(groups, state_of(x, context))
         log_dets: list[Tensor | None] = []

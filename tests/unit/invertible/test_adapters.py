@@ -1,4 +1,7 @@
-"""`adapt` for transforms of torch.distributions, and what is refused; tests/programs has the rest."""
+"""`adapt` for transforms of torch.distributions, and what is refused.
+
+Flows of other libraries are in tests/programs.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def test_what_is_no_layer_is_refused(value):
 
 def test_what_has_no_inverse_is_refused():
     for transform in (dist.AbsTransform(), dist.SoftmaxTransform()):
-        with pytest.raises(ValueError, match="`transform` is .*not bijective"):
+        with pytest.raises(ValueError, match=r"`transform` is .*not bijective"):
             adapt(transform)
     with pytest.raises(ValueError, match="`transform` keeps its last value"):
         adapt(dist.ExpTransform(cache_size=1))
@@ -75,8 +78,8 @@ def test_what_has_no_inverse_is_refused():
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(2, 2)), Chain(ActNorm(2))])
 def test_a_model_without_a_foreign_flow_is_refused(model):
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="`model` is a .*, in which there is no flow of zuko"):
+    with pytest.raises(ValueError, match=r"`model` is a .*, in which there is no flow of zuko"):
         recoup.train_in(model)
     assert_same_tensors(model.state_dict(), before)
-    with pytest.raises(ValueError, match="`model` is 42, but must be an nn.Module"):
+    with pytest.raises(ValueError, match=r"`model` is 42, but must be an nn\.Module"):
         recoup.train_in(42)
