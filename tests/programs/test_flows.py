@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.errors import DriftError
+from recoup.errors import DriftError, ReplayError
 from recoup.flows import chains_of
 from recoup.invertible import Chain, adapt, check_invertible
 from tests.alive import allocated_bytes
@@ -252,6 +252,30 @@ def test_a_wrong_inverse_is_found(monkeypatch):
     monkeypatch.setattr(coupling, "inverse", wrong)
     with pytest.raises(DriftError, match="_OfNflows"):
         ours.eval()(given()).sum().backward()
+
+
+def test_two_networks_that_draw_are_an_error():
+    """The inverse calls them in another order, in which they would draw each other's masks."""
+    _, ours = pair("freia_graph")
+    for module in of_kind(ours, "Dropout"):
+        module.p = 0.5
+    with pytest.raises(ReplayError, match="draws random numbers in another order"):
+        ours(given()).sum().backward()
+
+
+@pytest.mark.drifts
+@pytest.mark.parametrize("name", ["zuko_affine", "nflows_affine", "freia_sequence"])
+def test_under_autocast(name):
+    found = []
+    for density in pair(name, dtype=torch.float32):
+        inputs = given(torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.manual_seed(5)
+            value = density.eval()(inputs).sum()
+        value.backward()
+        gradients = {n: p.grad for n, p in density.named_parameters()}
+        found.append({"x": inputs[0].grad, "context": inputs[1].grad, **gradients})
+    assert_same_tensors(found[1], found[0], rtol=0.2)
 
 
 def test_networks_are_found_as_they_are():
