@@ -83,16 +83,17 @@ def lending(networks: Sequence[nn.Module]) -> Generator[None]:
     The `forward` of each is hidden on the instance. Code around it may look at the network, and
     compute with what it finds there, so that the network itself stays where it is.
     """
-    if answers.answer is None or any("forward" in vars(each) for each in networks):
+    if answers.answer is None or not networks:
         yield
         return
     with _LENDING:
+        own = [each for each in networks if "forward" not in vars(each)]  # nobody else hides it
         try:
-            for network in networks:
+            for network in own:
                 vars(network)["forward"] = partial(_lent, network)
             yield
         finally:
-            for network in networks:
+            for network in own:
                 vars(network).pop("forward", None)
 
 
