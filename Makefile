@@ -67,8 +67,10 @@ test: setup
 
 # Programs and models of other libraries, which tests train. timm needs a torchvision that is built
 # for the same torch, which an index with CPU builds need not have: there its tests are skipped.
+# Libraries of flows come without what they ask for, which is there.
 .venv/.foreign: .venv/.ready
 	@$(INSTALL) datasets diffusers peft sentence-transformers torchao trl
+	@$(INSTALL) --no-deps FrEIA nflows normflows zuko
 	@touch $@
 
 test-all: .venv/.foreign

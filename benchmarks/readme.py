@@ -55,6 +55,7 @@ def write() -> None:
     for name, title, table in (
         ("offload", "Offloading", tables.offload_table),
         ("programs", "Programs", tables.programs_table),
+        ("foreign_flows", "Flows of other libraries", tables.foreign_flows_table),
         ("language_model_exact", "A training, step by step", exact_tables.training_table),
         ("mnist_bits", "Bits per dimension on MNIST", exact_tables.bits_table),
     ):

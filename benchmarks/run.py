@@ -5,6 +5,7 @@
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
     python benchmarks/run.py programs --threads 1    # after `make .venv/.foreign`; ten minutes
+    python benchmarks/run.py foreign_flows           # after `make .venv/.foreign`; ten minutes
     python benchmarks/run.py plans --models ResNet-50    # beside what the file has of other models
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
@@ -42,7 +43,8 @@ SUITES = (
     "drift",
     "flows",
 )
-LONG_SUITES = ("mnist", "language_model_curve", "programs")  # only when they are named
+# Only when they are named.
+LONG_SUITES = ("mnist", "language_model_curve", "programs", "foreign_flows")
 ON_ALL_CORES = {
     "weights", "language_model", "language_model_curve", "plans", "compiled", "tiles", "offload",
     "budgets",
@@ -52,7 +54,7 @@ ON_ALL_CORES = {
 def conditions(device: str) -> dict:
     versions = {"python": platform.python_version()}
     rivals = ("memcnn", "revtorch", "revlib", "returnn", "pytorch-nlp", "torch_remat")
-    rivals += ("nflows", "normflows", "FrEIA", "zuko", "accelerate", "trl")
+    rivals += ("nflows", "normflows", "FrEIA", "zuko", "accelerate", "trl", "sbi")
     for package in ("torch", *rivals, "transformers"):
         try:
             versions[package] = metadata.version(package)

@@ -8,6 +8,7 @@ gradients whichever is chosen.
 from __future__ import annotations
 
 from recoup import errors, flows, invertible, schedules, weights
+from recoup.flows.foreign import train_in
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
 from recoup.planning.estimate import estimate
@@ -52,6 +53,7 @@ __all__ = [
     "tiled",
     "tiled_loss",
     "timeline",
+    "train_in",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

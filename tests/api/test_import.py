@@ -40,6 +40,7 @@ PUBLIC = {
     "tiled",
     "tiled_loss",
     "timeline",
+    "train_in",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

@@ -23,14 +23,20 @@ NUM_RANKS = 2
 _ROOT = Path(__file__).parents[2]
 
 
-def found_by(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Run the worker `name` in two processes, and return what each rank found."""
+def found_by(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
+    """Run the worker `name` in two processes, and return what each rank found.
+
+    Args:
+        name: of its module.
+        folder: for its files.
+        more: further arguments of its command line.
+    """
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch is built without gloo")
     command = [sys.executable, "-m", f"tests.neighbours.{name}"]
     workers = [
         subprocess.Popen(
-            [*command, str(rank), str(folder)],
+            [*command, str(rank), str(folder), *more],
             cwd=_ROOT,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -5,8 +5,9 @@ NOTE [ An inverted call ]
 Rule 1. An inverse runs without a graph; each network that it evaluates is a region beside this one,
         and fills its own slots (NOTE [ One evaluation ]).
 Rule 2. Draws in an inverted call that no seed repeats come from the generators' state, in the order
-        in which forward drew. If the inverse draws in another order, the output of the second
-        forward differs from that of the first, which is checked.
+        in which forward drew; its networks run again, in the order of forward. If the inverse draws
+        in another order, the output of the second forward differs from that of the first, which is
+        checked.
 Rule 3. An inverse may return the input of forward in another memory layout. It is then copied to
         the layout of forward, in which the second forward draws the same masks.
 Rule 4. Residuals that are made from what an inverse returned differ by more than rounding. So they
@@ -41,6 +42,7 @@ class InvertedRegion(Region):
         super().__init__(stage, state, index, "invert")
         self._evaluations = Evaluations(stage.name)
         self._shapes = [value.shape for value in state]
+        self._dtypes = [value.dtype for value in state]
         self._strides = strides_of(state)
 
     def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
@@ -78,12 +80,13 @@ class InvertedRegion(Region):
     def invert(self, after: State, *, is_taped: bool) -> State:
         """Return the input for an output, and fill slots if `is_taped`."""
         evaluations = self._evaluations
-        recall = is_taped and evaluations.are_shared
+        has_foreign = self.surroundings.has_foreign
+        recall = is_taped and evaluations.are_shared and not has_foreign  # See Rule 2
         try:
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
-            if self.surroundings.has_foreign:  # See Rule 2
-                output = self._filled(state, recall=recall, needs_output=True)
+            if has_foreign:
+                output = self._filled(state, recall=False, needs_output=True)
                 self._check_same(output, after)
             elif is_taped and (not recall or super().are_wanted):
                 del after  # a whole state, which `_filled` does not need
@@ -107,6 +110,8 @@ class InvertedRegion(Region):
                 f"`inverse` of {name} made shapes {[tuple(s) for s in shapes]} where forward was "
                 f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
             )
+        # Under autocast an inverse may return another type than forward was given.
+        before = tuple(map(Tensor.to, before, self._dtypes))
         return in_order(before, self._strides)  # See Rule 3
 
     def _check_same(self, again: State, after: State) -> None:

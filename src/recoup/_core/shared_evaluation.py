@@ -15,15 +15,17 @@ Rule 4. The draws of a network come from a seed of its own, in every memory mode
         network that runs again gets its inputs in the memory layout of forward.
 Rule 5. A network that is known to draw nothing needs no seed. That follows from the network itself,
         never from its earlier runs: a resumed training has to draw the same numbers.
+Rule 6. A network of another library (`Borrowed`) has no seed of its own: it draws what it does
+        without a chain. If it draws, it runs again in the order of forward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,23 @@ from recoup.errors import ReplayError
 
 Inputs = tuple[Tensor, ...]
 Then = Callable[[Any], Any] | None
-_Answer = Callable[[nn.Module, Inputs, Then], Any]
+
+
+class Borrowed(NamedTuple):
+    """The forward of a network of another library, given tensors and None (See Rule 6)."""
+
+    network: nn.Module
+    are_tensors: tuple[bool, ...]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the network, with None in the places where it was given None."""
+        given = iter(tensors)
+        args = [next(given) if each else None for each in self.are_tensors]
+        return type(self.network).forward(self.network, *args)
+
+
+Network = nn.Module | Borrowed
+_Answer = Callable[[Network, Inputs, Then], Any]
 
 
 # Modules of torch whose forward computes from input, parameters and buffers alone.
@@ -58,8 +76,40 @@ _DROPOUTS: frozenset[type[nn.Module]] = frozenset((
 ))  # fmt: skip
 
 
-def draws_nothing(module: nn.Module) -> bool:
+@contextmanager
+def lending(networks: Sequence[nn.Module]) -> Generator[None]:
+    """A context in which the running region shares the evaluations of these networks (Rule 6).
+
+    The `forward` of each is hidden on the instance. Code around it may look at the network, and
+    compute with what it finds there, so that the network itself stays where it is.
+    """
+    if answers.answer is None or not networks:
+        yield
+        return
+    with _LENDING:
+        own = [each for each in networks if "forward" not in vars(each)]  # nobody else hides it
+        try:
+            for network in own:
+                vars(network)["forward"] = partial(_lent, network)
+            yield
+        finally:
+            for network in own:
+                vars(network).pop("forward", None)
+
+
+def _lent(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or not all(each is None or isinstance(each, Tensor) for each in args):
+        return type(network).forward(network, *args, **kwargs)
+    are_tensors = tuple([each is not None for each in args])
+    output = evaluate(Borrowed(network, are_tensors), tuple([a for a in args if a is not None]))
+    # Such code may change the output in place, which is remembered.
+    return output.clone() if isinstance(output, Tensor) else output
+
+
+def draws_nothing(module: Network) -> bool:
     """Whether each module in `module` is known to draw nothing in its current mode (See Rule 5)."""
+    if isinstance(module, Borrowed):
+        return True
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
@@ -87,9 +137,10 @@ class _Local(threading.local):
 
 # Who makes the evaluations of this thread: a region that is inverted, or nobody.
 answers = _Local()
+_LENDING = threading.RLock()  # threads may share a network
 
 
-def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
+def evaluate(network: Network, inputs: Inputs, then: Then = None) -> Any:
     """Return the output of `network`, shared by the running region if any (Rules 1 and 2).
 
     Args:
@@ -111,12 +162,12 @@ def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
         answers.answer = answer
 
 
-def _called(network: nn.Module, inputs: Inputs, then: Then) -> Any:
+def _called(network: Network, inputs: Inputs, then: Then) -> Any:
     output = network(*inputs)
     return output if then is None else then(output)
 
 
-def _run(network: nn.Module, inputs: Inputs, then: Then, call: SeededCall) -> Any:
+def _run(network: Network, inputs: Inputs, then: Then, call: SeededCall) -> Any:
     if not call.is_known and draws_nothing(network):
         call.draws_nothing()
     if call.is_plain:
@@ -171,8 +222,8 @@ class Evaluations:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._by_network: dict[nn.Module, list[_Evaluation]] = {}
-        self._cursor: dict[nn.Module, int] = {}
+        self._by_network: dict[Network, list[_Evaluation]] = {}
+        self._cursor: dict[Network, int] = {}
         self._num_evaluations = 0
 
     @property
@@ -219,7 +270,7 @@ class Evaluations:
                 evaluation.output = None
 
     def _record(
-        self, region: Residuals, owner: Owner, network: nn.Module, inputs: Inputs, then: Then
+        self, region: Residuals, owner: Owner, network: Network, inputs: Inputs, then: Then
     ) -> Any:
         residuals = Residuals(region.surroundings, region.index, region.way)
         evaluation = _Evaluation(inputs, residuals)
@@ -231,7 +282,7 @@ class Evaluations:
         evaluation.wants_grad = list(map(requires_grad_of, values))
         return output
 
-    def _only(self, network: nn.Module) -> _Evaluation:
+    def _only(self, network: Network) -> _Evaluation:
         found = self._by_network.get(network)
         if found is None:
             raise ReplayError(
@@ -240,7 +291,7 @@ class Evaluations:
             )
         return found[0]
 
-    def _fill_and_remember(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
+    def _fill_and_remember(self, network: Network, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
         output = self._fill(evaluation, network, inputs, then)
         evaluation.output = output
@@ -248,7 +299,7 @@ class Evaluations:
         return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
 
     def _fill(
-        self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs, then: Then
+        self, evaluation: _Evaluation, network: Network, inputs: Inputs, then: Then
     ) -> tuple[Tensor, ...]:
         if not evaluation.residuals.are_wanted:
             return detached(flatten(self._untaped(network, inputs, then, evaluation))[0])
@@ -259,7 +310,7 @@ class Evaluations:
         return detached(output)
 
     def _untaped(
-        self, network: nn.Module, inputs: Inputs, then: Then, evaluation: _Evaluation
+        self, network: Network, inputs: Inputs, then: Then, evaluation: _Evaluation
     ) -> Any:
         first = evaluation.residuals
         dropped = Residuals(first.surroundings, first.index, first.way)
@@ -275,7 +326,7 @@ class Evaluations:
         with grad_mode(True), Recording(dropped, Untaped(dropped, fill)):
             return run()
 
-    def _only_run(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
+    def _only_run(self, network: Network, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
         if len(self._by_network[network]) > 1 and evaluation.call.draws:
             raise ReplayError(
@@ -286,7 +337,7 @@ class Evaluations:
         values, tree = flatten(self._untaped(network, inputs, then, evaluation))
         return tree.unflatten(detached(values))
 
-    def _recall(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
+    def _recall(self, network: Network, inputs: Inputs, then: Then) -> Any:
         del inputs, then
         evaluation = self._only(network)
         output = evaluation.output
@@ -298,7 +349,7 @@ class Evaluations:
             )
         return evaluation.returned(output)
 
-    def _fill_in_order(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
+    def _fill_in_order(self, network: Network, inputs: Inputs, then: Then) -> Any:
         self._only(network)
         place = self._cursor.get(network, 0)
         self._cursor[network] = place + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recoup.flows.fitting import Fitted, fit
 from recoup.flows.flow import Flow
 from recoup.flows.flowplusplus import FlowPlusPlus
+from recoup.flows.foreign import chains_of
 from recoup.flows.glow import Glow
 from recoup.flows.iresnet import IResNet
 from recoup.flows.logistic import Logistic
@@ -24,6 +25,7 @@ __all__ = [
     "IResNet",
     "Logistic",
     "RealNVP",
+    "chains_of",
     "coded_bits_per_dim",
     "complexity_ratio",
     "fit",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from recoup._core.drift_guard import DriftGuard
 from recoup.invertible.actnorm import ActNorm
+from recoup.invertible.adapters import adapt
 from recoup.invertible.additive import AdditiveCoupling
 from recoup.invertible.affine import AffineCoupling
 from recoup.invertible.chain import Chain
@@ -42,5 +43,6 @@ __all__ = [
     "Split",
     "Squeeze",
     "VariationalDequantize",
+    "adapt",
     "check_invertible",
 ]

@@ -15,10 +15,12 @@ from recoup._core.drift_guard import Drift
 from recoup._core.slots import State
 from recoup.errors import ConvergenceError
 from recoup.invertible.actnorm import ActNorm
+from recoup.invertible.adapted import Adapted
 from recoup.invertible.chain_stages import (
     ModuleStage,
     StageGroup,
     check_defined,
+    joined,
     module_stage,
     state_of,
     to_output,
@@ -166,15 +168,19 @@ class Chain(HasMemoryMode, InvertibleModule):
             call, args = self._forward_plainly, (x, context)
             return self._budget.run(self, call, args, blocks, self._drift)
         stages = self._module_stages(context)
-        links: dict[str, Any] = {}
-        ways: list[Way] = []
-        for stage in stages:
-            links[stage.name] = stage.module
-            ways.append("invert" if stage.module.inverts_in_backward else "recompute")
-        executor = self._ready_executor(links, tuple(ways))
+        if False in [stage.has_started for stage in stages]:
+            self._start(x, context)
+        units = joined(stages) if self._memory == "constant" else stages
+        links = {
+            unit.name: unit.module if isinstance(unit, ModuleStage) else unit for unit in units
+        }
+        ways: tuple[Way, ...] = tuple(
+            ["invert" if each.inverts_in_backward else "recompute" for each in links.values()]
+        )
+        executor = self._ready_executor(links, ways)
         groups: list[ModuleStage | StageGroup] = []
         for each in executor.groups:
-            several = stages[each.start : each.stop]
+            several = units[each.start : each.stop]
             groups.append(several[0] if len(several) == 1 else StageGroup(several))
         state, values = executor.execute(groups, state_of(x, context))
         log_dets: list[Tensor | None] = []
@@ -199,16 +205,21 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
-        """Start each `ActNorm` in a forward that changes nothing else, before any rehearsal."""
-        if all(not m.training or m.started for m in self.modules() if isinstance(m, ActNorm)):
+        """Let layers start from their first batch, in a forward that changes nothing else."""
+        modules = list(self.modules())
+        adapted = [m for m in modules if isinstance(m, Adapted) and not m.has_started]
+        norms = [m for m in modules if isinstance(m, ActNorm) and m.training and not m.started]
+        if not adapted and not norms:
             return
-        before = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        before = [_OwnTensors(m) for m in modules if any(True for _ in m.buffers(recurse=False))]
         try:
             with generators_restored():
                 self._forward_plainly(x, context)
+            for each in adapted:
+                each.has_seen_a_batch()
         finally:
-            for buffer, content in before:
-                buffer.copy_(content)
+            for each in before:
+                each.restore_buffers()
 
     def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
@@ -268,6 +279,21 @@ class Chain(HasMemoryMode, InvertibleModule):
             return total
         dtype = like.dtype if like.is_floating_point() else None
         return torch.zeros(len(like), device=like.device, dtype=dtype)
+
+
+class _OwnTensors:
+    """The parameters and buffers of a module itself, with their values now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = [(p, p.clone()) for p in module.parameters(recurse=False)]
+        self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers(recurse=False)}
+
+    def restore_buffers(self) -> None:
+        """Restore the buffers, unless the module has set its parameters: then it has started."""
+        if all(torch.equal(*pair) for pair in self._parameters):
+            for name, (buffer, content) in self._buffers.items():
+                setattr(self._module, name, buffer.copy_(content))
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError
+from recoup.invertible.adapted import Adapted, Backwards
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.rearrange import Split
 
@@ -17,6 +18,7 @@ __all__ = [
     "ModuleStage",
     "StageGroup",
     "check_defined",
+    "joined",
     "module_stage",
     "state_of",
     "to_output",
@@ -37,10 +39,13 @@ class ModuleStage:
         "name",
     )
     compares = True
+    has_started = True  # else the chain lets it start before its first run
+    is_light = False  # whether it is inverted, and takes less time than a stage by itself costs
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
-        self.module = self.code = module
+        self.module: Any = module
+        self.code: object = module
         self.modules = (module,)
         self._hands_context = hands_context
         self.is_in_place: bool = module.__dict__.get("inplace", False)
@@ -105,20 +110,48 @@ class _ChainStage(ModuleStage):
         return (*state[start:], state[0]), state[1:start]
 
 
+class _AdaptedStage(ModuleStage):
+    """A layer of another library, whose log-determinant of the inverse may cost another run."""
+
+    __slots__ = ()
+
+    @property
+    def has_started(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the layer has started from its first batch."""
+        return self.module.has_started
+
+    @property
+    def is_light(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether backward inverts the layer, and it has no networks."""
+        return self.module.is_light
+
+    def inverse(self, state: State) -> State:
+        """Return the state before the module."""
+        return (self.module.input_of(state[0], *self._context(state)), *state[1:])
+
+
 class StageGroup:
     """Several modules as one stage, because the schedule treats all of them alike.
 
     Args:
-        stages: the stages, two or more; none of them is inverted.
+        units: the stages, or groups of them: two or more.
     """
 
     compares = True
 
-    def __init__(self, stages: Sequence[ModuleStage]) -> None:
+    def __init__(self, units: Sequence[ModuleStage | StageGroup]) -> None:
+        stages: list[ModuleStage] = []
+        for unit in units:
+            stages += unit._stages if isinstance(unit, StageGroup) else (unit,)
         self._stages = stages
         self.name = f"{stages[0].name} to {stages[-1].name}"
         self.code, self.is_in_place = stages[0].code, stages[0].is_in_place
         self.modules = [stage.module for stage in stages]
+
+    @property
+    def inverts_in_backward(self) -> bool:
+        """Whether backward inverts each of them."""
+        return all(module.inverts_in_backward for module in self.modules)
 
     def forward(self, state: State) -> tuple[State, list[Tensor]]:
         """Return the state after the last module, and the log-determinants of all."""
@@ -129,8 +162,25 @@ class StageGroup:
         return state, log_dets
 
     def inverse(self, state: State) -> State:
-        """Raise NotImplementedError: a schedule that inverts treats each stage by itself."""
-        raise NotImplementedError
+        """Return the state before the first module."""
+        for stage in reversed(self._stages):
+            state = stage.inverse(state)
+        return state
+
+
+def joined(stages: Sequence[ModuleStage]) -> Sequence[ModuleStage | StageGroup]:
+    """Join adapted layers without networks to a layer before or after them."""
+    if _AdaptedStage not in map(type, stages):
+        return stages
+    groups: list[list[ModuleStage]] = []
+    for stage in stages:
+        before = groups[-1] if groups else []
+        are_adapted = all(isinstance(each, _AdaptedStage) for each in (*before, stage))
+        if before and are_adapted and (stage.is_light or all(each.is_light for each in before)):
+            before.append(stage)
+        else:
+            groups.append([stage])
+    return [group[0] if len(group) == 1 else StageGroup(group) for group in groups]
 
 
 def module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:
@@ -138,6 +188,7 @@ def module_stage(name: str, module: InvertibleModule, context: Tensor | None) ->
     hands_context = context is not None and module.takes_context
     kind = _ChainStage if module.num_early else ModuleStage
     kind = _SplitStage if isinstance(module, Split) else kind
+    kind = _AdaptedStage if isinstance(module, Adapted | Backwards) else kind
     return kind(name, module, hands_context=hands_context)
 
 
