@@ -27,7 +27,7 @@ def without_times(folder, checkpoint="last"):
         "optimizers": contents["optimizer_states"],
         "schedules": contents["lr_schedulers"],
         "step": contents["global_step"],
-        "last": contents.get("last_parameters"),
+        "last": contents.get("current_model_state"),
     }
 
 
@@ -66,7 +66,7 @@ def test_a_run_resumes_before_and_after_its_trigger(texts, averaging):
     whole = texts.fit(*options, epochs=6, out="whole")
     state = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
     if averaging == "triggered":
-        assert 0 < state["Averaging"]["num_averaged"] < texts.cli.trainer.global_step
+        assert state["Averaging"]["is_averaging"]
     for stop in (1, 3, 5):
         first = texts.fit(*options, epochs=stop, out=f"first{stop}")
         assert equal(without_times(texts.go_on(first, epochs=6)), without_times(whole))
