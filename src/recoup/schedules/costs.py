@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, cast
 
-from recoup._arguments import is_real, shown
+from recoup._arguments import check_type, is_real, shown
 
 __all__ = ["Cost", "Thin", "require_size"]
 
@@ -43,6 +43,7 @@ class Thin:
 
     def scaled(self, factor: float) -> Thin:
         """Return the tape with its time multiplied by a number."""
+        _require_time("factor", factor)
         return replace(self, seconds=factor * self.seconds)
 
 
@@ -114,7 +115,14 @@ class Cost:
         _require_time("seconds", self.seconds)
         _require_time("invert_seconds", self.invert_seconds)
         _require_time("offload_seconds", self.offload_seconds or 0.0)
-        sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
+        sizes = (
+            "state_bytes",
+            "tape_bytes",
+            "run_bytes",
+            "tape_run_bytes",
+            "reverse_bytes",
+            "lent_bytes",
+        )
         for name in (*sizes, "beside_bytes", "before_bytes"):
             require_size(name, getattr(self, name))
         require_size("invert_bytes", self.invert_bytes or 0)
@@ -123,6 +131,10 @@ class Cost:
                 f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "
                 f"({self.state_bytes}): the stage's input is counted in its tape"
             )
+        check_type((tuple, list), "a tuple of `Thin`", variants=self.variants)
+        for thin in self.variants:
+            check_type(Thin, "a tuple of `Thin`", variants=thin)
+        check_type((Thin, type(None)), "a `Thin`, or None", again=self.again)
         thinner = [(f"variants[{number}]", thin) for number, thin in enumerate(self.variants)]
         if self.again is not None:
             thinner.append(("again", self.again))
@@ -135,6 +147,7 @@ class Cost:
 
     def scaled(self, factor: float) -> Cost:
         """Return the cost with all its times multiplied by a number: in another unit of time."""
+        _require_time("factor", factor)
         offload = self.offload_seconds
         return replace(
             self,
@@ -149,7 +162,12 @@ class Cost:
         """Return a tape by its number: 0 is the whole one, for which backward pays nothing."""
         if variant == 0:
             return Thin(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
-        return self.variants[variant - 1]
+        try:
+            return self.variants[variant - 1 if variant > 0 else len(self.variants)]
+        except (IndexError, TypeError) as error:
+            raise ValueError(
+                f"`variant` is {shown(variant)}, but must be from 0 to {len(self.variants)}."
+            ) from error
 
     @property
     def tape_again(self) -> Thin:
