@@ -85,6 +85,7 @@ class TrainingCLI(LightningCLI):
         self.monitor, self.of_data = monitor, of_data
         warnings.filterwarnings("ignore", ".*does not have many workers")  # data are in memory
         warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec")  # of lightning 2.6
+        warnings.filterwarnings("ignore", ".*WeightAveraging state cannot be restored")  # in a test
         logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": name}}
         last = ModelCheckpoint(
             filename="last", save_on_train_epoch_end=True, enable_version_counter=False

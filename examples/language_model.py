@@ -634,9 +634,8 @@ class LanguageModelTraining(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         settings: Any = self.hparams
-        if settings.averaging == "never":
-            return []
-        return [Averaging(settings.num_patient, settings.averaging == "always")]
+        averaging = Averaging(settings.num_patient, settings.averaging == "always")
+        return [] if settings.averaging == "never" else [averaging]
 
     def count(self, stage: str, nll: Tensor, num_tokens: int) -> None:
         """Add the sum of the negative log-likelihoods of tokens to the perplexity."""

@@ -271,25 +271,6 @@ def test_data_that_do_not_fit_are_named(name):
         Images(**settings)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model.flow.num_stepz=3"], "num_stepz"),
-        (["--model.flow=Glou"], "Glou"),
-        (["--model.optimizer=sgd"], "model.optimizer"),
-        (["--trainer.max_epoch_=3"], "trainer.max_epoch_"),
-        (["--data.batch_size=many"], "data.batch_size"),
-        (["-c", "nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_a_wrong_option_is_named(flows, capsys, options, message):
-    with pytest.raises(SystemExit) as ending:
-        flows.fit(*options)
-    assert ending.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not Path("run").exists()
-
-
 def test_a_flow_for_pictures_refuses_points(flows):
     with pytest.raises(ValueError, match="shape"):
         flows.fit("--data.path=moons")

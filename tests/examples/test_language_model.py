@@ -285,21 +285,6 @@ def test_a_text_that_does_not_fit_is_named(name):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model.num_layerz=3"], "num_layerz"),
-        (["--model.averaging=sometimes"], "model.averaging"),
-        (["--data.tokens=letters"], "data.tokens"),
-    ],
-)
-def test_a_wrong_option_is_named(texts, capsys, options, message):
-    with pytest.raises(SystemExit) as ending:
-        texts.fit(*options)
-    assert ending.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--trainer.gradient_clip_val=1", "gradient"),

@@ -14,7 +14,7 @@ __all__ = ["Cost", "Thin", "require_size"]
 
 @dataclass(frozen=True, slots=True)
 class Thin:
-    """A thin tape of a stage: keeps a part of the whole tape, and backward recomputes the rest.
+    """A tape that keeps a part of the whole tape of a stage; backward recomputes the rest.
 
     Args:
         tape_bytes: bytes of this tape, with the stage's input and without its output.
@@ -78,8 +78,8 @@ class Cost:
         variants: other tapes, for a stage that is taped in the sweep.
         again: the tape that a run in backward makes, if it is another one than the whole (a stage
             of which other code runs where it is run again); None for the whole one.
-        before_bytes: the most temporary memory of code before the stage, in the sweep, beyond the
-            stage's input and the memory beside the chain.
+        before_bytes: the most temporary memory of code before the stage, in the sweep, beyond
+            the stage's input and `beside_bytes`.
         lent_bytes: how much larger `reverse_bytes` is if the stage before is taped, because that
             tape holds memory that would otherwise be freed while this stage is reversed.
 
@@ -115,15 +115,8 @@ class Cost:
         _require_time("seconds", self.seconds)
         _require_time("invert_seconds", self.invert_seconds)
         _require_time("offload_seconds", self.offload_seconds or 0.0)
-        sizes = (
-            "state_bytes",
-            "tape_bytes",
-            "run_bytes",
-            "tape_run_bytes",
-            "reverse_bytes",
-            "lent_bytes",
-        )
-        for name in (*sizes, "beside_bytes", "before_bytes"):
+        sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
+        for name in (*sizes, "tape_bytes", "beside_bytes", "before_bytes"):
             require_size(name, getattr(self, name))
         require_size("invert_bytes", self.invert_bytes or 0)
         if self.tape_bytes < self.state_bytes:
@@ -132,16 +125,16 @@ class Cost:
                 f"({self.state_bytes}): the stage's input is counted in its tape"
             )
         check_type((tuple, list), "a tuple of `Thin`", variants=self.variants)
-        for thin in self.variants:
-            check_type(Thin, "a tuple of `Thin`", variants=thin)
+        for tape in self.variants:
+            check_type(Thin, "a tuple of `Thin`", variants=tape)
         check_type((Thin, type(None)), "a `Thin`, or None", again=self.again)
-        thinner = [(f"variants[{number}]", thin) for number, thin in enumerate(self.variants)]
+        tapes = [(f"variants[{number}]", tape) for number, tape in enumerate(self.variants)]
         if self.again is not None:
-            thinner.append(("again", self.again))
-        for name, thin in thinner:
-            if thin.tape_bytes < self.state_bytes:
+            tapes.append(("again", self.again))
+        for name, tape in tapes:
+            if tape.tape_bytes < self.state_bytes:
                 raise ValueError(
-                    f"`{name}.tape_bytes` is {thin.tape_bytes}, but it must be at least "
+                    f"`{name}.tape_bytes` is {tape.tape_bytes}, but it must be at least "
                     f"`state_bytes` ({self.state_bytes}): the stage's input is counted in it"
                 )
 
@@ -154,7 +147,7 @@ class Cost:
             seconds=factor * self.seconds,
             invert_seconds=factor * self.invert_seconds,
             offload_seconds=None if offload is None else factor * offload,
-            variants=tuple(thin.scaled(factor) for thin in self.variants),
+            variants=tuple(tape.scaled(factor) for tape in self.variants),
             again=None if self.again is None else self.again.scaled(factor),
         )
 

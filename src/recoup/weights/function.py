@@ -4,7 +4,7 @@ NOTE [ Any function ]
 
 Rule 1. A function is differentiated by autograd, and may use any operators and parameters. So it
         runs as `recompute` runs a function: a region makes its residuals, and the weight that it
-        returns, again in backward, and guards watch the values that it reads.
+        returns, again in backward, and the two runs are compared.
 Rule 2. The steps before it (norm, dropout, noise) run within that region, so that their results
         are not kept for it.
 Rule 3. Functions run after the other kinds, in the order in which they were applied.
