@@ -60,7 +60,15 @@ setup: .venv/.ready
 	@touch $@
 
 demo: setup
-	@$(BIN)/python examples/memory_modes.py
+	@rm -rf runs/demo
+	@for memory in linear sqrt constant; do \
+		$(BIN)/python examples/flow.py fit -c examples/configs/flow/glow-digits.yaml \
+			--model.memory $$memory --trainer.max_epochs 10 --model.num_decay_steps 120 \
+			--trainer.logger.name demo --trainer.logger.version $$memory \
+			--trainer.enable_progress_bar false || exit 1; \
+	done
+	@$(BIN)/python examples/flow.py predict -c runs/demo/constant/config.yaml \
+		--trainer.logger.version samples --ckpt_path runs/demo/constant/checkpoints/best.ckpt
 
 test: setup
 	@$(BIN)/python -m pytest -n 2 -m $(QUICK) $(ARGS)

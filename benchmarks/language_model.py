@@ -76,11 +76,11 @@ def by_hand(network, ids, state):
 
 
 def _loss(network, ids, state):
-    encoded = network.encode(ids[:-1], state, network.new_masks(*ids[1:].shape))
-    logits = network.decoder(encoded.dropped).flatten(0, 1)
+    raw, dropped, _ = network.encode(ids[:-1], state, network.new_masks(*ids[1:].shape))
+    logits = network.decoder(dropped).flatten(0, 1)
     loss = F.cross_entropy(logits, ids[1:].flatten())
-    loss = loss + PENALTIES.activation * encoded.dropped.square().mean()
-    return loss + PENALTIES.temporal * encoded.raw.diff(dim=0).square().mean()
+    loss = loss + PENALTIES.activation * dropped.square().mean()
+    return loss + PENALTIES.temporal * raw.diff(dim=0).square().mean()
 
 
 def plain(vocab_size, window):

@@ -11,17 +11,15 @@ from __future__ import annotations
 import hashlib
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-
-__all__ = ["TrainingCLI", "check_checkpoint", "seed_at"]
 
 
 def seed_at(*key: str | int) -> int:
@@ -68,9 +66,9 @@ class TrainingCLI(LightningCLI):
         data_class: Its data.
         name: The folder of its runs, in ``runs``.
         monitor: The metric of the validation whose lowest value marks the best checkpoint.
-        args: The arguments; those of the process if None.
-        run: Whether to run the command, or only to build model, data and Trainer for ``fit``.
+        of_data: Attributes of the data, and the argument of the model that each of them is.
         trainer_defaults: Settings of the Trainer that are not Lightning's.
+        options: Whether to `run` a command, and its `args`, as for Lightning's.
     """
 
     def __init__(
@@ -80,33 +78,33 @@ class TrainingCLI(LightningCLI):
         *,
         name: str,
         monitor: str,
-        args: Sequence[str] | None = None,
-        run: bool = True,
-        trainer_defaults: dict[str, Any] | None = None,
+        of_data: Mapping[str, str],
+        trainer_defaults: dict[str, Any],
+        **options: Any,
     ) -> None:
-        self.monitor = monitor
+        self.monitor, self.of_data = monitor, of_data
         warnings.filterwarnings("ignore", ".*does not have many workers")  # data are in memory
         warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec")  # of lightning 2.6
+        warnings.filterwarnings("ignore", ".*WeightAveraging state cannot be restored")  # in a test
         logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": name}}
         last = ModelCheckpoint(
             filename="last", save_on_train_epoch_end=True, enable_version_counter=False
         )
         defaults = {"max_epochs": 30, "logger": logger, "log_every_n_steps": 1}
         defaults |= {"num_sanity_val_steps": 0, "enable_model_summary": False}
-        defaults |= {"callbacks": [_NoPathsFromCheckpoints(), last], **(trainer_defaults or {})}
+        defaults |= {"callbacks": [last], **trainer_defaults}
         super().__init__(
             model_class,
             data_class,
-            args=None if args is None else list(args),
-            run=run,
             trainer_defaults=defaults,
             seed_everything_default=0,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            **options,
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add threads, the best checkpoint, early stopping, and the seed of model and data."""
+        """Add threads, the best checkpoint, early stopping, and what the model has of the data."""
         threads = "Threads on CPU. One is fastest for small networks, or on a shared machine."
         parser.add_argument("--num_threads", type=int | None, default=None, help=threads)
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
@@ -123,6 +121,8 @@ class TrainingCLI(LightningCLI):
         )
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
+        for attribute, argument in self.of_data.items():
+            parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
         """Take no settings from a checkpoint, as Lightning does: see the head of this file."""
@@ -137,22 +137,16 @@ class TrainingCLI(LightningCLI):
             torch.set_num_threads(config.num_threads)
 
     def before_fit(self) -> None:
-        """Let checkpoints be written whole."""
-        self.trainer.strategy.checkpoint_io = _WholeCheckpoints()
+        """Let checkpoints be written whole, and name no files."""
+        self.trainer.strategy.checkpoint_io = _Checkpoints()
 
 
-class _NoPathsFromCheckpoints(Callback):
-    """Lightning would remove the files that a checkpoint names as those it replaces."""
+class _Checkpoints(TorchCheckpointIO):
+    """A checkpoint replaces the one before when all of it is on the disk.
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        for callback in trainer.checkpoint_callbacks:
-            checkpoint["callbacks"].pop(callback.state_key, None)
-
-
-class _WholeCheckpoints(TorchCheckpointIO):
-    """A checkpoint replaces the one before when all of it is on the disk."""
+    Those that are read lose the paths in them: Lightning would remove the files that a checkpoint
+    names as those it replaces.
+    """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
@@ -161,3 +155,9 @@ class _WholeCheckpoints(TorchCheckpointIO):
         whole.parent.mkdir(parents=True, exist_ok=True)
         torch.save(checkpoint, part)
         part.replace(whole)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        contents = super().load_checkpoint(*args, **kwargs)
+        states = contents["callbacks"].items()
+        contents["callbacks"] = {k: state for k, state in states if "ModelCheckpoint" not in str(k)}
+        return contents

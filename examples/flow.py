@@ -25,20 +25,15 @@ from typing import Any, Literal
 import torch
 from command_line import TrainingCLI, seed_at
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
 from pictures import density_picture, grid
 from samples import read_samples
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import recoup
 from recoup.flows import Flow
 
 Batch = list[Tensor]  # samples, and labels if the flow is conditional
-
-# The split does not follow the seed of a run, so that runs are compared on the same pictures, and a
-# checkpoint is tested on those that it has not seen.
-_SPLIT_SEED = 0
-
 
 # --- data ----------------------------------------------------------------------------------------
 
@@ -51,8 +46,8 @@ class Images(LightningDataModule):
     run goes on as if it had not been interrupted.
 
     Args:
-        path: What `samples.read_samples` reads: a folder of pictures, an .npz, a .csv of points,
-            moons, rings or checkerboard; scikit-learn's digits if None.
+        path: A folder of pictures, an .npz of pictures or points, moons, rings or checkerboard;
+            scikit-learn's digits if None. See `samples.read_samples`.
         levels: Number of grey levels to train on; those of the pictures if None.
         batch_size: Number of samples in a batch.
         validation_fraction: Part of the samples that validates each epoch, if none are named.
@@ -74,65 +69,36 @@ class Images(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        samples = read_samples(path, size)
-        self.name = samples.name
-        self.batch_size = batch_size
-        self.conditional = conditional
-        self.seed = seed
-        self.levels = samples.levels if levels is None else levels
-        self.parts, self.labels = dict(samples.parts), dict(samples.labels)
+        known_levels, self.parts, self.labels = read_samples(path, size)
+        self.name = path or "the digits"
+        self.batch_size, self.conditional, self.seed = batch_size, conditional, seed
         self._split(test=test_fraction, validation=validation_fraction)
-        if self.levels != samples.levels:
-            for part, images in self.parts.items():
-                self.parts[part] = _merged(images, samples.levels, self.levels)
-        for part, each in self.parts.items() if conditional else ():
-            if len(self.labels.get(part, ())) != len(each) or int(self.labels[part].min()) < 0:
+        self.levels = known_levels if levels is None else levels
+        if levels is not None and levels != known_levels:
+            if known_levels is None or not 2 <= levels <= known_levels:
+                raise ValueError(
+                    f"`levels` is {levels}, but the data have {known_levels or 'none, as points'}. "
+                    "Give at least 2 and at most as many, or leave it out."
+                )
+            for part, images in self.parts.items():  # neighbouring levels become one
+                self.parts[part] = (images.int() * levels // known_levels).to(torch.uint8)
+        for part, samples in self.parts.items() if conditional else ():
+            labels = self.labels.get(part, torch.empty(0))
+            if len(labels) != len(samples) or labels.min() < 0:
                 raise ValueError(
                     f"`conditional` is true, but {self.name} has no label, a whole number from 0, "
                     f"for each sample of its {part} part. Give an .npz with `train_labels` and "
                     "`test_labels`."
                 )
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape ``(C, H, W)`` of one picture, or ``(2,)`` of a point."""
-        return tuple(self.parts["train"].shape[1:])
-
-    @property
-    def num_classes(self) -> int | None:
-        """One more than the largest label; None if batches hold no labels."""
-        if not self.conditional:
-            return None
-        return 1 + max(int(self.labels[part].max()) for part in self.parts)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Return batches of the training part, in an order set by `seed` and the epoch."""
-        dataset, trainer = self._dataset("train"), self.trainer
-        num_replicas, rank = (
-            (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
-        )
-        # Its order is a function of the seed and of the epoch, which the Trainer sets.
-        order = DistributedSampler(dataset, num_replicas, rank, seed=self.seed)
-        return DataLoader(dataset, batch_size=self.batch_size, sampler=order)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self._dataset("validation"), batch_size=self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self._dataset("test"), batch_size=self.batch_size)
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the training part in one batch, beside which the density of points is drawn."""
-        return DataLoader(self._dataset("train"), batch_size=len(self.parts["train"]))
-
-    def _dataset(self, part: str) -> TensorDataset:
-        labels = [self.labels[part]] if self.conditional else []
-        return TensorDataset(self.parts[part], *labels)
-
     def _split(self, **fractions: float) -> None:
-        """Take the parts that the data do not name from that of training, at random."""
+        """Take the parts that the data do not name from that of training, at random.
+
+        The split does not follow the seed of a run, so that runs are compared on the same samples,
+        and a checkpoint is tested on those that it has not seen.
+        """
         num_samples = len(self.parts["train"])
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))
         rows: dict[str, Tensor] = {}
         for part, fraction in fractions.items():
             if not 0 < fraction < 1:
@@ -148,17 +114,42 @@ class Images(LightningDataModule):
         rows["train"] = order
         for whole in (self.parts, self.labels):
             if "train" in whole:
-                whole |= {part: whole["train"][each] for part, each in rows.items()}
+                whole |= {part: whole["train"][chosen] for part, chosen in rows.items()}
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape ``(C, H, W)`` of one picture, or ``(2,)`` of a point."""
+        return tuple(self.parts["train"].shape[1:])
 
-def _merged(images: Tensor, num_given: int | None, levels: int | None) -> Tensor:
-    """Merge neighbouring grey levels until there are `levels` of them."""
-    if num_given is None or levels is None or not 2 <= levels <= num_given:
-        raise ValueError(
-            f"`levels` is {levels}, but the data have {num_given or 'none, being points'}. Give at "
-            "least 2 and at most as many, or leave it out."
-        )
-    return (images.to(torch.int32) * levels // num_given).to(torch.uint8)
+    @property
+    def num_classes(self) -> int | None:
+        """One more than the largest label; None if batches hold no labels."""
+        if not self.conditional:
+            return None
+        return 1 + max(int(labels.max()) for labels in self.labels.values())
+
+    def _loader(self, part: str, sampler: Any = None, size: int | None = None) -> DataLoader[Any]:
+        labels = [self.labels[part]] if self.conditional else []
+        dataset = TensorDataset(self.parts[part], *labels)
+        return DataLoader(dataset, batch_size=size or self.batch_size, sampler=sampler)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return batches of the training part, in an order set by `seed` and the epoch."""
+        trainer, samples = self.trainer, self.parts["train"]
+        ranks, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        # Its order is a function of the seed and of the epoch, which the Trainer sets.
+        order = DistributedSampler(TensorDataset(samples), ranks, rank, seed=self.seed)
+        return self._loader("train", sampler=order)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader("validation")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the training part in one batch, beside which the density of points is drawn."""
+        return self._loader("train", size=len(self.parts["train"]))
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -201,15 +192,9 @@ class FlowTraining(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.save_hyperparameters(ignore="flow")
         flow.memory = memory  # pyright: ignore[reportAttributeAccessIssue]  # checked by the flow
         self.flow = flow
-        self.optimizer_class = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[optimizer]
-        self.learning_rate = learning_rate
-        self.num_warmup_steps = num_warmup_steps
-        self.num_decay_steps = num_decay_steps
-        self.num_samples = num_samples
-        self.temperature = temperature
-        self.seed = seed
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch: its mean bits per dimension."""
@@ -222,50 +207,62 @@ class FlowTraining(LightningModule):
         self._step("test", batch, batch_idx)
 
     def _step(self, stage: str, batch: Batch, *key: int) -> Tensor:
-        torch.manual_seed(seed_at(self.seed, self.global_rank, stage, *key))
+        torch.manual_seed(seed_at(self.hparams["seed"], self.global_rank, stage, *key))
         parts = {name: bits.mean() for name, bits in self.flow.parts(*batch).items()}
         loss = torch.stack(list(parts.values())).sum()
         metrics = {**parts, "bits_per_dim": loss}
         if len(self.flow.shape) == 1:
             metrics["nats_per_point"] = loss * (self.flow.num_dims * math.log(2))
-        options: Any = {"on_step": False, "on_epoch": True, "sync_dist": True}
-        options["batch_size"] = len(batch[0])
-        for name, value in metrics.items():
-            shown = (stage, name) == ("val", "bits_per_dim")
-            self.log(f"{stage}_{name}", value.detach(), prog_bar=shown, **options)
+        named = {f"{stage}_{name}": value.detach() for name, value in metrics.items()}
+        options: Any = {"on_epoch": True, "sync_dist": True, "batch_size": len(batch[0])}
+        self.log_dict(named, prog_bar=stage == "val", on_step=False, **options)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer_class(self.flow.parameters(), lr=self.learning_rate)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+    def on_fit_end(self) -> None:
+        """Say what a step took, but for that of the optimizer."""
+        trainer: Any = self.trainer
+        batch = trainer.strategy.batch_to_device(next(iter(trainer.train_dataloader)))
 
-    def _rate(self, step: int) -> float:
-        """Return the factor on the learning rate at the step with this number."""
-        rate = min(1.0, (step + 1) / max(1, self.num_warmup_steps))
-        if self.num_decay_steps is not None:
-            rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
-        return rate
+        def step() -> None:
+            self.flow.train().bits_per_dim(*batch).mean().backward()
+
+        cost = recoup.measure(step, device=self.device)
+        bits = float(trainer.callback_metrics.get("val_bits_per_dim", math.nan))
+        self.print(f"memory {self.flow.memory}: {bits:.4f} bits/dim validated, a step took {cost}")
+
+    def configure_optimizers(self) -> Any:
+        settings: Any = self.hparams
+        kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[settings.optimizer]
+        optimizer = kind(self.flow.parameters(), lr=settings.learning_rate)
+
+        def rate(step: int) -> float:
+            warmed = min(1.0, (step + 1) / max(1, settings.num_warmup_steps))
+            if settings.num_decay_steps is None:
+                return warmed
+            decayed = math.cos(math.pi * min(1.0, step / settings.num_decay_steps))
+            return warmed * (0.5 + 0.5 * decayed)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def predict_step(self, batch: Batch, batch_idx: int) -> None:
         """Draw pictures into ``samples.png`` of the run, or the density of points.
 
         Of a conditional flow each class has a row; a density is that of all classes together.
         """
-        flow, num_classes = self.flow, self.flow.num_classes or 0
+        settings: Any = self.hparams
+        flow, num_classes = self.flow, self.flow.num_classes
         if len(flow.shape) == 1:
-            shares = (
-                batch[1].bincount(minlength=num_classes) / len(batch[0]) if num_classes else None
-            )
-            picture = density_picture(flow, batch[0], shares)
+            picture = density_picture(flow, *batch)
         else:
-            columns = max(1, self.num_samples // num_classes) if num_classes else None
-            labels = torch.arange(num_classes).repeat_interleave(columns) if columns else None
+            count, labels, columns = settings.num_samples, None, None
+            if num_classes is not None:
+                columns = max(1, count // num_classes)
+                labels = torch.arange(num_classes).repeat_interleave(columns)
+                count = len(labels)
+            draw = torch.Generator().manual_seed(settings.seed)
             images = flow.sample(
-                self.num_samples if labels is None else len(labels),
-                labels=labels,
-                temperature=self.temperature,
-                generator=torch.Generator().manual_seed(self.seed),
+                count, labels=labels, temperature=settings.temperature, generator=draw
             )
             picture = grid(images.cpu(), flow.levels or 256, columns)
         path = Path(self.trainer.log_dir or ".", "samples.png")
@@ -274,27 +271,14 @@ class FlowTraining(LightningModule):
         print(f"samples: {path}")
 
 
-# --- command line --------------------------------------------------------------------------------
-
-
-class FlowCLI(TrainingCLI):
-    """The command line: a flow is built for its data."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link what the data know."""
-        super().add_arguments_to_parser(parser)
-        for name in ("shape", "levels", "num_classes"):
-            target = f"model.flow.init_args.{name}"
-            parser.link_arguments(f"data.{name}", target, apply_on="instantiate")
-
-
-def main(args: Sequence[str] | None = None, *, run: bool = True) -> FlowCLI:
+def main(args: Sequence[str] | None = None, *, run: bool = True) -> TrainingCLI:
     """Run the command line with these arguments, those of the process if None."""
-    return FlowCLI(
+    return TrainingCLI(
         FlowTraining,
         Images,
         name="flow",
         monitor="val_bits_per_dim",
+        of_data={name: f"flow.init_args.{name}" for name in ("shape", "levels", "num_classes")},
         args=args,
         run=run,
         trainer_defaults={"gradient_clip_val": 10.0},

@@ -10,13 +10,12 @@ A run goes to ``runs/language_model/version_0``, or the next number. Go on with 
 write; finetune it, averaging from the start:
 
     run=runs/language_model/version_0
-    python examples/language_model.py fit -c $run/config.yaml --ckpt_path $run/checkpoints/last.ckpt
-    python examples/language_model.py test -c $run/config.yaml \\
-        --ckpt_path $run/checkpoints/best.ckpt --data.eval_batch_size 1
-    python examples/language_model.py predict -c $run/config.yaml \\
-        --ckpt_path $run/checkpoints/best.ckpt --data.prompt "The statement"
-    python examples/language_model.py fit -c $run/config.yaml \\
-        --model.init_from $run/checkpoints/best.ckpt --model.averaging always
+    best=$run/checkpoints/best.ckpt
+    program="python examples/language_model.py"
+    $program fit -c $run/config.yaml --ckpt_path $run/checkpoints/last.ckpt
+    $program test -c $run/config.yaml --ckpt_path $best --data.eval_batch_size 1
+    $program predict -c $run/config.yaml --ckpt_path $best --data.prompt "The statement"
+    $program fit -c $run/config.yaml --model.init_from $best --model.averaging always
 
 Every option: ``python examples/language_model.py fit --help``.
 """
@@ -24,35 +23,29 @@ Every option: ``python examples/language_model.py fit --help``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
 from command_line import TrainingCLI, check_checkpoint, seed_at
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from text import END_OF_LINE, UNKNOWN, TokenKind, joined, read_parts, tokenized, vocabulary_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import recoup
 from recoup.memory import parse_bytes
 
-# --- model ---------------------------------------------------------------------------------------
-
+MONITOR = "val_perplexity"
 State = tuple[tuple[Tensor, Tensor], ...]  # hidden and cell state of each layer, (1, N, H) both
-Masks = Mapping[str, Tensor]  # which entries to keep, (1, N, C) or (T, N, C)
+Masks = Sequence[Tensor | None]  # which activations to keep, (1, N, C) or (T, N, C)
 
-
-class Encoded(NamedTuple):
-    """Outputs of the last layer ``(T, N, C)``, those after dropout, and the state after them."""
-
-    raw: Tensor
-    dropped: Tensor
-    state: State
+# --- model ---------------------------------------------------------------------------------------
 
 
 class LanguageModel(nn.Module):
@@ -98,20 +91,16 @@ class LanguageModel(nn.Module):
         weight_noise: float = 0.0,
     ) -> None:
         super().__init__()
-        sizes = [embed_size, *[hidden_size] * num_layers]
+        self.sizes = [embed_size, *[hidden_size] * num_layers]  # of activations
         if tie_weights:
-            sizes[-1] = embed_size
-        rates = [input_dropout, *[hidden_dropout] * (num_layers - 1), output_dropout]
-        if not all(0 <= rate < 1 for rate in rates):
-            raise ValueError(f"Dropout is {rates}, but each must be at least 0 and less than 1.")
+            self.sizes[-1] = embed_size
+        self.rates = [input_dropout, *[hidden_dropout] * (num_layers - 1), output_dropout]
+        if not all(0 <= rate < 1 for rate in self.rates):
+            raise ValueError(f"Dropout is {self.rates}, but must be at least 0 and less than 1.")
         self.embedding = nn.Embedding(vocab_size, embed_size)
-        self.layers = nn.ModuleList(map(nn.LSTM, sizes[:-1], sizes[1:]))
-        self.decoder = nn.Linear(sizes[-1], vocab_size)
+        self.layers = nn.ModuleList(map(nn.LSTM, self.sizes[:-1], self.sizes[1:]))
+        self.decoder = nn.Linear(self.sizes[-1], vocab_size)
         self.dropout_kind = dropout_kind
-        self.weight_noise = weight_noise
-        names = ["input", *(f"output {n}" for n in range(1, num_layers + 1))]
-        self._sizes = dict(zip(names, sizes, strict=True))
-        self._rates = dict(zip(names, rates, strict=True))
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
         if tie_weights:
@@ -125,7 +114,7 @@ class LanguageModel(nn.Module):
         if weight_dropout:
             for layer in self.layers:
                 recoup.weight_dropout(layer, "weight_hh_l0", p=weight_dropout)
-        self._noise_std = torch.zeros(())
+        self.weight_noise, self._noise_std = weight_noise, torch.zeros(())
         if weight_noise:
             for part in (self.embedding, *self.layers):
                 recoup.weight_noise(part, ".*weight.*", std=self._noise_std)
@@ -136,47 +125,48 @@ class LanguageModel(nn.Module):
 
     def zero_state(self, batch_size: int) -> State:
         """Return the state before the first token."""
-        weight, sizes = self.decoder.weight, list(self._sizes.values())[1:]
-        return tuple(
-            (weight.new_zeros(1, batch_size, size), weight.new_zeros(1, batch_size, size))
-            for size in sizes
-        )
+        shapes = [(1, batch_size, size) for size in self.sizes[1:]]
+        weight = self.decoder.weight
+        return tuple((weight.new_zeros(shape), weight.new_zeros(shape)) for shape in shapes)
 
-    def new_masks(self, num_steps: int, batch_size: int) -> Masks:
-        """Draw the masks of the dropout of activations for a window; none in evaluation."""
+    def new_masks(self, num_steps: int, batch_size: int) -> list[Tensor | None]:
+        """Draw what to keep in a window of the first layer's input, and of each layer's output."""
         length = 1 if self.dropout_kind == "locked" else num_steps
-        device = self.decoder.weight.device
-        return {
-            name: torch.empty(
-                (length, batch_size, self._sizes[name]), dtype=torch.bool, device=device
-            ).bernoulli_(1 - p)
-            for name, p in self._rates.items()
-            if p and self.training
-        }
+        like = self.decoder.weight
+        return [
+            like.new_empty((length, batch_size, size), dtype=torch.bool).bernoulli_(1 - rate)
+            if rate and self.training
+            else None
+            for size, rate in zip(self.sizes, self.rates, strict=True)
+        ]
 
-    def _dropped(self, x: Tensor, name: str, masks: Masks) -> Tensor:
-        if name not in masks:
-            return x
-        mask, scale = masks[name], 1 / (1 - self._rates[name])
-        if len(mask) == 1:  # It is small: as numbers it needs one pass over `x`, not two.
-            return x * (mask.to(x.dtype) * scale)
-        return x * mask * scale
+    def encode(self, ids: Tensor, state: State, masks: Masks) -> tuple[Tensor, Tensor, State]:
+        """Run the layers over the numbers of tokens ``(T, N)``, from a state on.
 
-    def encode(self, ids: Tensor, state: State, masks: Masks) -> Encoded:
-        """Run the layers over the numbers of tokens ``(T, N)``, from a state on."""
+        Returns the outputs of the last layer ``(T, N, C)``, those after dropout, and the state.
+        """
+
+        def dropped(x: Tensor, place: int) -> Tensor:
+            mask, scale = masks[place], 1 / (1 - self.rates[place])
+            if mask is None:
+                return x
+            if len(mask) == 1:  # It is small: as numbers it needs one pass over `x`, not two.
+                return x * (mask.to(x.dtype) * scale)
+            return x * mask * scale
+
         raw = self.embedding(ids)
-        dropped, states = self._dropped(raw, "input", masks), list[tuple[Tensor, Tensor]]()
+        x, states = dropped(raw, 0), list[tuple[Tensor, Tensor]]()
         for number, (layer, before) in enumerate(zip(self.layers, state, strict=True), 1):
-            raw, after = layer(dropped, before)
+            raw, after = layer(x, before)
             states.append(after)
-            dropped = self._dropped(raw, f"output {number}", masks)
-        return Encoded(raw, dropped, tuple(states))
+            x = dropped(raw, number)
+        return raw, x, tuple(states)
 
     def forward(self, ids: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Return the logits of each next token ``(T, N, vocab_size)``, and the state after it."""
         state = self.zero_state(ids.shape[1]) if state is None else state
-        encoded = self.encode(ids, state, self.new_masks(*ids.shape))
-        return self.decoder(encoded.dropped), encoded.state
+        _, dropped, state = self.encode(ids, state, self.new_masks(*ids.shape))
+        return self.decoder(dropped), state
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -185,12 +175,6 @@ class LanguageModel(nn.Module):
 # and none shorter than five. None is longer by more than five deviations, as one in three million
 # would be, so that a bound on memory holds for all.
 _HALF_FRACTION, _DEVIATION, _SHORTEST, _MOST_LONGER = 0.05, 5.0, 5, 25
-
-
-def columns_of(ids: Tensor, batch_size: int) -> Tensor:
-    """Lay a text ``(T,)`` out in columns ``(T // N, N)`` that are read side by side."""
-    num_rows = len(ids) // batch_size
-    return ids[: num_rows * batch_size].view(batch_size, num_rows).t().contiguous()
 
 
 def window_lengths(num_steps: int, bptt: int, seed: int, epoch: int) -> list[int]:
@@ -209,20 +193,12 @@ def window_lengths(num_steps: int, bptt: int, seed: int, epoch: int) -> list[int
     return lengths
 
 
-class Windows:
-    """Windows of columns, one after the other: ``(length + 1, N)``, each with its targets."""
-
-    def __init__(self, columns: Tensor, lengths: Sequence[int]) -> None:
-        self.columns, self.lengths = columns, lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        start = 0
-        for length in self.lengths:
-            yield self.columns[start : start + length + 1]
-            start += length
+def windows(columns: Tensor, lengths: Sequence[int]) -> DataLoader[Tensor]:
+    """Return windows ``(length + 1, N)`` of columns, one after the other, each with its targets."""
+    ends = accumulate(lengths)
+    slices: Any = [slice(end - length, end + 1) for length, end in zip(lengths, ends, strict=True)]
+    dataset: Any = columns
+    return DataLoader(dataset, batch_size=None, sampler=slices)
 
 
 class Texts(LightningDataModule):
@@ -245,7 +221,6 @@ class Texts(LightningDataModule):
         jitter: Whether the windows of training vary around `bptt`, anew in each epoch.
         validation_fraction: Part of the text that validates, if there is no validation file.
         test_fraction: Part of the text kept for the end, if there is no test file.
-        test_path: A text file to test on instead.
         prompt: How the text begins that ``predict`` writes.
         seed: Seed of the lengths of windows.
     """
@@ -262,16 +237,12 @@ class Texts(LightningDataModule):
         jitter: bool = True,
         validation_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        test_path: str | None = None,
         prompt: str = "",
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if bptt < 1 or (jitter and bptt < 2 * _SHORTEST):
-            raise ValueError(
-                f"`bptt` is {bptt}, but windows of at least {_SHORTEST} steps vary around no less "
-                f"than {2 * _SHORTEST}. Give that, or turn `jitter` off."
-            )
+        if bptt < 1:
+            raise ValueError(f"`bptt` is {bptt}, but must be at least 1.")
         self.name = path or "the documentation of Python"
         self.kind: TokenKind = tokens or ("words" if path is None else "whitespace")
         texts = {part: tokenized(text, self.kind) for part, text in read_parts(path).items()}
@@ -282,25 +253,20 @@ class Texts(LightningDataModule):
             if part not in texts:
                 start = max(0, len(texts["train"]) - round(fraction * num_tokens))
                 texts[part], texts["train"] = texts["train"][start:], texts["train"][:start]
-        if test_path is not None:
-            texts["test"] = tokenized(read_parts(test_path)["train"], self.kind)
         self.vocabulary = vocabulary_of(texts["train"], min_count, max_vocab_size)
         if len(self.vocabulary) < 2:
             raise ValueError(
                 f"`min_count` is {min_count}, but no token of {self.name} occurs as often in "
                 "training: all would be <unk>. Give a smaller one, or more text."
             )
+        self.vocab_size = len(self.vocabulary)
         self._numbers = {token: number for number, token in enumerate(self.vocabulary)}
-        self.parts = {part: self.encode(found) for part, found in texts.items()}
-        self.prompt = prompt
+        self.parts = {part: self.encode(text) for part, text in texts.items()}
+        self.prompt, self.bptt, self.jitter, self.seed = prompt, bptt, jitter, seed
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
-        self.bptt, self.jitter, self.seed = bptt, jitter, seed
-        self.columns("train", batch_size)
+        num_steps = len(self.columns("train", batch_size)) - 1
+        self.longest = min(bptt + _MOST_LONGER * jitter, num_steps)  # window of training
         self.columns("validation", eval_batch_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary)
 
     def encode(self, tokens: Sequence[str]) -> Tensor:
         """Return the numbers of tokens ``(T,)``."""
@@ -308,22 +274,17 @@ class Texts(LightningDataModule):
         return torch.tensor([self._numbers.get(token, unknown) for token in tokens])
 
     def columns(self, part: str, batch_size: int) -> Tensor:
-        """Return a part in columns."""
-        columns = columns_of(self.parts[part], batch_size)
-        if len(columns) < 2:
+        """Lay a part ``(T,)`` out in columns ``(T // N, N)`` that are read side by side."""
+        ids = self.parts[part]
+        num_rows = len(ids) // batch_size
+        if num_rows < 2:
             raise ValueError(
-                f"The {part} part of {self.name} has {len(self.parts[part])} tokens, too few for "
-                f"{batch_size} columns of two. Give more text, or a smaller batch size."
+                f"The {part} part of {self.name} has {len(ids)} tokens, too few for {batch_size} "
+                "columns of two. Give more text, or a smaller batch size."
             )
-        return columns
+        return ids[: num_rows * batch_size].view(batch_size, num_rows).t().contiguous()
 
-    @property
-    def longest(self) -> int:
-        """Number of steps of the longest window of training."""
-        num_steps = len(self.columns("train", self.batch_size)) - 1
-        return min(self.bptt + _MOST_LONGER * self.jitter, num_steps)
-
-    def train_dataloader(self) -> Windows:
+    def train_dataloader(self) -> DataLoader[Tensor]:
         """Return windows of the training part, with lengths set by `seed` and the epoch."""
         trainer = self.trainer
         ranks, rank, epoch = 1, 0, 0
@@ -333,27 +294,26 @@ class Texts(LightningDataModule):
         columns = columns[:, rank * self.batch_size :][:, : self.batch_size]
         if not self.jitter:
             return self._even(columns)
-        return Windows(columns, window_lengths(len(columns) - 1, self.bptt, self.seed, epoch))
+        return windows(columns, window_lengths(len(columns) - 1, self.bptt, self.seed, epoch))
 
-    def val_dataloader(self) -> Windows:
+    def val_dataloader(self) -> DataLoader[Tensor]:
         return self._even(self.columns("validation", self.eval_batch_size))
 
-    def test_dataloader(self) -> Windows:
+    def test_dataloader(self) -> DataLoader[Tensor]:
         return self._even(self.columns("test", self.eval_batch_size))
 
-    def predict_dataloader(self) -> Windows:
+    def _even(self, columns: Tensor) -> DataLoader[Tensor]:
+        whole, rest = divmod(len(columns) - 1, self.bptt)
+        return windows(columns, [self.bptt] * whole + [rest] * (rest > 0))
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
         """Return the prompt as a window, with the end of a line before it."""
         tokens = tokenized(self.prompt, self.kind)
         if tokens[-1:] == [END_OF_LINE] and not self.prompt.endswith("\n"):
             tokens.pop()  # the line goes on
         start = "\n" if self.kind == "characters" else END_OF_LINE
         ids = self.encode([start, *tokens])[:, None]
-        return Windows(ids, [len(ids) - 1])
-
-    def _even(self, columns: Tensor) -> Windows:
-        num_steps = len(columns) - 1
-        starts = range(0, num_steps, self.bptt)
-        return Windows(columns, [min(self.bptt, num_steps - start) for start in starts])
+        return windows(ids, [len(ids) - 1])
 
     def state_dict(self) -> dict[str, Any]:
         return {"vocabulary": self.vocabulary}
@@ -413,8 +373,7 @@ def window_backward(
 
     Args:
         network: The model to train.
-        ids: Numbers of tokens ``(T + 1, N)``: all but the last are inputs, all but the first
-            targets.
+        ids: Tokens ``(T + 1, N)``: all but the last are inputs, all but the first targets.
         state: The state before the first.
         store: The store to which the gradients are added.
         penalties: Weights of the penalties.
@@ -428,18 +387,18 @@ def window_backward(
     def segment(start: int) -> Callable[[tuple[State, Tensor]], tuple[State, Tensor]]:
         stop = min(start + length, num_steps)
         inputs, targets = ids[start:stop], ids[start + 1 : stop + 1]
-        here = {name: m if len(m) == 1 else m[start:stop] for name, m in masks.items()}
+        here = [m if m is None or len(m) == 1 else m[start:stop] for m in masks]
 
         def run(carry: tuple[State, Tensor]) -> tuple[State, Tensor]:
             before, sums = carry
-            encoded = network.encode(inputs, before, here)
-            differences = encoded.raw.diff(dim=0).square().sum(dtype=sums.dtype)
+            raw, dropped, after = network.encode(inputs, before, here)
+            differences = raw.diff(dim=0).square().sum(dtype=sums.dtype)
             if start:  # The output before is the last layer's hidden state.
-                jump = (encoded.raw[:1] - before[-1][0]).square().sum(dtype=sums.dtype)
+                jump = (raw[:1] - before[-1][0]).square().sum(dtype=sums.dtype)
                 differences = differences + jump
-            squares = encoded.dropped.square().sum(dtype=sums.dtype)
-            nll = sum_of_nll(network.decoder(encoded.dropped), targets)
-            return encoded.state, sums + torch.stack([nll, squares, differences])
+            squares = dropped.square().sum(dtype=sums.dtype)
+            nll = sum_of_nll(network.decoder(dropped), targets)
+            return after, sums + torch.stack([nll, squares, differences])
 
         return run
 
@@ -490,19 +449,12 @@ def longest_segment(peak: Callable[[int], int], longest: int, budget: int) -> in
 class Perplexity(MeanMetric):
     """Exponential of the mean negative log-likelihood, from sums over all tokens."""
 
-    def add(self, nll: Tensor, num_tokens: int) -> None:
-        """Count tokens whose negative log-likelihoods, in nats, add up to `nll`."""
-        self.set_dtype(torch.float64)
-        # The mean skips NaN, but a training that diverged must show.
-        nll = nll.detach().double().nan_to_num(nan=math.inf, posinf=math.inf)
-        self.update(nll / num_tokens, weight=num_tokens)
-
     def compute(self) -> Tensor:
         """Return the perplexity of all tokens."""
         return super().compute().exp()
 
 
-class Averaging(Callback):
+class Averaging(WeightAveraging):
     """Average the parameters once validation no longer improves (NT-ASGD), or from the start.
 
     Validation and the weights of a checkpoint are then the average; training goes on from the last
@@ -511,105 +463,57 @@ class Averaging(Callback):
     learning rate of the step before, which here is that of another window.
 
     Args:
-        monitor: The metric of the validation.
         num_patient: How many of the last validations the trigger does not count.
         from_start: Whether to average from the first step; the trigger then ends training.
 
     Source: Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182, algorithm 1.
     """
 
-    def __init__(self, monitor: str, num_patient: int, from_start: bool = False) -> None:
-        self.monitor, self.num_patient, self.from_start = monitor, num_patient, from_start
-        self.losses: list[float] = []
-        self.is_averaging = from_start
-        self.num_averaged = 0
-        self._average: list[Tensor] = []
-        self._is_in_model = False  # the average, in place of the last parameters
+    def __init__(self, num_patient: int, from_start: bool = False) -> None:
+        super().__init__(use_buffers=False, avg_fn=_mean)
+        self.num_patient, self.is_averaging = num_patient, from_start
+        self.from_start, self.losses = from_start, list[float]()
 
-    @torch.no_grad()
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the average where the module will be, and of its type, before it is there."""
+        self._device = trainer.strategy.root_device
+        trainer.precision_plugin.convert_module(pl_module)
+        super().setup(trainer, pl_module, stage)
+
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the parameters into the average."""
-        if not self.is_averaging:
-            return
-        if not self.num_averaged:
-            self._average = [parameter.clone() for parameter in pl_module.parameters()]
-        for average, parameter in zip(self._average, pl_module.parameters(), strict=True):
-            average += (parameter - average) / (self.num_averaged + 1)
-        self.num_averaged += 1
-
-    @torch.no_grad()
-    def _swap(self, pl_module: LightningModule) -> None:
-        for average, parameter in zip(self._average, pl_module.parameters(), strict=False):
-            other = average.clone()
-            average.copy_(parameter)
-            parameter.copy_(other)
-        self._is_in_model = not self._is_in_model
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pl_module.log("averaged", float(self.num_averaged), sync_dist=True)
-        self._swap(pl_module)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        if self._is_in_model:
-            self._swap(pl_module)
+        """Take the parameters into the average, or, before the trigger, in its place."""
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        if self._average_model is not None and not self.is_averaging:
+            self._average_model.n_averaged.zero_()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to average, or end training, if this loss is above an earlier one that counts."""
-        self.losses.append(float(trainer.callback_metrics[self.monitor]))
+        self.losses.append(float(trainer.callback_metrics[MONITOR]))
         counted = self.losses[: max(0, len(self.losses) - 1 - self.num_patient)]
         if counted and self.losses[-1] > min(counted):
             trainer.should_stop = trainer.should_stop or self.from_start
             self.is_averaging = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save the average as the weights, and the last parameters beside it."""
-        if self.num_averaged:
-            checkpoint["last_parameters"] = [each.detach() for each in pl_module.parameters()]
-            others = dict(zip(map(id, pl_module.parameters()), self._average, strict=True))
-            for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-                checkpoint["state_dict"][name] = others[id(parameter)]
-
-    @torch.no_grad()
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Resume from the last parameters, and with the average."""
-        if "last_parameters" in checkpoint and trainer.state.fn == "fit":
-            self._average = [parameter.clone() for parameter in pl_module.parameters()]
-            for parameter, last in zip(
-                pl_module.parameters(), checkpoint["last_parameters"], strict=True
-            ):
-                parameter.copy_(last)
-
     def state_dict(self) -> dict[str, Any]:
-        names = ("losses", "is_averaging", "num_averaged")
-        return {name: getattr(self, name) for name in names}
+        return {**super().state_dict(), "losses": self.losses, "is_averaging": self.is_averaging}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a run."""
-        self.losses = list(state_dict["losses"])
-        self.is_averaging = state_dict["is_averaging"]
-        self.num_averaged = state_dict["num_averaged"]
+        super().load_state_dict(state_dict)
+        self.losses, self.is_averaging = list(state_dict["losses"]), state_dict["is_averaging"]
+
+
+def _mean(mean: Tensor, new: Tensor, num: Tensor | int) -> Tensor:
+    return mean + (new - mean) / (num + 1)
 
 
 class LanguageModelTraining(LightningModule):
     """Train a language model on windows of text.
 
     Logged for each epoch, for training (``train_``) and validation (``val_``), and for ``test_``:
-    `perplexity`, from sums over tokens and without the penalties; and `averaged`, over how many
-    steps the validated parameters are averaged.
+    `perplexity`, from sums over tokens and without the penalties.
 
     The draws of a step (masks, weight dropout, noise) follow from `seed`, the epoch and the number
     of the window: they are the same in every memory mode and in a resumed run.
@@ -672,17 +576,11 @@ class LanguageModelTraining(LightningModule):
         self.perplexities = nn.ModuleDict({f"{stage}_": Perplexity() for stage in stages})
         self.states: dict[str, State] = {}
 
-    # -- training
-
     def on_fit_start(self) -> None:
         """Find segments that keep to the bytes, if there is a bound on them."""
         trainer: Any = self.trainer
-        if trainer.reload_dataloaders_every_n_epochs != 1:
-            raise ValueError("Each epoch has windows of its own: reload the data for each of them.")
         if trainer.precision in ("16-mixed", "16-true"):
             raise ValueError("Means over a window are too small for float16. Give bf16-mixed.")
-        if trainer.ckpt_path is not None and self.hparams["init_from"] is not None:
-            raise ValueError("`init_from` begins a run, and `--ckpt_path` goes on. Leave one out.")
         if self.budget is None:
             return
         data: Texts = trainer.datamodule
@@ -697,9 +595,6 @@ class LanguageModelTraining(LightningModule):
         with trainer.precision_plugin.forward_context():
             self.segment_steps = longest_segment(peak, data.longest, self.budget)
 
-    def on_train_epoch_start(self) -> None:
-        self.states.pop("train", None)
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Take a step on a window ``(T + 1, N)``, carry the state over, and return the loss."""
         settings: Any = self.hparams
@@ -707,7 +602,8 @@ class LanguageModelTraining(LightningModule):
         self.network.set_noise(self.global_step >= settings.weight_noise_start)
         num_steps = len(batch) - 1
         steps = math.ceil(math.sqrt(num_steps)) if settings.memory == "sqrt" else self.segment_steps
-        store, trained = self.gradients(batch, steps, self.states.get("train"))
+        state = self.states["train"] if batch_idx else None
+        store, trained = self.gradients(batch, steps, state)
         self.states["train"] = trained.state
         self.count("train", trained.nll, batch[1:].numel())
 
@@ -738,36 +634,29 @@ class LanguageModelTraining(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         settings: Any = self.hparams
-        if settings.averaging == "never":
-            return []
-        return [Averaging(MONITOR, settings.num_patient, settings.averaging == "always")]
+        averaging = Averaging(settings.num_patient, settings.averaging == "always")
+        return [] if settings.averaging == "never" else [averaging]
 
     def count(self, stage: str, nll: Tensor, num_tokens: int) -> None:
         """Add the sum of the negative log-likelihoods of tokens to the perplexity."""
         metric: Any = self.perplexities[f"{stage}_"]
-        metric.add(nll, num_tokens)
-        shown = stage == "val"
-        self.log(f"{stage}_perplexity", metric, on_step=False, on_epoch=True, prog_bar=shown)
-
-    # -- evaluation
-
-    def on_validation_epoch_start(self) -> None:
-        self.states.pop("val", None)
+        metric.set_dtype(torch.float64)
+        # The mean skips NaN, but a training that diverged must show.
+        nll = nll.detach().double().nan_to_num(nan=math.inf, posinf=math.inf)
+        metric.update(nll / num_tokens, weight=num_tokens)
+        options: Any = {"on_step": False, "on_epoch": True, "prog_bar": stage == "val"}
+        self.log(f"{stage}_perplexity", metric, **options)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._evaluate("val", batch)
-
-    def on_test_epoch_start(self) -> None:
-        self.states.pop("test", None)
+        self._evaluate("val", batch, batch_idx)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._evaluate("test", batch)
+        self._evaluate("test", batch, batch_idx)
 
-    def _evaluate(self, stage: str, batch: Tensor) -> None:
-        state = self.states.get(stage) or self.network.zero_state(batch.shape[1])
-        encoded = self.network.encode(batch[:-1], state, {})
-        self.states[stage] = encoded.state
-        nll = sum_of_nll(self.network.decoder(encoded.dropped), batch[1:])
+    def _evaluate(self, stage: str, batch: Tensor, batch_idx: int) -> None:
+        state = self.states[stage] if batch_idx else None
+        logits, self.states[stage] = self.network(batch[:-1], state)
+        nll = sum_of_nll(logits, batch[1:])
         self.count(stage, nll, batch[1:].numel())
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> str:
@@ -789,31 +678,18 @@ class LanguageModelTraining(LightningModule):
         return text
 
 
-# --- command line --------------------------------------------------------------------------------
-
-MONITOR = "val_perplexity"
-
-
-class LanguageModelCLI(TrainingCLI):
-    """The command line: a model is built for its data."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link what the data know."""
-        super().add_arguments_to_parser(parser)
-        parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
-        parser.link_arguments("data.bptt", "model.bptt")
-
-
-def main(args: Sequence[str] | None = None, *, run: bool = True) -> LanguageModelCLI:
+def main(args: Sequence[str] | None = None, *, run: bool = True) -> TrainingCLI:
     """Run the command line with these arguments, those of the process if None."""
-    return LanguageModelCLI(
+    return TrainingCLI(
         LanguageModelTraining,
         Texts,
         name="language_model",
         monitor=MONITOR,
+        of_data={"vocab_size": "vocab_size", "bptt": "bptt"},
         args=args,
         run=run,
-        trainer_defaults={"reload_dataloaders_every_n_epochs": 1},  # each has other windows
+        # Each epoch has other windows, and each rank its own columns of them.
+        trainer_defaults={"reload_dataloaders_every_n_epochs": 1, "use_distributed_sampler": False},
     )
 
 

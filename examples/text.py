@@ -10,24 +10,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal
 
-__all__ = [
-    "END_OF_LINE",
-    "UNKNOWN",
-    "TokenKind",
-    "joined",
-    "read_parts",
-    "tokenized",
-    "vocabulary_of",
-]
-
 TokenKind = Literal["words", "whitespace", "characters"]
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
-_NAMES = {
-    "train": {"train", "training"},
-    "validation": {"valid", "validation", "val", "dev"},
-    "test": {"test"},
-}
 # Accents and vowel signs that are characters of their own, which Python's \w leaves out.
 _MARKS = "".join(c for c in map(chr, range(0x300, 0x20000)) if unicodedata.category(c)[0] == "M")
 _LETTERS = rf"\w[\w{_MARKS}]*"
@@ -55,14 +40,13 @@ def read_parts(path: str | None) -> dict[str, str]:
         return {"train": "\n".join(dict.fromkeys(filter(None, paragraphs))) + "\n"}
     if Path(path).is_file():
         return {"train": _read(Path(path))}
-    files = sorted(Path(path).glob("[!.]*"))
     parts: dict[str, str] = {}
-    for part, names in _NAMES.items():
-        found = [file for file in files if names & set(re.split("[^a-z]+", file.name.lower()))]
-        if len(found) > 1:
-            raise ValueError(f"`path` is {path}, with {len(found)} {part} texts. Leave one there.")
-        if found:
-            parts[part] = _read(found[0])
+    for part, word in {"train": "train", "validation": "valid", "test": "test"}.items():
+        files = [file for file in Path(path).glob("[!.]*") if word in file.name.lower()]
+        if len(files) > 1:
+            raise ValueError(f"`path` is {path}, with {len(files)} {part} texts. Leave one there.")
+        if files:
+            parts[part] = _read(files[0])
     if "train" not in parts:
         raise ValueError(
             f"`path` is {path}, where there is no text to train on. Give a text file, or a folder "
@@ -71,24 +55,27 @@ def read_parts(path: str | None) -> dict[str, str]:
     return parts
 
 
-def tokenized(text: str, kind: TokenKind) -> list[str]:
-    """Cut a text into tokens.
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}). Convert it.") from error
+    if not text.strip():
+        raise ValueError(f"{path} is empty. Give a file with text.")
+    return text
 
-    Args:
-        text: The text.
-        kind: "whitespace" for the pieces between white space, as in texts that were tokenized
-            before, with ``<eos>`` at the end of each line; "words" for words and marks of
-            punctuation, with ``<eos>`` too; "characters" for characters, newlines among them.
-    """
+
+def tokenized(text: str, kind: TokenKind) -> list[str]:
+    """Cut a text into tokens, and end each line with ``<eos>``, or a newline if as characters."""
     if kind == "characters":
         return list(text)
+    tokens: list[str] = []
     # Not `splitlines`, which also splits at form feeds and Unicode separators.
-    lines = text.removesuffix("\n").split("\n") if text else []
-    if kind == "whitespace":
-        found = (line.split() for line in lines)
-    else:
-        found = ([match[0] for match in _WORD.finditer(line)] for line in lines)
-    return [token for line in found for token in (*line, END_OF_LINE)]
+    for line in text.removesuffix("\n").split("\n") if text else []:
+        is_tokenized = kind == "whitespace"
+        tokens += line.split() if is_tokenized else (match[0] for match in _WORD.finditer(line))
+        tokens.append(END_OF_LINE)
+    return tokens
 
 
 def joined(tokens: Sequence[str], kind: TokenKind) -> str:
@@ -102,10 +89,7 @@ def joined(tokens: Sequence[str], kind: TokenKind) -> str:
 def vocabulary_of(tokens: Sequence[str], min_count: int, max_size: int | None) -> list[str]:
     """Return the tokens of a text, ``<unk>`` among them, the most frequent first.
 
-    Args:
-        tokens: The text.
-        min_count: How often a token must occur; all others are ``<unk>``.
-        max_size: The largest number of tokens, ``<unk>`` included; None for any.
+    Those that occur less often than `min_count`, or are more than `max_size`, are ``<unk>``.
     """
     counts = Counter(tokens)
     known = [each for each, n in counts.most_common() if n >= min_count and each != UNKNOWN]
@@ -114,13 +98,3 @@ def vocabulary_of(tokens: Sequence[str], min_count: int, max_size: int | None) -
     left_out = counts.total() - sum(counts[token] for token in known)
     rank = sum(counts[token] >= left_out for token in known)
     return [*known[:rank], UNKNOWN, *known[rank:]]
-
-
-def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}). Convert it.") from error
-    if not text.strip():
-        raise ValueError(f"{path} is empty. Give a file with text.")
-    return text

@@ -109,8 +109,6 @@ def draws_of(network: nn.Module, seed: int, num_steps: int, num_columns: int) ->
     """
     torch.manual_seed(seed)
     masks = network.new_masks(num_steps, num_columns)
-    kept = {name: mask.clone() for name, mask in masks.items()}
-    places = ["input", *(f"output {n}" for n in range(1, len(network.layers) + 1))]
     used: dict[str, Tensor] = {}
     with recoup.weights.same_draw(), recoup.weights.step(network):
         used["words"] = network.embedding.weight.detach().ne(0).any(dim=1)
@@ -118,7 +116,7 @@ def draws_of(network: nn.Module, seed: int, num_steps: int, num_columns: int) ->
             used[f"recurrent {n}"] = layer.weight_hh_l0.detach().ne(0)
     dropped = {each.name for each in recoup.weights.applied(network)}
     return Draws(
-        activations=[kept.get(place) for place in places],
+        activations=masks,
         words=used["words"] if "embedding.weight" in dropped else None,
         recurrent=[
             used[f"recurrent {n}"] if f"layers.{n}.weight_hh_l0" in dropped else None

@@ -24,6 +24,20 @@ from recoup.invertible import (
 from tests.zoo import leaf
 
 
+def kept_bytes(layer, x):
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = layer(x)
+    del outputs
+    return sum(size for _, size in kept.values())
+
+
 def net(inputs: int, outputs: int, dropout: float = 0.0, *, norm: bool = False) -> nn.Module:
     return nn.Sequential(
         nn.Linear(inputs, 7),

@@ -24,7 +24,7 @@ SMALL = [
 
 @pytest.fixture
 def beside(tmp_path):
-    """Train by the recipe and by hand; each of `changes` is a training by hand that differs."""
+    """Train by the example and by hand; each of `changes` is a training by hand that differs."""
 
     def call(preset, *options, precision="64-true", changes=({},)):
         folder = tmp_path / "text"

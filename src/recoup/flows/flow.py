@@ -154,7 +154,10 @@ class Flow(HasChain):
 
         With `labels` other than those of the data, this shows the data as another class.
         """
+        check_type((Tensor, tuple, list), "what `forward` returns", latents=latents)
         parts = as_tuple(latents)
+        for part in parts:
+            check_tensors(latents=part)
         shapes = [tuple(z.shape[1:]) for z in parts]
         needed = [tuple(shape) for shape in self._shapes_of_latents()]
         if shapes != needed:

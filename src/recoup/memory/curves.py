@@ -12,12 +12,20 @@ from pathlib import Path
 
 import torch
 
+from recoup._arguments import (
+    check_callable,
+    check_flag,
+    check_type,
+    check_whole,
+    is_whole,
+    shown,
+)
 from recoup.errors import RecoupError
 from recoup.memory.builders import build_name
 from recoup.memory.meter import check_device
 from recoup.memory.points import WITHIN_WORKER, Point, Request, measure_point
 from recoup.memory.tables import aligned
-from recoup.memory.whole_files import write_whole
+from recoup.memory.whole_files import path_of, write_whole
 
 __all__ = ["Curve", "curve"]
 
@@ -108,7 +116,7 @@ class Curve:
         for point in self.points:
             values = [getattr(point, name) for name in names]
             writer.writerow([self.build, self.device, *values])
-        return write_whole(Path(path), text.getvalue().encode())
+        return write_whole(path_of(path), text.getvalue().encode())
 
     def figure(self, path: str | os.PathLike[str]) -> Path:
         """Draw peak memory and step time against depth; return the path of the picture.
@@ -129,7 +137,8 @@ class Curve:
         from recoup.memory.figures import render
 
         points = {memory: self.of(memory) for memory in self.memories()}
-        return write_whole(Path(path), render(points, Path(path).suffix))
+        whole = path_of(path)
+        return write_whole(whole, render(points, whole.suffix))
 
 
 def curve(
@@ -191,11 +200,14 @@ def curve(
         >>> from recoup import curve
         >>> curve("chain:build", depths=[], memories=["linear"])
         Traceback (most recent call last):
-        ValueError: `depths` is empty, but must hold at least one number, such as [4, 8, 16].
+        ValueError: `depths` is [], but must hold numbers of at least 1.
     """
     name = build_name(build)
     _check(depths, memories, repeats, num_threads)
     where = check_device(device)
+    check_flag(resident=resident)
+    if progress is not None:
+        check_callable(progress=progress)
     if resident and (where.type != "cpu" or not Path("/proc/self/clear_refs").exists()):
         raise ValueError("`resident` is True, but that is for the CPU under Linux. Leave it out.")
     if WITHIN_WORKER in os.environ:
@@ -219,20 +231,16 @@ def curve(
 def _check(
     depths: Sequence[int], memories: Sequence[str | int], repeats: int, num_threads: int
 ) -> None:
-    if not depths:
-        raise ValueError(
-            "`depths` is empty, but must hold at least one number, such as [4, 8, 16]."
-        )
-    if min(depths) < 1:
-        raise ValueError(f"`depths` holds {min(depths)}, but each depth must be at least 1.")
+    check_type(Sequence, "a list of numbers, such as [4, 8, 16]", depths=depths)
+    check_type(Sequence, 'a list of modes, such as ["linear", "sqrt"]', memories=memories)
+    if not depths or not all(map(is_whole, depths)):
+        raise ValueError(f"`depths` is {shown(depths)}, but must hold numbers of at least 1.")
     if isinstance(memories, str) or not memories:
         raise ValueError(
             f'`memories` is {memories!r}, but must be a list of modes, such as ["linear", "sqrt"].'
         )
-    if repeats < 0:
-        raise ValueError(f"`repeats` is {repeats}, but must be at least 0 (0: no time is taken).")
-    if num_threads < 1:
-        raise ValueError(f"`num_threads` is {num_threads}, but must be at least 1.")
+    check_whole(0, repeats=repeats)
+    check_whole(num_threads=num_threads)
 
 
 def _exponent(points: list[Point]) -> float:

@@ -70,15 +70,17 @@ def _unit(num_bytes: int) -> tuple[int, str]:
 def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
     again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
     first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
-    before = trace(plan.frontier[-1].schedule, plan.costs, first)
-    after = trace(plan.point.schedule, plan.costs, first)
     whole = plan.kept_seconds or 1.0
     top = plan.most_bytes / unit
-    for moments, color, text, width in (
-        (before, _BEFORE, "everything kept", 1.6),
-        (after, _AFTER, "this plan", 2.2),
+    for point, color, text, width in (
+        (plan.frontier[-1], _BEFORE, "everything kept", 1.6),
+        (plan.point, _AFTER, "this plan", 2.2),
     ):
-        times, levels = _line(moments, whole, plan.standing_bytes, unit)
+        moments = trace(point.schedule, plan.costs, first)
+        times, levels = _line(moments, whole, plan.standing_bytes)
+        # The costs bound a peak from above; the point has what was measured.
+        most = plan.standing_bytes + point.peak_bytes
+        levels = [min(level, most) / unit for level in levels]
         axes.plot(times, levels, color=color, linewidth=width, label=text, solid_joinstyle="round")
     axes.axhline(plan.budget_bytes / unit, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
     if plan.budget_bytes / unit < 1.15 * top:
@@ -93,14 +95,14 @@ def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
 
 
 def _line(
-    moments: tuple[Moment, ...], whole: float, standing: int, unit: int
-) -> tuple[list[float], list[float]]:
+    moments: tuple[Moment, ...], whole: float, standing: int
+) -> tuple[list[float], list[int]]:
     """Return the points of a line: each action's peak at its middle, held bytes at its end."""
-    times, levels, last = [0.0], [standing / unit], 0.0
+    times, levels, last = [0.0], [standing], 0.0
     for moment in moments:
         now = moment.seconds / whole
         times += [(last + now) / 2, now]
-        levels += [(standing + moment.peak_bytes) / unit, (standing + moment.held_bytes) / unit]
+        levels += [standing + moment.peak_bytes, standing + moment.held_bytes]
         last = now
     return times, levels
 

@@ -19,7 +19,7 @@ from recoup.memory.step_recorder import BlockCall, StepRecorder
 from recoup.memory.tables import aligned
 from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import Page, check_page, page_of
-from recoup.memory.whole_files import write_whole
+from recoup.memory.whole_files import path_of, write_whole
 from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
@@ -76,8 +76,9 @@ class StepTimeline:
         Raises:
             ValueError: `path` has another ending.
         """
-        check_page(Path(path).suffix)
-        return write_whole(Path(path), self._html().encode())
+        whole = path_of(path)
+        check_page(whole.suffix)
+        return write_whole(whole, self._html().encode())
 
     def __str__(self) -> str:
         table = [("peak", *(line.name for line in self.lines))]

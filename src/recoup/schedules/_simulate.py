@@ -31,7 +31,7 @@ class Simulation:
         peak_states: the most states kept at any time, without the working state.
         peak_tapes: the most tapes held at any time.
         forwards_per_stage: `num_forwards` for each stage.
-        seconds: time of all runs and inverses, of thin tapes and of offloading; 0 without costs.
+        seconds: time of all runs, inverses, thin tapes and offloading; 0 without costs.
         peak_offloaded_bytes: the most bytes in host memory and in folders at any time.
         waiting_seconds: the time that the computation waits for copies, if the speed of each place
             is given.

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from recoup._arguments import is_real, shown
+from recoup._arguments import check_type, is_real, shown
 
 __all__ = ["Cost", "Results", "Thin", "require_size"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Thin:
-    """A thin tape of a stage: keeps a part of the whole tape, and backward recomputes the rest.
+    """A tape that keeps a part of the whole tape of a stage; backward recomputes the rest.
 
     Args:
         tape_bytes: bytes of this tape, with the stage's input and without its output.
@@ -43,6 +45,7 @@ class Thin:
 
     def scaled(self, factor: float) -> Thin:
         """Return the tape with its time multiplied by a number."""
+        _require_time("factor", factor)
         return replace(self, seconds=factor * self.seconds)
 
 
@@ -80,6 +83,7 @@ class Results:
 
     def scaled(self, factor: float) -> Results:
         """Return the results with their time multiplied by a number."""
+        _require_time("factor", factor)
         return replace(self, seconds=factor * self.seconds)
 
 
@@ -115,8 +119,8 @@ class Cost:
         results: what the run of the sweep may keep where the stage is taped in backward.
         again: the tape that a run in backward makes, if it is another one than the whole (a stage
             of which other code runs where it is run again); None for the whole one.
-        before_bytes: the most temporary memory of code before the stage, in the sweep, beyond the
-            stage's input and the memory beside the chain.
+        before_bytes: the most temporary memory of code before the stage, in the sweep, beyond
+            the stage's input and `beside_bytes`.
         lent_bytes: how much larger `reverse_bytes` is if the stage before is taped, because that
             tape holds memory that would otherwise be freed while this stage is reversed.
 
@@ -154,7 +158,7 @@ class Cost:
         _require_time("invert_seconds", self.invert_seconds)
         _require_time("offload_seconds", self.offload_seconds or 0.0)
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
-        for name in (*sizes, "beside_bytes", "before_bytes"):
+        for name in (*sizes, "tape_bytes", "beside_bytes", "before_bytes"):
             require_size(name, getattr(self, name))
         require_size("invert_bytes", self.invert_bytes or 0)
         if self.tape_bytes < self.state_bytes:
@@ -162,25 +166,32 @@ class Cost:
                 f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "
                 f"({self.state_bytes}): the stage's input is counted in its tape"
             )
-        thinner = [(f"variants[{number}]", thin) for number, thin in enumerate(self.variants)]
+        for name, kind in (("variants", Thin), ("results", Results)):
+            expected, given = f"a tuple of `{kind.__name__}`", getattr(self, name)
+            check_type((tuple, list), expected, **{name: given})
+            for each in given:
+                check_type(kind, expected, **{name: each})
+        check_type((Thin, type(None)), "a `Thin`, or None", again=self.again)
+        tapes = [(f"variants[{number}]", tape) for number, tape in enumerate(self.variants)]
         if self.again is not None:
-            thinner.append(("again", self.again))
-        for name, thin in thinner:
-            if thin.tape_bytes < self.state_bytes:
+            tapes.append(("again", self.again))
+        for name, tape in tapes:
+            if tape.tape_bytes < self.state_bytes:
                 raise ValueError(
-                    f"`{name}.tape_bytes` is {thin.tape_bytes}, but it must be at least "
+                    f"`{name}.tape_bytes` is {tape.tape_bytes}, but it must be at least "
                     f"`state_bytes` ({self.state_bytes}): the stage's input is counted in it"
                 )
 
     def scaled(self, factor: float) -> Cost:
         """Return the cost with all its times multiplied by a number: in another unit of time."""
+        _require_time("factor", factor)
         offload = self.offload_seconds
         return replace(
             self,
             seconds=factor * self.seconds,
             invert_seconds=factor * self.invert_seconds,
             offload_seconds=None if offload is None else factor * offload,
-            variants=tuple(thin.scaled(factor) for thin in self.variants),
+            variants=tuple(tape.scaled(factor) for tape in self.variants),
             results=tuple(each.scaled(factor) for each in self.results),
             again=None if self.again is None else self.again.scaled(factor),
         )
@@ -189,16 +200,26 @@ class Cost:
         """Return a tape by its number: 0 is the whole one, for which backward pays nothing."""
         if variant == 0:
             return Thin(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
-        return self.variants[variant - 1]
+        return _numbered("variant", variant, self.variants)
 
     def kept(self, number: int) -> Results:
         """Return results by their number: 0 for none, which leaves a whole run to backward."""
-        return self.results[number - 1] if number else Results(0, self.seconds)
+        return _numbered("number", number, self.results) if number else Results(0, self.seconds)
 
     @property
     def tape_again(self) -> Thin:
         """The tape that a run in backward makes."""
         return self.again or self.tape(0)
+
+
+def _numbered(name: str, number: int, values: tuple[_T, ...]) -> _T:
+    """Return the value with a number, from 1."""
+    try:
+        return values[number - 1 if number > 0 else len(values)]
+    except (IndexError, TypeError) as error:
+        raise ValueError(
+            f"`{name}` is {shown(number)}, but must be from 0 to {len(values)}."
+        ) from error
 
 
 def _require_time(name: str, value: float) -> None:

@@ -4,7 +4,7 @@ NOTE [ Any function ]
 
 Rule 1. A function is differentiated by autograd, and may use any operators and parameters. So it
         runs as `recompute` runs a function: a region makes its residuals, and the weight that it
-        returns, again in backward, and guards watch the values that it reads.
+        returns, again in backward, and the two runs are compared.
 Rule 2. The steps before it (norm, dropout, noise) run within that region, so that their results
         are not kept for it.
 Rule 3. Functions run after the other kinds, in the order in which they were applied.
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.rng import hash_seed
 from recoup._core.saved_tensors import version_of
 from recoup.weights import draws
@@ -44,6 +45,8 @@ class Draw:
     """
 
     def __init__(self, weight: Tensor, seed: int) -> None:
+        check_type(Tensor, "a tensor", weight=weight)
+        check_whole(0, most=2**63 - 1, seed=seed)
         if not weight.is_floating_point():
             raise ValueError(f"`weight` is {weight.dtype}, but must be of a floating-point type.")
         self._shape = tuple(weight.shape)
@@ -55,23 +58,29 @@ class Draw:
         self._num_draws += 1
         return hash_seed(self._seed, self._num_draws) >> 1
 
+    def _sizes(self, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+        if shape is None:
+            return self._shape
+        check_type((tuple, list), "a tuple of sizes", shape=shape)
+        for size in shape:
+            check_whole(0, shape=size)
+        return shape
+
     def normal(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers from the standard normal distribution."""
-        zeros = torch.zeros(self._shape if shape is None else shape, **self._kind)
+        zeros = torch.zeros(self._sizes(shape), **self._kind)
         return draws.noised(zeros, self._next_seed(), 1.0, in_place=True)
 
     def uniform(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers that are uniform from 0 to 1."""
-        return draws.uniforms(
-            self._shape if shape is None else shape, self._next_seed(), **self._kind
-        )
+        return draws.uniforms(self._sizes(shape), self._next_seed(), **self._kind)
 
     def bernoulli(self, p: float, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return 1 with the probability `p`, rounded to a multiple of 2^-16, and 0 otherwise."""
+        check_real(p=p)
         if not 0 <= p <= 1:
             raise ValueError(f"`p` is {p}, but must be a probability from 0 to 1.")
-        shape = self._shape if shape is None else shape
-        scales = draws.scales(shape, self._next_seed(), 1 - p, **self._kind)
+        scales = draws.scales(self._sizes(shape), self._next_seed(), 1 - p, **self._kind)
         return scales.sign_()  # 0 where it is dropped, else a positive number
 
 

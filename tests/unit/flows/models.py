@@ -70,3 +70,20 @@ def assert_invertible(flow, x):
     """Inverse, log-determinant and gradients of the chain, in double precision to 1e-8."""
     report = check_invertible(filled(flow).chain, x.double())
     assert report, str(report)
+
+
+def stir(flow, by=0.1):
+    """Move every parameter off its start, where a coupling is the identity."""
+    for parameter in flow.parameters():
+        with torch.no_grad():
+            parameter += by * torch.randn_like(parameter)
+    return flow
+
+
+def gradients(flow, x):
+    flow.zero_grad()
+    torch.manual_seed(11)
+    loss = flow.bits_per_dim(x).mean()
+    loss.backward()
+    assert all(p.grad is not None for p in flow.parameters())
+    return loss.item(), {name: p.grad.clone() for name, p in flow.named_parameters()}

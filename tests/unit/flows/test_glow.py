@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.flows import ConvNetwork, Glow
 from recoup.invertible import AdditiveCoupling, InvertibleConv1x1LU, Normalize, check_invertible
+from tests.unit.flows.models import gradients, stir
 
 
 def digits(n=6, levels=17, shape=(1, 8, 8), seed=0):
@@ -18,14 +19,6 @@ def glow(**options):
     torch.manual_seed(0)
     options = {"levels": 17, "num_steps": 2, "width": 6} | options
     return Glow((1, 8, 8), **options)
-
-
-def stir(flow):
-    """Move every parameter off its start, where a coupling is the identity."""
-    for parameter in flow.parameters():
-        with torch.no_grad():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return flow
 
 
 def test_digits_of_17_levels():
@@ -65,15 +58,6 @@ def test_first_batch_comes_out_of_every_actnorm_normalised():
     latents, _ = flow(digits(200))
     # the last coupling is the identity and the mixing a rotation: unit variance is left
     assert latents.var().item() == pytest.approx(1.0, abs=0.02)
-
-
-def gradients(flow, x):
-    flow.zero_grad()
-    torch.manual_seed(11)
-    loss = flow.bits_per_dim(x).mean()
-    loss.backward()
-    assert all(p.grad is not None for p in flow.parameters())
-    return loss.item(), {name: p.grad.clone() for name, p in flow.named_parameters()}
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", "constant"])

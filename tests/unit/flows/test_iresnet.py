@@ -16,19 +16,12 @@ from recoup.invertible import (
     Squeeze,
     check_invertible,
 )
+from tests.unit.flows.models import gradients, stir
 
 
 def flow_for(shape=(2,), levels=None, **options):
     torch.manual_seed(0)
     return IResNet(shape, levels=levels, **{"num_steps": 2, "width": 8} | options)
-
-
-def stir(flow):
-    """Move every parameter off its start, as far as a coefficient lets it matter."""
-    for parameter in flow.parameters():
-        with torch.no_grad():
-            parameter += 0.5 * torch.randn_like(parameter)
-    return flow
 
 
 def two_moons(n, seed=0):
@@ -51,25 +44,16 @@ def two_moons(n, seed=0):
     ids=str,
 )
 def test_the_whole_chain_is_invertible_in_every_mode(options):
-    flow = stir(flow_for(**options))
+    flow = stir(flow_for(**options), 0.5)
     report = check_invertible(flow.chain, torch.randn(2, *options["shape"]))
     assert report, str(report)
-
-
-def gradients(flow, x):
-    flow.zero_grad()
-    torch.manual_seed(11)
-    loss = flow.bits_per_dim(x).mean()
-    loss.backward()
-    assert all(p.grad is not None for p in flow.parameters())
-    return loss.item(), {name: p.grad.clone() for name, p in flow.named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
 @pytest.mark.parametrize("memory", ["sqrt", "log", "constant"])
 def test_gradients_are_those_of_linear_memory(memory, log_det):
-    flow = stir(flow_for((1, 4, 4), levels=17, log_det=log_det, num_terms=3)).double()
+    flow = stir(flow_for((1, 4, 4), levels=17, log_det=log_det, num_terms=3), 0.5).double()
     x = torch.randint(17, (3, 1, 4, 4)).double()
     flow(x)  # the start
     loss, expected = gradients(flow, x)
@@ -105,7 +89,7 @@ def test_density_in_the_plane_is_learned_and_integrates_to_one():
 
 
 def test_samples_come_from_the_density():
-    flow = stir(flow_for((2,), num_steps=4)).double().eval()
+    flow = stir(flow_for((2,), num_steps=4), 0.5).double().eval()
     flow.chain[0].started = True
     torch.manual_seed(0)
     samples = flow.sample(4000)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, Flip, Split
+from tests.invertible_zoo import kept_bytes
 
 
 class Says(nn.Module):
@@ -141,20 +142,6 @@ def test_autocast_leaves_the_type_of_the_output(kind):
         back, _ = layer.inverse(y)
     assert y.dtype == log_det.dtype == torch.float32
     torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
-
-
-def kept_bytes(layer, x):
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage, storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = layer(x)
-    del outputs
-    return sum(size for _, size in kept.values())
 
 
 def test_what_the_docstrings_say_is_kept():

@@ -10,6 +10,7 @@ from recoup.errors import NotInvertibleError
 from recoup.flows import ConvNetwork, DenseNetwork
 from recoup.invertible import ActNorm, Chain, MixtureCoupling, check_invertible
 from recoup.invertible import mixture as module
+from tests.invertible_zoo import kept_bytes
 from tests.unit.flows.models import filled
 
 
@@ -284,20 +285,6 @@ def test_unsuitable_arguments_are_refused():
         MixtureCoupling(nn.Identity(), condition="left")
     with pytest.raises(ValueError, match="Give it 14 output channels"):
         MixtureCoupling(nn.Linear(1, 3), num_components=4)(torch.randn(1, 2))
-
-
-def kept_bytes(layer, x):
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage, storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = layer(x)
-    del outputs
-    return sum(size for _, size in kept.values())
 
 
 def test_what_the_docstring_says_is_kept():

@@ -209,8 +209,8 @@ def test_a_function_of_a_script_is_named_by_its_file(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"depths": []}, "`depths` is empty"),
-        ({"depths": [4, 0]}, "`depths` holds 0"),
+        ({"depths": []}, r"`depths` is \[\]"),
+        ({"depths": [4, 0]}, r"`depths` is \[4, 0\]"),
         ({"memories": []}, r"`memories` is \[\]"),
         ({"memories": "linear"}, "`memories` is 'linear', but must be a list"),
         ({"repeats": -1}, "`repeats` is -1"),

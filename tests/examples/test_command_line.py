@@ -1,4 +1,4 @@
-"""Checkpoints: runs resume to the bit, also after kill -9; hostile files are refused."""
+"""The command line: runs resume to the bit, also after kill -9; hostile files are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def without_times(folder, checkpoint="last"):
         "optimizers": contents["optimizer_states"],
         "schedules": contents["lr_schedulers"],
         "step": contents["global_step"],
-        "last": contents.get("last_parameters"),
+        "last": contents.get("current_model_state"),
     }
 
 
@@ -66,7 +66,7 @@ def test_a_run_resumes_before_and_after_its_trigger(texts, averaging):
     whole = texts.fit(*options, epochs=6, out="whole")
     state = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
     if averaging == "triggered":
-        assert 0 < state["Averaging"]["num_averaged"] < texts.cli.trainer.global_step
+        assert state["Averaging"]["is_averaging"]
     for stop in (1, 3, 5):
         first = texts.fit(*options, epochs=stop, out=f"first{stop}")
         assert equal(without_times(texts.go_on(first, epochs=6)), without_times(whole))
@@ -234,3 +234,26 @@ def test_a_text_with_other_tokens_of_the_same_number_is_refused(texts):
     Path("other.txt").write_text(words)
     with pytest.raises(ValueError, match=r"trained on other tokens than those of other\.txt"):
         texts.use("predict", folder, "--data.path=other.txt")
+
+
+@pytest.mark.parametrize(
+    ("example", "option", "said"),
+    [
+        ("flows", "--model.flow.num_stepz=3", "num_stepz"),
+        ("flows", "--model.flow=Glou", "Glou"),
+        ("flows", "--model.optimizer=sgd", "model.optimizer"),
+        ("flows", "--trainer.max_epoch_=3", "trainer.max_epoch_"),
+        ("flows", "--data.batch_size=many", "data.batch_size"),
+        ("flows", "--config=nowhere.yaml", "nowhere.yaml"),
+        ("texts", "--model.num_layerz=3", "num_layerz"),
+        ("texts", "--model.averaging=sometimes", "model.averaging"),
+        ("texts", "--data.tokens=letters", "data.tokens"),
+    ],
+    indirect=["example"],
+)
+def test_a_wrong_option_is_named(example, capsys, option, said):
+    with pytest.raises(SystemExit) as ending:
+        example.fit(option)
+    assert ending.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run").exists()
