@@ -375,8 +375,8 @@ CALLS: Calls = {
     "Cost": (schedules.Cost, lambda: {"seconds": 1.0, "state_bytes": 4, "tape_bytes": 8}),
     "Cost.scaled": (COST.scaled, lambda: {"factor": 2.0}),
     "Cost.tape": (COST.tape, lambda: {"variant": 0}),
-    "Thin": (schedules.Thin, lambda: {"tape_bytes": 4, "seconds": 1.0}),
-    "Thin.scaled": (schedules.Thin(4, 1.0).scaled, lambda: {"factor": 2.0}),
+    "SelectiveTape": (schedules.SelectiveTape, lambda: {"tape_bytes": 4, "seconds": 1.0}),
+    "SelectiveTape.scaled": (schedules.SelectiveTape(4, 1.0).scaled, lambda: {"factor": 2.0}),
     "Schedule": (
         schedules.Schedule, lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions},
     ),

@@ -592,10 +592,10 @@ def test_a_total_counts_the_state_before_the_first_step(kind: str):
     assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
     loss_of(model(x)).backward()
     optimizer.step()
-    assert planned(model, x, **options).standing_bytes == before.standing_bytes
-    assert before.least_bytes - before.standing_bytes == planned(model, x).least_bytes
+    assert planned(model, x, **options).baseline_bytes == before.baseline_bytes
+    assert before.least_bytes - before.baseline_bytes == planned(model, x).least_bytes
     with pytest.raises(BudgetError, match="alive before a step"):
-        planned(model, x, **(options | {"budget": before.standing_bytes}))
+        planned(model, x, **(options | {"budget": before.baseline_bytes}))
 
 
 def test_a_state_that_cannot_be_told():

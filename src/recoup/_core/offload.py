@@ -50,26 +50,26 @@ class Away:
     """A tensor that is away, as an object that autograd can hold in its place.
 
     Args:
-        parcel: its storage.
+        transfer: its storage.
         tensor: the tensor, whose sizes and strides are recorded.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_geometry", "_parcel")
+    __slots__ = ("__weakref__", "_dtype", "_geometry", "_transfer")
 
-    def __init__(self, parcel: _Parcel, tensor: Tensor) -> None:
-        self._parcel = parcel
+    def __init__(self, transfer: _Transfer, tensor: Tensor) -> None:
+        self._transfer = transfer
         self._dtype = tensor.dtype
         self._geometry = geometry_of(tensor)
 
     @never_compiled
     def get(self) -> Tensor:
         """Return the tensor; raise if it was changed in place before it had left."""
-        found = self._parcel.traffic.take(self._parcel)
+        found = self._transfer.traffic.take(self._transfer)
         whole = found.numel() // self._dtype.itemsize * self._dtype.itemsize
         return found[:whole].view(self._dtype).as_strided(*self._geometry)
 
 
-class _Parcel:
+class _Transfer:
     """A storage that is away, or on its way (See Rule 1)."""
 
     def __init__(self, traffic: Traffic, tensor: Tensor, name: str, place: int) -> None:
@@ -130,12 +130,12 @@ class Traffic:
         self._min_bytes = min_bytes
         self._largest = 0
         self._lock = threading.RLock()
-        self._sent: list[weakref.ref[_Parcel]] = []
+        self._sent: list[weakref.ref[_Transfer]] = []
         self._num_begun = 0  # of those that were sent; the others wait (See Rule 3)
         self._node = 0  # how many there were at the last save
-        self._of_storage = weakref.WeakValueDictionary[int, _Parcel]()  # by its address
-        self._leaving = weakref.WeakKeyDictionary[_Parcel, Copy]()
-        self._arriving = weakref.WeakKeyDictionary[_Parcel, Arrival]()
+        self._of_storage = weakref.WeakValueDictionary[int, _Transfer]()  # by its address
+        self._leaving = weakref.WeakKeyDictionary[_Transfer, Copy]()
+        self._arriving = weakref.WeakKeyDictionary[_Transfer, Arrival]()
         self._next = -1  # the last one that was sent of those that may be fetched (See Rule 5)
         self._task = -1
         self._failure: BaseException | None = None
@@ -158,34 +158,34 @@ class Traffic:
                 self._begin()
                 self._node = num_nodes()
             address = tensor.untyped_storage().data_ptr()
-            parcel = self._of_storage.get(address)
-            if parcel is None or not parcel.is_of(tensor):
-                parcel = _Parcel(self, tensor, name, len(self._sent))
+            transfer = self._of_storage.get(address)
+            if transfer is None or not transfer.is_of(tensor):
+                transfer = _Transfer(self, tensor, name, len(self._sent))
                 self._next = len(self._sent)
-                self._sent.append(weakref.ref(parcel))
-                self._of_storage[address] = parcel
+                self._sent.append(weakref.ref(transfer))
+                self._of_storage[address] = transfer
                 if not at_save:
                     self._begin()
-            return Away(parcel, tensor)
+            return Away(transfer, tensor)
 
     @never_compiled
-    def take(self, parcel: _Parcel) -> Tensor:
-        """Return the bytes of a parcel, and let those before it come back (See Rule 5)."""
+    def take(self, transfer: _Transfer) -> Tensor:
+        """Return the bytes of a transfer, and let those before it come back (See Rule 5)."""
         with self._lock:
             if backward_id() not in (-1, self._task):
                 self._task = backward_id()
                 when_backward_ends(self._forget_arrivals)
-            found = parcel.here()
+            found = transfer.here()
             if found is None:
-                self._fetch(parcel)
-                self._fetch_before(parcel)
-                found = self._arriving[parcel].wait()
-                parcel.lies_in(found)
+                self._fetch(transfer)
+                self._fetch_before(transfer)
+                found = self._arriving[transfer].wait()
+                transfer.lies_in(found)
             else:
-                if parcel in self._leaving and self._leaving[parcel].has_landed():
-                    self._let_go(parcel)
-                self._fetch_before(parcel)
-            self._arriving.pop(parcel, None)
+                if transfer in self._leaving and self._leaving[transfer].has_landed():
+                    self._let_go(transfer)
+                self._fetch_before(transfer)
+            self._arriving.pop(transfer, None)
             return found
 
     def raise_failure(self, where: str) -> None:
@@ -208,32 +208,32 @@ class Traffic:
     def _begin(self) -> None:
         """Begin the copies of what was sent, each when it may be in flight (See Rules 3 and 4)."""
         waiting, self._num_begun = self._sent[self._num_begun :], len(self._sent)
-        for parcel in [parcel for ref in waiting if (parcel := ref()) is not None]:
-            self._largest = max(self._largest, parcel.num_bytes)
+        for transfer in [transfer for ref in waiting if (transfer := ref()) is not None]:
+            self._largest = max(self._largest, transfer.num_bytes)
             for each in [each for each, copy in self._leaving.items() if copy.has_landed()]:
                 self._let_go(each)
             for each in list(self._leaving):
-                if self._excess(parcel.num_bytes) > 0:
+                if self._excess(transfer.num_bytes) > 0:
                     self._let_go(each)
-            if self._failure is None and parcel.held is not None:
-                self._leaving[parcel] = self._tier.send(flat(parcel.held))
+            if self._failure is None and transfer.held is not None:
+                self._leaving[transfer] = self._tier.send(flat(transfer.held))
 
-    def _let_go(self, parcel: _Parcel) -> None:
+    def _let_go(self, transfer: _Transfer) -> None:
         """Wait for the copy of a storage, and hold that instead (See Rules 2 and 7)."""
-        copy = self._leaving.pop(parcel)
+        copy = self._leaving.pop(transfer)
         error = copy.land()
         self._failure = self._failure or error
-        if error is None and not parcel.is_changed:
-            parcel.copy, parcel.held = copy, None
+        if error is None and not transfer.is_changed:
+            transfer.copy, transfer.held = copy, None
 
     # -- arriving --------------------------------------------------------------------------
 
-    def _fetch(self, parcel: _Parcel) -> None:
-        if parcel.copy is not None and parcel not in self._arriving:
-            self._arriving[parcel] = parcel.copy.fetch()
+    def _fetch(self, transfer: _Transfer) -> None:
+        if transfer.copy is not None and transfer not in self._arriving:
+            self._arriving[transfer] = transfer.copy.fetch()
 
-    def _fetch_before(self, parcel: _Parcel) -> None:
-        self._next = min(self._next, parcel.place - 1)
+    def _fetch_before(self, transfer: _Transfer) -> None:
+        self._next = min(self._next, transfer.place - 1)
         while self._next >= 0:
             before = self._sent[self._next]()
             if before is not None and before.copy is not None and before not in self._arriving:
@@ -250,7 +250,7 @@ class Traffic:
 
     def _excess(self, num_bytes: int) -> int:
         """Return by how much `num_bytes` more in flight would exceed the bound (See Rule 4)."""
-        in_flight = sum(parcel.num_bytes for parcel in (*self._leaving, *self._arriving))
+        in_flight = sum(transfer.num_bytes for transfer in (*self._leaving, *self._arriving))
         bound = 2 * self._largest if self._bound is None else self._bound
         return in_flight + num_bytes - bound
 

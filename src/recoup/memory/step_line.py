@@ -60,13 +60,13 @@ class StepLine:
     Args:
         name: what the step follows, such as "planned".
         stretches: the parts of the step, in order.
-        standing_bytes: the bytes before the step, where they count.
+        baseline_bytes: the bytes before the step, where they count.
         peaks: its peak as it was requested, allocated and reserved, without those.
     """
 
     name: str
     stretches: tuple[Stretch, ...]
-    standing_bytes: int = 0
+    baseline_bytes: int = 0
     peaks: Peaks = NO_PEAKS
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class StepLine:
             phase: "forward" or "backward".
         """
         found = (
-            Peak(self.standing_bytes + max(stretch.levels), stretch)
+            Peak(self.baseline_bytes + max(stretch.levels), stretch)
             for stretch in self.stretches
             if stretch.phase == phase and stretch.levels
         )
@@ -99,7 +99,7 @@ class StepLine:
             phase: "forward" or "backward".
         """
         return [
-            self.standing_bytes + level
+            self.baseline_bytes + level
             for stretch in self._within(phase)
             for level in stretch.levels
         ]

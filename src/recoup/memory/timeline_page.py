@@ -150,7 +150,7 @@ class _Drawn:
     def path(self, frame: _Frame) -> str:
         """Return the path of the line: the bytes after each event, until the next one."""
         steps = "".join(f"H{x}V{frame.drawn(y)}" for x, y in self.points)
-        return f"M0 {frame.drawn(self.line.standing_bytes)}{steps}H{frame.width}"
+        return f"M0 {frame.drawn(self.line.baseline_bytes)}{steps}H{frame.width}"
 
 
 def _frame(page: Page) -> _Frame:
@@ -254,7 +254,7 @@ def _data(drawn: Sequence[_Drawn]) -> str:
     found: list[dict[str, Any]] = [
         {
             "name": each.line.name,
-            "before": each.line.standing_bytes,
+            "before": each.line.baseline_bytes,
             "isThinned": each.is_thinned,
             "causes": list(each.causes),
             "starts": each.starts,

@@ -41,7 +41,7 @@ from recoup.planning.pricing import Measured, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.timing import medians_of_alike
 from recoup.planning.verification import DifferentStepError, Outcome, Verification
-from recoup.schedules import Cost, Thin
+from recoup.schedules import Cost, SelectiveTape
 
 __all__ = ["price_codes"]
 
@@ -153,9 +153,9 @@ def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost
     """
     whole = tapes[0]
 
-    def thin(cost: Cost, seconds: float) -> Thin:
+    def thin(cost: Cost, seconds: float) -> SelectiveTape:
         more = max(seconds - whole.seconds, 0.0)
-        return Thin(cost.tape_bytes, more, cost.tape_run_bytes, cost.reverse_bytes)
+        return SelectiveTape(cost.tape_bytes, more, cost.tape_run_bytes, cost.reverse_bytes)
 
     return replace(
         between,

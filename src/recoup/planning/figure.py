@@ -77,9 +77,9 @@ def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
         (plan.point, _AFTER, "this plan", 2.2),
     ):
         moments = trace(point.schedule, plan.costs, first)
-        times, levels = _line(moments, whole, plan.standing_bytes)
+        times, levels = _line(moments, whole, plan.baseline_bytes)
         # The costs bound a peak from above; the point has what was measured.
-        most = plan.standing_bytes + point.peak_bytes
+        most = plan.baseline_bytes + point.peak_bytes
         levels = [min(level, most) / unit for level in levels]
         axes.plot(times, levels, color=color, linewidth=width, label=text, solid_joinstyle="round")
     axes.axhline(plan.budget_bytes / unit, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
@@ -110,7 +110,7 @@ def _line(
 def _frontier(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
     points = plan.frontier
     least, whole = points[-1].seconds, plan.kept_seconds or 1.0
-    sizes = [(plan.standing_bytes + point.peak_bytes) / unit for point in points]
+    sizes = [(plan.baseline_bytes + point.peak_bytes) / unit for point in points]
     times = [1 + (point.seconds - least) / whole for point in points]
     axes.step(sizes, times, where="post", color=_AFTER, linewidth=2.2)
     place = points.index(plan.point)

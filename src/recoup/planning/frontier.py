@@ -124,7 +124,7 @@ class Frontier:
         reason: str | None = None,
     ) -> None:
         self.model = kinds[0].step.model
-        self.standing_bytes, self._room = room.standing_bytes, room
+        self.baseline_bytes, self._room = room.baseline_bytes, room
         self._kinds = list(kinds)
         self._remedy, self._reason = remedy, reason
         self._is_compiling = any(kind.is_compiled for kind in kinds)
@@ -137,7 +137,7 @@ class Frontier:
         found = sorted(
             (
                 FrontierPoint(
-                    self.standing_bytes + point.peak_bytes,
+                    self.baseline_bytes + point.peak_bytes,
                     kind.seconds_of(point) / whole if whole else 1.0,
                     kind.num_forwards(point),
                     kind.is_compiled,
@@ -164,7 +164,7 @@ class Frontier:
     def least_bytes(self) -> int:
         """The smallest budget that is known to suffice; asking for it first runs a few steps."""
         try:
-            least = self.points[0].peak_bytes - self.standing_bytes
+            least = self.points[0].peak_bytes - self.baseline_bytes
             return self.plan(self._room.budget_for(least)).least_bytes
         except BudgetError as error:
             return error.least_bytes
@@ -211,13 +211,13 @@ class Frontier:
             BudgetError: no plan keeps to the budget.
         """
         points, room = self.points, self._room
-        usable = self.standing_bytes + room.of(budget_bytes)
+        usable = self.baseline_bytes + room.of(budget_bytes)
         fitting = sum(point.peak_bytes <= usable for point in points)
         most = (1 + more) * points[max(fitting - 1, 0)].relative_time
         first = sum(point.relative_time > most for point in points)
         if first + 1 < fitting:
             with suppress(BudgetError):
-                fewer = points[first + 1].peak_bytes - 1 - self.standing_bytes
+                fewer = points[first + 1].peak_bytes - 1 - self.baseline_bytes
                 plan = self.plan(room.budget_for(fewer))
                 plan.budget_bytes = budget_bytes
                 return plan
@@ -277,7 +277,7 @@ class Frontier:
             Line(
                 ("compiled blocks" if kind.is_compiled else "blocks as they are")
                 + (", in tiles" if kind.step.tiled is not None else ""),
-                [self.standing_bytes + point.peak_bytes for point in kind.points],
+                [self.baseline_bytes + point.peak_bytes for point in kind.points],
                 [kind.seconds_of(point) / whole for point in kind.points],
             )
             for kind in self._kinds
@@ -286,7 +286,7 @@ class Frontier:
 
     def __str__(self) -> str:
         points = self.points
-        kind = "total" if self.standing_bytes else "step"
+        kind = "total" if self.baseline_bytes else "step"
         sizes = [format_bytes(points[place].peak_bytes) for place in (0, -1)]
         title = (
             f"Plans for {type(self.model).__name__}: {len(self._kinds[0].calls)} blocks, from "

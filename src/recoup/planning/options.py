@@ -136,10 +136,10 @@ class PlanOptions:
         headroom = self.headroom
         if headroom is None:
             headroom = _HEADROOM if is_accelerator(step.device) else 0.0
-        (standing,) = largest_among_ranks(step.model, [self._standing_bytes(step.model)])
+        (standing,) = largest_among_ranks(step.model, [self._baseline_bytes(step.model)])
         return Room(int(standing), float(headroom))
 
-    def _standing_bytes(self, model: nn.Module) -> int:
+    def _baseline_bytes(self, model: nn.Module) -> int:
         """Return the bytes alive before a step that count: none, or all with "total"."""
         if self.budget_of == "step":
             return 0
@@ -172,20 +172,20 @@ class Room(NamedTuple):
     """The room that a budget leaves for a step.
 
     Args:
-        standing_bytes: the bytes that are alive before it and count.
+        baseline_bytes: the bytes that are alive before it and count.
         headroom: the part of the budget that is left for fragmentation.
     """
 
-    standing_bytes: int
+    baseline_bytes: int
     headroom: float
 
     def of(self, budget_bytes: int) -> int:
         """Return the bytes that a step may take within a budget."""
-        return budget_bytes - math.ceil(budget_bytes * self.headroom) - self.standing_bytes
+        return budget_bytes - math.ceil(budget_bytes * self.headroom) - self.baseline_bytes
 
     def budget_for(self, step_bytes: int) -> int:
         """Return the least budget in which a step may take so many bytes."""
-        budget = math.ceil((self.standing_bytes + step_bytes) / (1 - self.headroom))
+        budget = math.ceil((self.baseline_bytes + step_bytes) / (1 - self.headroom))
         return budget + (self.of(budget) < step_bytes)  # which rounds down
 
 

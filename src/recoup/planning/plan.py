@@ -97,7 +97,7 @@ class Plan(PlanReport):
     Attributes:
         model: the model.
         budget_bytes: the budget.
-        standing_bytes: the part of it that is alive before a step.
+        baseline_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
         collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
         collectives_again: those of them that second runs repeat.

@@ -143,8 +143,8 @@ def price(measured: Measured, moved: float | None) -> list[Cost]:
     beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
-        _cost(call, beside_bytes, min(before, call.state_bytes) if call.is_linked else 0, moved)
-        for call, beside_bytes, before in zip(measured.calls, beside, shared, strict=False)
+        _cost(call, between_bytes, min(before, call.state_bytes) if call.is_linked else 0, moved)
+        for call, between_bytes, before in zip(measured.calls, beside, shared, strict=False)
     ]
     last = measured.calls[-1]
     end = last.forward.end_bytes
@@ -155,7 +155,7 @@ def price(measured: Measured, moved: float | None) -> list[Cost]:
         tape_bytes=state,
         tape_run_bytes=max(between.peak_bytes - end, 0),
         left_bytes=between.end_bytes - end + state + beside[-1],
-        beside_bytes=beside[-1],
+        between_bytes=beside[-1],
         is_fixed=True,
     )
     return [*costs, tail]
@@ -175,11 +175,11 @@ def _beside(measured: Measured) -> list[int]:
     return [b - a for a, b in pairwise(levels)]
 
 
-def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
+def _cost(call: MeasuredCall, between_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
     """Return the cost of a call; the tape before it may hold part of its input (See Rule 3)."""
     run_bytes = call.forward.peak_bytes - call.before.end_bytes - _drawn(call)
     run_bytes = max(run_bytes, call.output_bytes)
-    before_bytes = call.before.peak_bytes - call.before.end_bytes
+    between_run_bytes = call.before.peak_bytes - call.before.end_bytes
     if call.until_again is None:  # no gradient goes through it
         return Cost(
             seconds=call.work,
@@ -187,9 +187,9 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
             tape_bytes=0,
             run_bytes=call.state_bytes + run_bytes,  # its input is counted nowhere else
             tape_run_bytes=call.state_bytes + run_bytes,
-            beside_bytes=beside_bytes,
+            between_bytes=between_bytes,
             is_linked=call.is_linked,
-            before_bytes=call.state_bytes + before_bytes,
+            between_run_bytes=call.state_bytes + between_run_bytes,
         )
     begin, own = call.until_again.end_bytes, call.own_bytes
     unheld = max(call.unheld_bytes - lent_bytes, 0)
@@ -203,10 +203,10 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
         reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _drawn(call),
         lent_bytes=_held_longer(call.after.levels, lent_bytes),
         offload_seconds=None if moved is None else moved * call.state_bytes,
-        left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
-        beside_bytes=beside_bytes,
+        left_bytes=call.after.end_bytes - begin + call.state_bytes + between_bytes,
+        between_bytes=between_bytes,
         is_linked=call.is_linked,
-        before_bytes=before_bytes,
+        between_run_bytes=between_run_bytes,
         results=tuple(_results(call, chosen) for chosen in chosen_products(call)),
     )
 

@@ -421,7 +421,7 @@ class PlanMaker(NamedTuple):
         step = replace(step, tiled=planned.tiled)
         with suspended(own_forwards(self.model)), planned.followed(plan.schedule):
             try:
-                return plan.standing_bytes + rehearse_planned(step).peak_bytes
+                return plan.baseline_bytes + rehearse_planned(step).peak_bytes
             except torch.OutOfMemoryError:
                 return math.inf
 

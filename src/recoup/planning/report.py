@@ -99,7 +99,7 @@ class PlanReport:
         self.frontier = tuple(kind.points)
         self.kept_seconds = kind.kept_seconds
         self.budget_bytes = budget_bytes
-        self.standing_bytes, self.headroom = room
+        self.baseline_bytes, self.headroom = room
         self.step_seconds = step_seconds
         self.sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
@@ -152,7 +152,7 @@ class PlanReport:
     @property
     def predicted_peak_bytes(self) -> int:
         """The peak of a step as predicted from the cost of each block."""
-        return self.standing_bytes + self.point.peak_bytes
+        return self.baseline_bytes + self.point.peak_bytes
 
     @property
     def predicted_time_ratio(self) -> float:
@@ -167,7 +167,7 @@ class PlanReport:
         If none of the forwards that were tried called all blocks (LayerDrop), it is at least the
         predicted peak of a step that does.
         """
-        return self.standing_bytes + self._rehearsed_bytes
+        return self.baseline_bytes + self._rehearsed_bytes
 
     @property
     def rehearsed_peaks(self) -> Peaks:
@@ -177,13 +177,13 @@ class PlanReport:
         None on the CPU, which caches nothing.
         """
         requested, allocated, reserved = self._rehearsed_peaks
-        reserved = None if reserved is None else self.standing_bytes + reserved
-        return Peaks(self.standing_bytes + requested, self.standing_bytes + allocated, reserved)
+        reserved = None if reserved is None else self.baseline_bytes + reserved
+        return Peaks(self.baseline_bytes + requested, self.baseline_bytes + allocated, reserved)
 
     @property
     def usable_bytes(self) -> int:
         """The bytes that the plan keeps to: the budget without its headroom."""
-        return self.standing_bytes + self._room.of(self.budget_bytes)
+        return self.baseline_bytes + self._room.of(self.budget_bytes)
 
     @property
     def least_bytes(self) -> int:
@@ -193,7 +193,7 @@ class PlanReport:
     @property
     def most_bytes(self) -> int:
         """The predicted peak of a step that keeps every residual."""
-        return self.standing_bytes + self.frontier[-1].peak_bytes
+        return self.baseline_bytes + self.frontier[-1].peak_bytes
 
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
@@ -209,7 +209,7 @@ class PlanReport:
         Returns:
             The time lost, relative to that of a step.
         """
-        budget = (self.usable_bytes - self.standing_bytes) / max(share, 1e-9)
+        budget = (self.usable_bytes - self.baseline_bytes) / max(share, 1e-9)
         fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
         least = min([self.point.seconds, *fitting])
         seconds = self.kept_seconds + least - self.frontier[-1].seconds
@@ -240,7 +240,7 @@ class PlanReport:
         return f"Plan for {type(self.model).__name__}: {self._size()}"
 
     def _size(self) -> str:
-        budget = "total" if self.standing_bytes else "step"
+        budget = "total" if self.baseline_bytes else "step"
         return f"{len(self.planned.calls)} blocks in {format_bytes(self.budget_bytes)} ({budget})"
 
     def _peaks(self) -> str:
@@ -279,8 +279,8 @@ class PlanReport:
             )
         if self.headroom:
             notes.append(f"left for fragmentation: {self.headroom:.3g} of the budget")
-        if self.standing_bytes:
-            notes.append(f"alive before a step: {format_bytes(self.standing_bytes)}")
+        if self.baseline_bytes:
+            notes.append(f"alive before a step: {format_bytes(self.baseline_bytes)}")
         return notes
 
 

@@ -181,7 +181,7 @@ def timeline(
     with suspended(own_forwards(model)), uncollected():
         if plan is None:
             return StepTimeline(name, _line_of(step, None))
-        standing, plain = plan.standing_bytes, None
+        standing, plain = plan.baseline_bytes, None
         if has_room(step.device, plan.most_bytes - standing):
             plain = _line_of(step, None, standing)
         planned = _line_of(step, plan, standing)
@@ -201,11 +201,11 @@ def _serving(plan: Plan, args: Args, kwargs: Kwargs) -> Plan:
     return found
 
 
-def _line_of(step: Step, plan: Plan | None, standing_bytes: int = 0) -> StepLine:
+def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine:
     """Run a step of a model that follows a plan, or none."""
     if plan is None:
         recorder = _recorded(step, lambda _: nullcontext(), follows_modules=True)
-        return StepLine("as it is", recorder.stretches(), standing_bytes, recorder.peaks)
+        return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
     planned = plan.planned
     is_compiled = any(call.codes for call in planned.calls)
 
@@ -225,7 +225,7 @@ def _line_of(step: Step, plan: Plan | None, standing_bytes: int = 0) -> StepLine
     calls = [BlockCall(block.name, block.way) for block in plan.blocks]
     tiled = () if planned.tiled is None else planned.tiled.modules
     stretches = recorder.stretches(calls, tiled)
-    return StepLine("planned", stretches, standing_bytes, recorder.peaks)
+    return StepLine("planned", stretches, baseline_bytes, recorder.peaks)
 
 
 def _recorded(

@@ -153,7 +153,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
 
 def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: int) -> BudgetError:
-    after, tiling, standing = kind.costs[-1].tape_run_bytes, "", room.standing_bytes
+    after, tiling, standing = kind.costs[-1].tape_run_bytes, "", room.baseline_bytes
     least = room.budget_for(step_bytes)
     if not kind.may_tile and 2 * after > step_bytes:
         tiling = (

@@ -22,7 +22,7 @@ from recoup.schedules.actions import (
     Tape,
 )
 from recoup.schedules.bounds import beta, num_advances, num_sweeps
-from recoup.schedules.costs import Cost, Results, Thin
+from recoup.schedules.costs import Cost, Results, SelectiveTape
 from recoup.schedules.search.frontier import Point, frontier, optimal
 from recoup.schedules.segmented import linear, sqrt
 from recoup.schedules.two_tiers import offloaded
@@ -41,9 +41,9 @@ __all__ = [
     "Results",
     "Reverse",
     "Schedule",
+    "SelectiveTape",
     "Simulation",
     "Tape",
-    "Thin",
     "Way",
     "beta",
     "binomial",

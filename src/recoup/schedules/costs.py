@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast
 
 from recoup._arguments import check_type, is_real, shown
 
-__all__ = ["Cost", "Results", "Thin", "require_size"]
+__all__ = ["Cost", "Results", "SelectiveTape", "require_size"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Thin:
+class SelectiveTape:
     """A tape that keeps a part of the whole tape of a stage; backward recomputes the rest.
 
     Args:
@@ -28,8 +28,8 @@ class Thin:
         ValueError: a cost is negative or not finite.
 
     Example:
-        >>> from recoup.schedules import Thin
-        >>> Thin(tape_bytes=5, seconds=0.5).reverse_bytes
+        >>> from recoup.schedules import SelectiveTape
+        >>> SelectiveTape(tape_bytes=5, seconds=0.5).reverse_bytes
         0
     """
 
@@ -43,7 +43,7 @@ class Thin:
         for name in ("tape_bytes", "tape_run_bytes", "reverse_bytes"):
             require_size(name, getattr(self, name))
 
-    def scaled(self, factor: float) -> Thin:
+    def scaled(self, factor: float) -> SelectiveTape:
         """Return the tape with its time multiplied by a number."""
         _require_time("factor", factor)
         return replace(self, seconds=factor * self.seconds)
@@ -104,7 +104,7 @@ class Cost:
             what was alive before.
         left_bytes: bytes that backward leaves alive: gradients of the stage's parameters, plus that
             of its input, minus that of its output. It may be negative.
-        beside_bytes: bytes that code between the stage before and this one keeps, from before this
+        between_bytes: bytes that code between the stage before and this one keeps, from before this
             stage is first run until it is reversed.
         is_linked: whether the input is the output of the stage before, so that it can be made by
             running that stage again, and that output by inverting this stage. It has no effect on
@@ -119,8 +119,8 @@ class Cost:
         results: what the run of the sweep may keep where the stage is taped in backward.
         again: the tape that a run in backward makes, if it is another one than the whole (a stage
             of which other code runs where it is run again); None for the whole one.
-        before_bytes: the most temporary memory of code before the stage, in the sweep, beyond
-            the stage's input and `beside_bytes`.
+        between_run_bytes: the most temporary memory of code before the stage, in the sweep, beyond
+            the stage's input and `between_bytes`.
         lent_bytes: how much larger `reverse_bytes` is if the stage before is taped, because that
             tape holds memory that would otherwise be freed while this stage is reversed.
 
@@ -140,17 +140,17 @@ class Cost:
     tape_run_bytes: int = 0
     reverse_bytes: int = 0
     left_bytes: int = 0
-    beside_bytes: int = 0
+    between_bytes: int = 0
     is_linked: bool = True
     is_fixed: bool = False
     is_invertible: bool = False
     invert_seconds: float = 0.0
     offload_seconds: float | None = None
-    variants: tuple[Thin, ...] = ()
+    variants: tuple[SelectiveTape, ...] = ()
     results: tuple[Results, ...] = ()
     lent_bytes: int = 0
-    before_bytes: int = 0
-    again: Thin | None = None
+    between_run_bytes: int = 0
+    again: SelectiveTape | None = None
     invert_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class Cost:
         _require_time("invert_seconds", self.invert_seconds)
         _require_time("offload_seconds", self.offload_seconds or 0.0)
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
-        for name in (*sizes, "tape_bytes", "beside_bytes", "before_bytes"):
+        for name in (*sizes, "tape_bytes", "between_bytes", "between_run_bytes"):
             require_size(name, getattr(self, name))
         require_size("invert_bytes", self.invert_bytes or 0)
         if self.tape_bytes < self.state_bytes:
@@ -166,12 +166,12 @@ class Cost:
                 f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "
                 f"({self.state_bytes}): the stage's input is counted in its tape"
             )
-        for name, kind in (("variants", Thin), ("results", Results)):
+        for name, kind in (("variants", SelectiveTape), ("results", Results)):
             expected, given = f"a tuple of `{kind.__name__}`", getattr(self, name)
             check_type((tuple, list), expected, **{name: given})
             for each in given:
                 check_type(kind, expected, **{name: each})
-        check_type((Thin, type(None)), "a `Thin`, or None", again=self.again)
+        check_type((SelectiveTape, type(None)), "a `SelectiveTape`, or None", again=self.again)
         tapes = [(f"variants[{number}]", tape) for number, tape in enumerate(self.variants)]
         if self.again is not None:
             tapes.append(("again", self.again))
@@ -196,10 +196,10 @@ class Cost:
             again=None if self.again is None else self.again.scaled(factor),
         )
 
-    def tape(self, variant: int) -> Thin:
+    def tape(self, variant: int) -> SelectiveTape:
         """Return a tape by its number: 0 is the whole one, for which backward pays nothing."""
         if variant == 0:
-            return Thin(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
+            return SelectiveTape(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
         return _numbered("variant", variant, self.variants)
 
     def kept(self, number: int) -> Results:
@@ -207,7 +207,7 @@ class Cost:
         return _numbered("number", number, self.results) if number else Results(0, self.seconds)
 
     @property
-    def tape_again(self) -> Thin:
+    def tape_again(self) -> SelectiveTape:
         """The tape that a run in backward makes."""
         return self.again or self.tape(0)
 

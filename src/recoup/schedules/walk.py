@@ -15,7 +15,7 @@ from recoup.schedules.actions import (
     Reverse,
     Tape,
 )
-from recoup.schedules.costs import Cost, Results, Thin
+from recoup.schedules.costs import Cost, Results, SelectiveTape
 
 __all__ = ["Walk"]
 
@@ -36,7 +36,7 @@ class Walk:
         self.state_bytes = state_bytes
         self.is_costed = costs is not None
         self.tapes_of_stage = (  # the whole tape first, then its variants
-            [(Thin(size, 0.0),) for size in tape_bytes]
+            [(SelectiveTape(size, 0.0),) for size in tape_bytes]
             if costs is None
             else [tuple(map(cost.tape, range(len(cost.variants) + 1))) for cost in costs]
         )
@@ -45,7 +45,7 @@ class Walk:
         self.working: int | None = 0
         self.kept: set[int] = set()
         self.offloaded: set[int] = set()
-        self.tapes: dict[int, Thin] = {}
+        self.tapes: dict[int, SelectiveTape] = {}
         self.results: dict[int, Results] = {}  # that the sweep has kept
         self.remaining = self.num_stages  # the first stages, which are not reversed yet
         self.swept = False  # whether the working state has been x_n
@@ -221,7 +221,7 @@ class Walk:
         """Return the index of the state that a run of a stage makes, or None."""
         return index + 1 if not self.in_backward or self._links(index + 1) else None
 
-    def _tape_cost(self, index: int, variant: int) -> Thin:
+    def _tape_cost(self, index: int, variant: int) -> SelectiveTape:
         if self.in_backward and self.tapes_again is not None:
             return self.tapes_again[index]
         return self.tapes_of_stage[index][variant if self.is_costed else 0]
@@ -233,8 +233,8 @@ class Walk:
         """Count a run of a stage whose input is the working state, and which uses results up."""
         cost = self.costs[index]
         if not self.in_backward:
-            self.held += cost.beside_bytes
-            beyond = max(beyond, cost.before_bytes)
+            self.held += cost.between_bytes
+            beyond = max(beyond, cost.between_run_bytes)
         self.peak = max(self.peak, self.held + beyond)
         self.forwards[index] += 1
         given = self.results.pop(index, None)
@@ -273,7 +273,7 @@ class Walk:
             self.kept.remove(index)
             self._recount(index)
 
-    def _tape(self, index: int, tape: Thin, working: int | None) -> None:
+    def _tape(self, index: int, tape: SelectiveTape, working: int | None) -> None:
         self.seconds += tape.seconds
         self.tapes[index] = tape
         self.held += tape.tape_bytes
@@ -292,7 +292,9 @@ class Walk:
             return
         lent = cost.lent_bytes if index - 1 in self.tapes else 0
         self.peak = max(self.peak, self.held + cost.invert_bytes + lent)
-        self._tape(index, Thin(cost.state_bytes, 0.0), index)  # its bytes were counted just now
+        self._tape(
+            index, SelectiveTape(cost.state_bytes, 0.0), index
+        )  # its bytes were counted just now
 
     def _reverse(self, index: int) -> None:
         cost = self.costs[index]
@@ -301,6 +303,6 @@ class Walk:
         tape = self.tapes.pop(index)
         lent = cost.lent_bytes if index - 1 in self.tapes else 0
         self.peak = max(self.peak, self.held + tape.reverse_bytes + lent)
-        self.held += cost.left_bytes - cost.beside_bytes - tape.tape_bytes
+        self.held += cost.left_bytes - cost.between_bytes - tape.tape_bytes
         self.remaining -= 1
         self._recount(index)

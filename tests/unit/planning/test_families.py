@@ -48,7 +48,7 @@ def most_kept(shape, quadratic, budget=BUDGET):
 
 class FakePlan:
     planned, sizes = Planned(), Sizes()
-    budget_bytes, standing_bytes, schedule = BUDGET, 0, None
+    budget_bytes, baseline_bytes, schedule = BUDGET, 0, None
     usable_bytes = BUDGET
 
     def __init__(self, shape, quadratic, room=0.0):

@@ -219,7 +219,7 @@ def test_the_error_of_one_forward_more_names_a_budget_that_suffices():
     x, optimizer = torch.ones(256, 64), torch.optim.Adam(model.parameters())
     options = {"headroom": 0.25, "budget_of": "total", "optimizer": optimizer}
     plan = recoup.plan(model, x, **options).plan("1 GiB")
-    budget = plan.least_bytes + (plan.rehearsed_peak_bytes - plan.standing_bytes) // 8
+    budget = plan.least_bytes + (plan.rehearsed_peak_bytes - plan.baseline_bytes) // 8
     with recoup.plan(model, x, budget=budget, **options).applied():
         first = model(x)
         with pytest.raises(BudgetError, match="that its budget leaves to a step") as caught:
@@ -227,4 +227,4 @@ def test_the_error_of_one_forward_more_names_a_budget_that_suffices():
     del first
     least = caught.value.least_bytes
     found = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
-    assert (least - 1) * 0.75 < found + plan.standing_bytes <= least * 0.75
+    assert (least - 1) * 0.75 < found + plan.baseline_bytes <= least * 0.75

@@ -158,14 +158,14 @@ def test_a_total_counts_what_is_alive_before(make, num_copies):
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     total = plan(model, x, "1 GiB", budget_of="total", optimizer=optimizer)
     steps = 4 * len(list(model.parameters())) if num_copies == 2 else 0
-    assert total.standing_bytes == (1 + num_copies) * size + steps
-    assert total.least_bytes == plan(model, x, "1 GiB").least_bytes + total.standing_bytes
+    assert total.baseline_bytes == (1 + num_copies) * size + steps
+    assert total.least_bytes == plan(model, x, "1 GiB").least_bytes + total.baseline_bytes
     with pytest.raises(BudgetError, match="of which are alive before a step"):
         plan(model, x, total.least_bytes - 1, budget_of="total", optimizer=optimizer)
     step(model, x)
     optimizer.step()
     again = plan(model, x, "1 GiB", budget_of="total", optimizer=optimizer)
-    assert again.standing_bytes == total.standing_bytes
+    assert again.baseline_bytes == total.baseline_bytes
 
 
 # -- what it does ----------------------------------------------------------------------------------

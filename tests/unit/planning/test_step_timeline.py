@@ -267,9 +267,9 @@ def test_the_budget_counts_what_stands_before_a_step():
     model, x = chain()
     plan = recoup.plan(model, x, budget="1 MiB", budget_of="total", loss=square)
     found = recoup.timeline(model, x, plan=plan, loss=square)
-    assert plan.standing_bytes > 0
+    assert plan.baseline_bytes > 0
     assert found.planned.peak_bytes == plan.rehearsed_peak_bytes
-    assert found.plain.peak_bytes == plan.standing_bytes + measured(model, x)
+    assert found.plain.peak_bytes == plan.baseline_bytes + measured(model, x)
 
 
 def test_the_plan_that_the_model_follows_is_found_and_still_followed():

@@ -14,8 +14,8 @@ from recoup.schedules import (
     Invert,
     Offload,
     Results,
+    SelectiveTape,
     Tape,
-    Thin,
     frontier,
     optimal,
     simulate,
@@ -29,7 +29,7 @@ TIMES = st.integers(0, 4).map(float)
 
 @st.composite
 def thins(draw, state):
-    return Thin(state + draw(SIZES), draw(TIMES), draw(SIZES), draw(SIZES))
+    return SelectiveTape(state + draw(SIZES), draw(TIMES), draw(SIZES), draw(SIZES))
 
 
 @st.composite
@@ -54,7 +54,7 @@ def costs(draw, *, with_choices=True, with_moments=True):
         offload_seconds=draw(st.none() | TIMES),
         variants=tuple(draw(st.lists(thins(state), max_size=1))),
         results=tuple(draw(st.lists(results(), max_size=1))),
-        before_bytes=draw(SIZES),
+        between_run_bytes=draw(SIZES),
         again=draw(st.none() | thins(state)),
         invert_bytes=draw(st.none() | SIZES),
     )
@@ -109,13 +109,13 @@ def various(num_stages, seed):
     chain = []
     for _ in range(num_stages):
         state, more = draw.randint(1, 10**6), draw.randint(0, 10**7)
-        thin = Thin(state + more // 3, 0.1, more, more // 2)
+        thin = SelectiveTape(state + more // 3, 0.1, more, more // 2)
         kept = [Results(more // part, 0.02 * part, more // (2 * part)) for part in (2, 3, 4)]
         chain.append(
             Cost(
                 *(draw.random(), state, state + more, state, 2 * more, more // 2),
                 left_bytes=draw.randint(-(10**5), 10**6),
-                beside_bytes=draw.choice([0, 0, 10**5]),
+                between_bytes=draw.choice([0, 0, 10**5]),
                 is_linked=draw.random() < 0.9,
                 is_fixed=draw.random() < 0.05,
                 is_invertible=draw.random() < 0.2,

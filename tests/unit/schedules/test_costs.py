@@ -13,8 +13,8 @@ from recoup.schedules import (
     Offload,
     Reverse,
     Schedule,
+    SelectiveTape,
     Tape,
-    Thin,
     constant,
     linear,
     simulate,
@@ -41,7 +41,7 @@ def stage(**more):
         ({"run_bytes": 500}, 510),
         ({"tape_run_bytes": 500}, 610),
         ({"reverse_bytes": 500}, 700),
-        ({"beside_bytes": 7}, 214),
+        ({"between_bytes": 7}, 214),
         ({"left_bytes": 300}, 600),
         ({"left_bytes": -50}, 200),
     ],
@@ -55,7 +55,7 @@ def test_simulate_counts_the_worst_moment(more, peak):
 
 
 def test_simulate_counts_seconds_and_host_memory():
-    costs = [stage(offload_seconds=0.25), stage(variants=(Thin(30, 0.5),))]
+    costs = [stage(offload_seconds=0.25), stage(variants=(SelectiveTape(30, 0.5),))]
     simulation = simulate(AWAY, costs=costs)
     assert (simulation.seconds, simulation.peak_offloaded_bytes) == (3.25, 10)
     assert (simulation.peak_states, simulation.peak_bytes) == (0, 110)
@@ -109,7 +109,7 @@ def test_simulate_refuses_what_the_costs_rule_out():
         simulate(Schedule(1, (Tape(0, 1), Reverse(0))), costs=[stage()])
     again = Schedule(2, (*AGAIN.actions[:-2], Tape(0, 1), Reverse(0)))
     with pytest.raises(ScheduleError, match="only a tape of the sweep"):
-        simulate(again, costs=[stage(variants=(Thin(10, 0.0),)), stage()])
+        simulate(again, costs=[stage(variants=(SelectiveTape(10, 0.0),)), stage()])
     with pytest.raises(ValueError, match="`costs` has 1 numbers, but this schedule needs 2"):
         simulate(linear(2), costs=[stage()])
 
@@ -122,9 +122,9 @@ def test_costs_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"`offload_seconds` is -1"):
         stage(offload_seconds=-1.0)
     with pytest.raises(ValueError, match=r"`variants\[0\].tape_bytes` is 9"):
-        stage(variants=(Thin(9, 0.0),))
+        stage(variants=(SelectiveTape(9, 0.0),))
     with pytest.raises(ValueError, match=r"`seconds` is nan"):
-        Thin(1, float("nan"))
+        SelectiveTape(1, float("nan"))
 
 
 def test_further_actions_are_printed():

@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Literal, NamedTuple
 
-from recoup.schedules.costs import Cost, Thin
+from recoup.schedules.costs import Cost, SelectiveTape
 
 __all__ = ["Chain", "Choice"]
 
@@ -86,7 +86,7 @@ class Chain:
         self._seconds_again = [0.0, *accumulate(tape.seconds for tape in again)]
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self._seconds_before = [0.0, *accumulate(cost.seconds for cost in costs)]
-        self._passed = list(accumulate(cost.beside_bytes for cost in costs))
+        self._passed = list(accumulate(cost.between_bytes for cost in costs))
         lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
         self._behind = [
             (self._passed[index - 1] if index else 0) + lefts[num_stages - index]
@@ -175,7 +175,7 @@ class Chain:
         for variant in range(len(cost.variants) + 1):
             tape = cost.tape(variant)
             needs = max(
-                state + max(tape.tape_run_bytes, cost.before_bytes) + passed,
+                state + max(tape.tape_run_bytes, cost.between_run_bytes) + passed,
                 tape.tape_bytes + output + passed,
                 tape.tape_bytes + tape.reverse_bytes + cost.lent_bytes + behind,
                 reversed_,
@@ -189,7 +189,7 @@ class Chain:
             if cost.invert_bytes is not None:
                 inverting = max(output + cost.invert_bytes, state) + cost.lent_bytes
             needs = max(
-                max(state + max(cost.run_bytes, cost.before_bytes), output) + passed,
+                max(state + max(cost.run_bytes, cost.between_run_bytes), output) + passed,
                 inverting + behind,
                 state + reversed_,
                 output + behind,
@@ -217,7 +217,7 @@ class Chain:
             for index, kept in zip(stages, results, strict=True):
                 cost, state, output = self.costs[index], self.states[index], self.states[index + 1]
                 again = output if self._links(index + 1) else 0
-                running = max(cost.run_bytes + kept.num_bytes, cost.before_bytes)
+                running = max(cost.run_bytes + kept.num_bytes, cost.between_run_bytes)
                 working = state if index > start else 0
                 most = max(working + running, kept.num_bytes + output)
                 needs = max(needs, held + most + self._passed[index])
@@ -313,7 +313,7 @@ class Chain:
         for index in range(start, stop):
             run, output = self.costs[index].run_bytes, self.states[index + 1]
             state = self.states[index] if index > start else 0
-            in_sweep = max(run, self.costs[index].before_bytes)
+            in_sweep = max(run, self.costs[index].between_run_bytes)
             passed = self._passed[index]
             needs = (
                 input_ + max(state + run, output),
@@ -348,6 +348,6 @@ def _rate(a: tuple[int, float, int], b: tuple[int, float, int]) -> float:
     return (a[1] - b[1]) / max(b[0] - a[0], 1)
 
 
-def _reversing(cost: Cost, tape: Thin) -> int:
+def _reversing(cost: Cost, tape: SelectiveTape) -> int:
     """Return the bytes of backward from a tape, if the stage before may be taped."""
     return tape.tape_bytes + tape.reverse_bytes + cost.lent_bytes

@@ -253,8 +253,8 @@ def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _sizes(cost: Cost) -> Iterator[int]:
-    yield from (cost.state_bytes, cost.run_bytes, cost.left_bytes, cost.beside_bytes)
-    yield from (cost.before_bytes, cost.invert_bytes or 0)
+    yield from (cost.state_bytes, cost.run_bytes, cost.left_bytes, cost.between_bytes)
+    yield from (cost.between_run_bytes, cost.invert_bytes or 0)
     tapes = [cost.tape(variant) for variant in range(len(cost.variants) + 1)]
     for thin in (*tapes, cost.tape_again):
         yield from (thin.tape_bytes, thin.tape_run_bytes, thin.reverse_bytes)
