@@ -82,7 +82,7 @@ MISTAKES = {
     "explain elsewhere.py:build": "there is no file",
     "curve": "the following arguments are required: BUILD",
     "curve models:chain --depths 4 x": "argument --depths: invalid int value: 'x'",
-    "curve models:chain --depths 0": "`depths` holds 0",
+    "curve models:chain --depths 0": "`depths` is [0]",
     "curve models:chain --device abacus": '`device` is "abacus"',
     "curve models:chain --figure a.gif": 'ends in ".gif"',
     "curve models:nobody --depths 4": "there is no function nobody",
