@@ -51,6 +51,7 @@ from recoup.planning.forwards import suspended
 from recoup.planning.inverting import with_inverses
 from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.policies import NO_BUDGET, Policy, under_policy
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
@@ -199,6 +200,11 @@ class Frontier:
         if self._reason is not None:
             warnings.warn(self._reason, stacklevel=4)
         return plan
+
+    def plan_under(self, policy: Policy) -> Plan:
+        """Return the plan that follows a policy, whatever it takes; likewise."""
+        self._kinds = [under_policy(self._kinds[0], policy)]
+        return self.plan_now(NO_BUDGET)
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.

@@ -96,7 +96,8 @@ class Plan(PlanReport):
 
     Attributes:
         model: the model.
-        budget_bytes: the budget.
+        budget_bytes: the budget; `sys.maxsize` under a policy.
+        policy: the policy that it follows; None if it was found for a budget.
         standing_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
         collectives: the collectives of a step that follows it, in a model whose ranks hold parts.

@@ -59,6 +59,7 @@ class PricedBlocks(NamedTuple):
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
+        policy: the policy that the first of the plans follows, which is taken; None to choose.
     """
 
     step: Step
@@ -75,6 +76,7 @@ class PricedBlocks(NamedTuple):
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
+    policy: str | None = None
 
     @property
     def is_compiled(self) -> bool:
