@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
-from tests.neighbours.planned import Net, loss_of
+from tests.neighbours.planned import Language, Net, loss_of
 from tests.neighbours.workers import report, said
 
 SHARES = {"least": 0.0, "middle": 0.5}
@@ -159,7 +159,34 @@ def fsdp_uneven(rank: int, share: float) -> list[Any]:
     return [made.budget_bytes, made.least_bytes, made.rehearsed_peak_bytes, ways]
 
 
-CASES = (ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root, fsdp_uneven)
+def fsdp_tiles(rank: int, share: float) -> list[float]:
+    """A head in tiles, on ranks whose batches differ: gradients are those of the plain steps."""
+    torch.manual_seed(0)
+    model, mesh = Language(), init_device_mesh("cpu", (2,))
+    tokens = torch.randint(2048, (4, 100 + 28 * rank))
+    for each in (*model.blocks, model):
+        fully_shard(each, mesh=mesh)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(tokens).backward()
+        return [gradient(each) for each in model.parameters()]
+
+    frontier = recoup.plan(model, tokens, tiles=True)
+    plain = recoup.plan(model, tokens)
+    made = frontier.plan(frontier.least_bytes + int(share * plain.least_bytes / 4))
+    assert made.planned.tiled is not None
+    wanted = gradients()
+    with made.applied():
+        pairs = zip(gradients(), wanted, strict=True)
+        off = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return [off, made.least_bytes / plain.least_bytes]
+
+
+CASES = (
+    ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root, fsdp_uneven,
+    fsdp_tiles,
+)  # fmt: skip
 
 
 def cases(rank: int) -> dict[str, Any]:

@@ -46,3 +46,10 @@ def test_ranks_that_hold_parts_of_one_model_make_one_plan(found, share):
     assert first == second
     budget_bytes, least_bytes, peak_bytes, _ = first
     assert least_bytes <= peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_head_of_a_sharded_model_runs_in_tiles(found, share):
+    for off, part in both(found, f"fsdp_tiles {share}"):
+        assert off < 1e-6
+        assert part < 0.6

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_traced, uncompiled
+from recoup._core.module_marks import is_gathered
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
 from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
@@ -357,7 +358,7 @@ class CallOutputs:
             arguments: the tensors among the arguments of a call.
             module: the module that is called.
         """
-        if hasattr(type(module), "unshard"):
+        if is_gathered(module):
             return (), ()
         found = {
             id(output): index
