@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def is_gathered(module: Any) -> bool:
+def is_gathered(module: nn.Module) -> bool:
     """Whether FSDP2 gathers the parameters of `module` for its calls, and frees them afterwards."""
     return hasattr(type(module), "unshard")
 

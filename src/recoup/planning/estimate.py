@@ -171,9 +171,11 @@ def estimate(
             loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards,
             headroom=headroom,
         )  # fmt: skip
-        frontier = frontier_of(options.step(model, model, args, kwargs), options)
+        step = options.step(model, model, args, kwargs)
+        frontier, room = frontier_of(step, options), options.room(step)
         points, least = frontier.points, frontier.least_bytes
-        whole, time = points[-1].peak_bytes, points[-1].relative_time
+        whole, time = room.of(points[-1].peak_bytes), points[-1].relative_time
+        whole += room.standing_bytes
         peak, size = whole, None
         if budget_bytes is not None:
             plan = frontier.plan(budget_bytes)

@@ -94,7 +94,7 @@ class PlanReport:
         self.model = planned.model
         self.planned = planned
         self.point = point
-        self.policy = kind.policy
+        self.policy, self.pending = kind.policy, kind.pending
         self.costs = tuple(kind.costs)
         self.frontier = tuple(kind.points)
         self.kept_seconds = kind.kept_seconds

@@ -129,7 +129,8 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
             raise DifferentStepError(str(error)) from error
         last[index] = found
         # Other forwards call more blocks than the rehearsal did.
-        return max(found.peak_bytes, point.peak_bytes if is_partly_estimated else 0)
+        taken = kind.bytes_beside(found.peak_bytes, found.held_bytes)
+        return max(taken, point.peak_bytes if is_partly_estimated else 0)
 
     # What inverts nothing is exact, so it is tried where inverses were predicted to be needed, if
     # the plain step has shown that there is room for it.
