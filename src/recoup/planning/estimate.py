@@ -15,6 +15,7 @@ Rule 4. Kernels of recurrent layers return a workspace whose size nobody knows w
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -271,10 +272,26 @@ class _Building(DispatchMode):
 
 
 @contextmanager
+def _filtered(logger: logging.Logger) -> Generator[None]:
+    """A context in which torch does not log the errors of operators, which it raises anyway."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
+
+
+@contextmanager
 def _without_values() -> Generator[FakeTensorMode]:
     """A context without values, whose errors say so."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
     try:
         with (
+            _filtered(logger),
             generators_restored(),
             streams_restored(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,

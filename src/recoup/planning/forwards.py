@@ -201,7 +201,8 @@ class WrappedForwards:
         """Wrap the forwards of `modules`.
 
         Raises:
-            ValueError: the forward of one of them goes through another follower already.
+            ValueError: the forward of one of them goes through another follower already, or is
+                code of torch.jit.
         """
         modules = list(modules)
         followed = set(map(id, modules))
@@ -243,6 +244,11 @@ class WrappedForwards:
         return None if self.suspensions or self.has_ended else self._follower
 
     def _wrap(self, module: nn.Module, parts: Sequence[ModuleGroup], *, is_followed: bool) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"A {module.original_name} that torch.jit has scripted or traced calls code that "
+                "nothing can follow. Plan the model as it was before, or name other `blocks`."
+            )
         _check_is_free(module)
         own = vars(module)
         key = _COMPILED if own.get(_COMPILED) is not None else "forward"
