@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recoup
 from recoup.planning.ranks import CollectiveCounter
-from tests.neighbours.planned import Net, loss_of
+from tests.neighbours.planned import Language, Logits, Net, loss_of
 
 NUM_RANKS = 4
 
@@ -69,6 +72,37 @@ def row(parallelize, mesh, num_samples):
     }
 
 
+def in_tiles(mesh, num_samples, kind, **options):
+    """A language model with its head in tiles: how far its gradients are off, and its bytes."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2048, (4, num_samples))
+    model = kind()
+    for each in (*model.blocks, *options.pop("alone", lambda _: ())(model)):
+        fully_shard(each, mesh=mesh)
+    fully_shard(model, mesh=mesh, **options)
+    loss = None if kind is Language else partial(F.cross_entropy, target=tokens.flatten())
+
+    def gradients():
+        model.zero_grad()
+        output = model(tokens)
+        (output if loss is None else loss(output)).backward()
+        return {name: each.grad.to_local() for name, each in model.named_parameters()}
+
+    plain = recoup.plan(model, tokens, loss=loss)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tiled = recoup.plan(model, tokens, loss=loss, tiles=True)
+    plan, wanted = tiled.plan(tiled.least_bytes), gradients()
+    with plan.applied():
+        found = gradients()
+    off = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in found}
+    return {
+        "bytes": plan.least_bytes / plain.least_bytes,
+        "off": off,
+        "said": [str(each.message) for each in said],
+    }
+
+
 def main():
     rank = int(sys.argv[1])
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
@@ -76,6 +110,10 @@ def main():
     found = {
         "sharded": row(sharded, mesh, 400 + 100 * rank),  # each has a batch of its own
         "in_parallel": row(in_parallel, mesh, 512),
+        "in_tiles": rank in (1, 2) or in_tiles(mesh, 100 + 20 * rank, Language),
+        "head alone": rank or in_tiles(mesh, 100, Language, alone=lambda model: [model.head]),
+        "loss outside": rank or in_tiles(mesh, 100, Logits),
+        "freed": rank or in_tiles(mesh, 100, Logits, reshard_after_forward=True),
     }
     sys.stdout.write(json.dumps(found))
 

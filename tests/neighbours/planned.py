@@ -15,6 +15,8 @@ from recoup.planning import compiled_costs, compiling, frontier
 
 __all__ = [
     "Block",
+    "Language",
+    "Logits",
     "Net",
     "assert_same",
     "give_steady_times",
@@ -50,6 +52,32 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Language(nn.Module):
+    """A language model of 64 units that returns its loss; most of a step are its logits."""
+
+    def __init__(self, vocabulary: int = 2048) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(64, vocabulary)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).flatten(0, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens), tokens.flatten())
+
+
+class Logits(Language):
+    """The same, with a loss outside."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(tokens)
 
 
 def loss_of(output: Tensor) -> Tensor:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
-from tests.neighbours.planned import Net, loss_of
+from tests.neighbours.planned import Language, Net, loss_of
 from tests.neighbours.workers import report, said
 
 SHARES = {"least": 0.0, "middle": 0.5}
@@ -159,7 +163,66 @@ def fsdp_uneven(rank: int, share: float) -> list[Any]:
     return [made.budget_bytes, made.least_bytes, made.rehearsed_peak_bytes, ways]
 
 
-CASES = (ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root, fsdp_uneven)
+def fsdp_tiles(rank: int, share: float) -> list[float]:
+    """A head in tiles, on ranks whose batches differ: gradients are those of the plain steps."""
+    torch.manual_seed(0)
+    model, mesh = Language(), init_device_mesh("cpu", (2,))
+    tokens = torch.randint(2048, (4, 100 + 28 * rank))
+    for each in (*model.blocks, model):
+        fully_shard(each, mesh=mesh)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(tokens).backward()
+        return [gradient(each) for each in model.parameters()]
+
+    frontier = recoup.plan(model, tokens, tiles=True)
+    plain = recoup.plan(model, tokens)
+    made = frontier.plan(frontier.least_bytes + int(share * plain.least_bytes / 4))
+    assert made.planned.tiled is not None
+    wanted = gradients()
+    with made.applied():
+        pairs = zip(gradients(), wanted, strict=True)
+        off = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return [off, made.least_bytes / plain.least_bytes]
+
+
+def pipeline(rank: int, share: float) -> list[Any]:
+    """One of two stages under 1F1B: gradients as without a plan, and what is beyond the budget."""
+    torch.manual_seed(rank)
+    model, num = Counting(), 6
+    batch, targets = torch.randn(2, num * 64, 32)
+
+    def step() -> None:
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, num, loss_fn=F.mse_loss)
+        schedule.step(batch) if rank == 0 else schedule.step(target=targets)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        step()
+        return [gradient(each) for each in model.parameters()]
+
+    example = batch[:64].clone().requires_grad_(rank > 0)
+    loss = partial(F.mse_loss, target=targets[:64]) if rank else None
+    frontier = recoup.plan(model, example, loss=loss)
+    most = frontier.plan("1 GiB", pending=1 - rank)
+    budget = most.least_bytes + int(share * (most.most_bytes - most.least_bytes))
+    wanted = gradients()
+    with frontier.plan(budget, pending=1 - rank).applied() as made:
+        found = gradients()
+        model.zero_grad()
+        dist.barrier()
+        peak = recoup.measure(step, device="cpu", repeats=0).peak_bytes
+    own = (2 * num + 2) * example.nbytes  # what the pipeline itself receives, sends and returns
+    same = all(map(torch.equal, found, wanted))
+    return [same, peak - budget - own, {row.way for row in made.blocks} != {"keep"}]
+
+
+CASES = (
+    ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root, fsdp_uneven,
+    fsdp_tiles, pipeline,
+)  # fmt: skip
 
 
 def cases(rank: int) -> dict[str, Any]:

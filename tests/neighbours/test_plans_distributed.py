@@ -46,3 +46,18 @@ def test_ranks_that_hold_parts_of_one_model_make_one_plan(found, share):
     assert first == second
     budget_bytes, least_bytes, peak_bytes, _ = first
     assert least_bytes <= peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_head_of_a_sharded_model_runs_in_tiles(found, share):
+    for off, part in both(found, f"fsdp_tiles {share}"):
+        assert off < 1e-6
+        assert part < 0.6
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_stages_of_a_pipeline_keep_to_their_budgets(found, share):
+    for same, excess, runs_again in both(found, f"pipeline {share}"):
+        assert same
+        assert runs_again
+        assert excess <= 0

@@ -50,6 +50,25 @@ def test_ranks_with_larger_batches_need_more(ranks):
     assert len({found["in_parallel"]["least"] for found in ranks}) == 1
 
 
+def test_a_head_of_a_sharded_model_runs_in_tiles(ranks):
+    for found in ranks[::3]:
+        tiled = found["in_tiles"]
+        assert tiled["bytes"] < 0.6
+        off = {name: each for name, each in tiled["off"].items() if each}
+        assert off.keys() <= {"head.weight", "head.bias"}
+        assert max(off.values(), default=0.0) < 1e-6
+        assert not any("tiles" in each for each in tiled["said"])
+
+
+@pytest.mark.parametrize("case", ["head alone", "loss outside", "freed"])
+def test_a_head_whose_weight_or_output_is_not_there_for_tiles_is_named(ranks, case):
+    found = ranks[0][case]
+    assert set(found["off"].values()) == {0.0}
+    (said,) = [each for each in found["said"] if "tiles" in each]
+    assert "`head` does not run in tiles" in said
+    assert "let the model return its loss" in said
+
+
 def test_collectives_that_second_runs_repeat_are_counted(ranks):
     """FSDP2 gathers for backward anyway; in tensor parallelism they are code of the blocks."""
     for found in ranks:

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real
+from recoup._core.module_marks import is_gathered
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError
 from recoup.schedules import Way
@@ -329,7 +330,7 @@ def check_can_run_alone(name: str, modules: Sequence[nn.Module], drifted: str) -
         modules: its modules.
         drifted: the name of the stage whose inverse drifted.
     """
-    if any(hasattr(part, "unshard") for module in modules for part in module.modules()):
+    if any(is_gathered(part) for module in modules for part in module.modules()):
         raise DriftError(
             f"The inverse of {drifted} drifted, and its input cannot be computed again: {name} is "
             "sharded, so that all ranks must run it together. Bound the scale of the layers, or "

@@ -8,6 +8,11 @@ from typing import Any
 from torch import nn
 
 
+def is_gathered(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the parameters of `module` for its calls, and frees them afterwards."""
+    return hasattr(type(module), "unshard")
+
+
 def is_in_place(module: Any) -> bool:
     """Whether `module` says that the first thing it does changes its input in place."""
     return are_in_place((module,))[0]

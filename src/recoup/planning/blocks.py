@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from recoup._core.log_det_pairs import has_inverse
-from recoup._core.module_marks import mark_of
+from recoup._core.module_marks import is_gathered, mark_of
 
 __all__ = [
     "Block",
@@ -349,10 +349,8 @@ def groups_of(sequence: nn.Sequential) -> _Groups:
         return []
     found_modules: dict[str, nn.Module | None] = vars(sequence)["_modules"]  # may repeat one
     modules = [module for module in found_modules.values() if module is not None]
-    if len(modules) != len(found_modules) or any(
-        hasattr(type(each), "unshard") for each in modules
-    ):
-        return []  # FSDP2 gathers the parameters of the modules that it knows
+    if len(modules) != len(found_modules) or any(map(is_gathered, modules)):
+        return []
     before, found = _groups.get(sequence, ([], []))
     if [*map(id, before)] != [*map(id, modules)]:
         found = list(_grouped(sequence, list(found_modules), modules))

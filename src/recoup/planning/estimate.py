@@ -15,6 +15,7 @@ Rule 4. Kernels of recurrent layers return a workspace whose size nobody knows w
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -171,9 +172,11 @@ def estimate(
             loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards,
             headroom=headroom,
         )  # fmt: skip
-        frontier = frontier_of(options.step(model, model, args, kwargs), options)
+        step = options.step(model, model, args, kwargs)
+        frontier, room = frontier_of(step, options), options.room(step)
         points, least = frontier.points, frontier.least_bytes
-        whole, time = points[-1].peak_bytes, points[-1].relative_time
+        whole, time = room.of(points[-1].peak_bytes), points[-1].relative_time
+        whole += room.baseline_bytes
         peak, size = whole, None
         if budget_bytes is not None:
             plan = frontier.plan(budget_bytes)
@@ -269,10 +272,26 @@ class _Building(DispatchMode):
 
 
 @contextmanager
+def _filtered(logger: logging.Logger) -> Generator[None]:
+    """A context in which torch does not log the errors of operators, which it raises anyway."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
+
+
+@contextmanager
 def _without_values() -> Generator[FakeTensorMode]:
     """A context without values, whose errors say so."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
     try:
         with (
+            _filtered(logger),
             generators_restored(),
             streams_restored(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,

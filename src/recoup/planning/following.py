@@ -13,8 +13,8 @@ Rule 3. In one pass each stage of the plan keeps its residuals at most once. A b
         more often, or was not called when the plan was made, is recomputed from its arguments. A
         block that is called in another order follows its stage of the plan outside a chain. The
         gradients are right in all of these cases; one warning says that memory may be exceeded.
-Rule 4. A pass holds its chain until the next chain begins or the pass ends. After that, only
-        autograd holds what the chain has kept.
+Rule 4. A pass holds its chain until the next chain begins or the pass ends (one outside a forward
+        of the model, until the next forward). After that, only autograd holds what it has kept.
 Rule 5. Blocks within a checkpoint of another library run plainly, in forward and in its
         recomputation, because that checkpoint recomputes what they save.
 Rule 6. A plan for several forwards before one backward has the stages of all of them. A forward
@@ -214,6 +214,7 @@ class PlanFollower:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
             self._warn_of_drift()
         passes, bound = self._of_thread.passes, self._bound
+        self._of_thread.outside.end_chain()
         is_counted = not passes and enclosing_checkpoints() == (0, None)
         pending = self._pending.alive() if is_counted else []
         if bound is not None and is_counted:

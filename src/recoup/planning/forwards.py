@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_traced, uncompiled
+from recoup._core.module_marks import is_gathered
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
 from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
@@ -200,7 +201,8 @@ class WrappedForwards:
         """Wrap the forwards of `modules`.
 
         Raises:
-            ValueError: the forward of one of them goes through another follower already.
+            ValueError: the forward of one of them goes through another follower already, or is
+                code of torch.jit.
         """
         modules = list(modules)
         followed = set(map(id, modules))
@@ -242,6 +244,11 @@ class WrappedForwards:
         return None if self.suspensions or self.has_ended else self._follower
 
     def _wrap(self, module: nn.Module, parts: Sequence[ModuleGroup], *, is_followed: bool) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"A {module.original_name} that torch.jit has scripted or traced calls code that "
+                "nothing can follow. Plan the model as it was before, or name other `blocks`."
+            )
         _check_is_free(module)
         own = vars(module)
         key = _COMPILED if own.get(_COMPILED) is not None else "forward"
@@ -357,7 +364,7 @@ class CallOutputs:
             arguments: the tensors among the arguments of a call.
             module: the module that is called.
         """
-        if hasattr(type(module), "unshard"):
+        if is_gathered(module):
             return (), ()
         found = {
             id(output): index

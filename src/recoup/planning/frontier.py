@@ -51,6 +51,7 @@ from recoup.planning.forwards import suspended
 from recoup.planning.inverting import with_inverses
 from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.policies import NO_BUDGET, Policy, under_policy
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
@@ -71,7 +72,7 @@ class FrontierPoint(NamedTuple):
     """A plan that is predicted to be the fastest of those that take no more bytes.
 
     Args:
-        peak_bytes: the predicted peak of a step.
+        peak_bytes: the predicted peak of a step, with the headroom of a budget for it.
         relative_time: the predicted time, where 1 is a step that keeps every residual and compiles
             no block.
         num_forwards: the runs of blocks in a step, inverses included.
@@ -137,7 +138,7 @@ class Frontier:
         found = sorted(
             (
                 FrontierPoint(
-                    self.baseline_bytes + point.peak_bytes,
+                    self._room.budget_for(point.peak_bytes),
                     kind.seconds_of(point) / whole if whole else 1.0,
                     kind.num_forwards(point),
                     kind.is_compiled,
@@ -164,27 +165,31 @@ class Frontier:
     def least_bytes(self) -> int:
         """The smallest budget that is known to suffice; asking for it first runs a few steps."""
         try:
-            least = self.points[0].peak_bytes - self.baseline_bytes
-            return self.plan(self._room.budget_for(least)).least_bytes
+            return self.plan(self.points[0].peak_bytes).least_bytes
         except BudgetError as error:
             return error.least_bytes
 
-    def plan(self, budget: int | str) -> Plan:
+    def plan(self, budget: int | str, *, pending: int | None = None) -> Plan:
         """Return the plan for a budget, rehearsed and compared as by `recoup.plan`.
 
         Args:
             budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
+            pending: in a stage of a pipeline, how many other forwards wait for their backward: what
+                they hold, and the gradients of those before, are then part of the budget.
 
         Raises:
             BudgetError: no plan keeps to the budget.
-            ValueError: `budget` is no number of bytes, or the model is another than was measured.
+            ValueError: an argument is invalid, or the model is another than was measured.
             ReplayError: the results of a planned step differ from those of the plain step.
         """
         budget_bytes = checked_budget(budget)
         self._check_state()
         # The parameters may have changed, and with them the gradients; or the random streams.
         self._kinds = [kind.with_new_step() for kind in self._kinds]
-        return self.plan_now(budget_bytes)
+        if pending is None:
+            return self.plan_now(budget_bytes)
+        kinds = [kind.beside(pending) for kind in self._kinds]
+        return Frontier(kinds, self._room, self._remedy, self._reason).plan_now(budget_bytes)
 
     def plan_now(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; nothing has changed since the blocks were measured."""
@@ -200,6 +205,11 @@ class Frontier:
             warnings.warn(self._reason, stacklevel=4)
         return plan
 
+    def plan_under(self, policy: Policy) -> Plan:
+        """Return the plan that follows a policy, whatever it takes; likewise."""
+        self._kinds = [under_policy(self._kinds[0], policy)]
+        return self.plan_now(NO_BUDGET)
+
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.
 
@@ -210,15 +220,13 @@ class Frontier:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        points, room = self.points, self._room
-        usable = self.baseline_bytes + room.of(budget_bytes)
-        fitting = sum(point.peak_bytes <= usable for point in points)
+        points = self.points
+        fitting = sum(point.peak_bytes <= budget_bytes for point in points)
         most = (1 + more) * points[max(fitting - 1, 0)].relative_time
         first = sum(point.relative_time > most for point in points)
         if first + 1 < fitting:
             with suppress(BudgetError):
-                fewer = points[first + 1].peak_bytes - 1 - self.baseline_bytes
-                plan = self.plan(room.budget_for(fewer))
+                plan = self.plan(points[first + 1].peak_bytes - 1)
                 plan.budget_bytes = budget_bytes
                 return plan
         return self.plan(budget_bytes)

@@ -17,6 +17,7 @@ from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
+from recoup.planning.shapes import shapes_of
 
 __all__ = ["Largest", "largest", "largest_of"]
 
@@ -161,6 +162,8 @@ def largest_of(
                     f"Size {smaller.size} ran, and size {size} did not: if {type(model).__name__} "
                     "takes no more (positions, targets), give that bound as `most`."
                 )
+            shapes = shapes_of(model, args, kwargs)
+            error.add_note(f"`build_batch` returned these arguments for size {size}: {shapes}.")
             raise
         try:
             plan = frontier.plan(budget_bytes)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, storage_id, version_of, without_pairs
+from recoup._core.storage_tracking import bytes_of
 from recoup._core.surroundings import settings_as_now
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.forwards import Forward
@@ -109,7 +110,7 @@ class RowCall:
             raise ChangedError(
                 f"The output of {self.name} is computed when it is read, but what it is computed "
                 "from has changed since (by an optimizer's step, or an adapter that was switched "
-                "off?). Read it before that. " + _WAY_OUT
+                "off, or FSDP2?). Read it before that. " + _WAY_OUT
             )
 
     def logits(self) -> LazyLogits:
@@ -127,7 +128,13 @@ class RowCall:
 def _mark_of(value: Any) -> Any:
     """Return what is equal as long as a value is the same, and reads the same."""
     if isinstance(value, Tensor):
-        return id(value), storage_id(value), version_of(value), value.requires_grad
+        return (
+            id(value),
+            storage_id(value),
+            version_of(value),
+            value.requires_grad,
+            bytes_of([value]),
+        )
     return value if type(value) in (bool, int, float, str) else id(value)
 
 

@@ -96,7 +96,9 @@ class Plan(PlanReport):
 
     Attributes:
         model: the model.
-        budget_bytes: the budget.
+        budget_bytes: the budget; `sys.maxsize` under a policy.
+        policy: the policy that it follows; None if it was found for a budget.
+        pending: how many forwards of a pipeline wait beside a step that follows it.
         baseline_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
         collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
@@ -181,10 +183,11 @@ class Plan(PlanReport):
         Args:
             pending: the forwards of the model whose backward is pending.
         """
+        num = 1 + (self.pending or 0)
         return StepBound(
-            self.budget_bytes, self._room, self._rehearsed_bytes, self._held_bytes,
+            self.budget_bytes, self._room, self._rehearsed_bytes, num * self._held_bytes,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
-            self.planned.num_forwards, self.modes if self.planned.root else (), pending,
+            num * self.planned.num_forwards, self.modes if self.planned.root else (), pending,
         )  # fmt: skip
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:

@@ -14,9 +14,20 @@ from recoup._core.executor import Executor
 from recoup._core.kept_products import Products
 from recoup.planning.compiling import BlockCode
 from recoup.planning.pricing import MeasuredCall, chosen_products
-from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
+from recoup.schedules import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Schedule,
+    Tape,
+)
 
-__all__ = ["PlannedChain", "PlannedStage", "chains_of", "planned_stages"]
+__all__ = ["PlannedChain", "PlannedStage", "chains_of", "each_alone", "planned_stages"]
 
 
 class PlannedChain(NamedTuple):
@@ -83,6 +94,23 @@ def planned_stages(
                 chosen = Products(funcs, frozenset(chosen_products(call)[results[index] - 1]))
             stages.append(PlannedStage(call.name, call.module, chain, step, is_kept, chosen, code))
     return stages
+
+
+def each_alone(results: Sequence[int | None]) -> Schedule:
+    """Return a schedule in which each call is treated alone, and the code after them is taped.
+
+    Args:
+        results: the number of the results that each call keeps with its input, 0 for none; None for
+            a call that keeps its residuals.
+    """
+    actions: list[Action] = [Tape(len(results)), Reverse(len(results))]
+    for index, kept in reversed(list(enumerate(results))):
+        if kept is None:
+            actions = [Tape(index), *actions, Reverse(index)]
+        else:
+            first = (Keep(index), Advance(index, index + 1, kept))
+            actions = [*first, *actions, Load(index), Drop(index), Tape(index), Reverse(index)]
+    return Schedule(len(results) + 1, tuple(actions))
 
 
 def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:

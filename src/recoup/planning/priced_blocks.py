@@ -11,11 +11,21 @@ Rule 2. Compiled code draws other numbers than the blocks' own, so a plan over c
         compared with a step in which they are compiled and keep all. Codes of one block round
         otherwise. If that shows, the distance between the plain step and one that runs all blocks
         again is allowed, as far as it can be rounding.
+
+NOTE [ Stages of a pipeline ]
+
+Rule 3. Each microbatch of a pipeline ("1F1B") has a backward of its own, the first one first, while
+        later forwards wait for theirs. All follow one plan, so a step takes what the others hold,
+        and the gradients of the backwards before it, beside its own bytes.
+Rule 4. What is kept in the sweep then counts several times, so other schedules are the best. They
+        are searched with states and tapes of the sweep as large as those of all forwards, and
+        counted with their own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +44,17 @@ from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room
-from recoup.schedules import Cost, Point, frontier, linear, simulate
+from recoup.schedules import (
+    Advance,
+    Cost,
+    Keep,
+    Point,
+    SelectiveTape,
+    Tape,
+    frontier,
+    linear,
+    simulate,
+)
 
 __all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole"]
 
@@ -59,6 +79,9 @@ class PricedBlocks(NamedTuple):
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
+        policy: the policy that the first of the plans follows, which is taken; None to choose.
+        pending: how many other forwards of a pipeline wait for their backward; None in a step that
+            has one backward (See Rule 3).
     """
 
     step: Step
@@ -75,6 +98,8 @@ class PricedBlocks(NamedTuple):
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
+    policy: str | None = None
+    pending: int | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -116,7 +141,44 @@ class PricedBlocks(NamedTuple):
         if self.plain_bytes is not None:
             whole = replace(whole, peak_bytes=self.plain_bytes)
             points = [point for point in points if point.peak_bytes < self.plain_bytes]
-        return self._replace(costs=costs, points=[*points, whole])
+        points = [*points, whole]
+        if self.pending is not None:  # See Rule 4
+            points += points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
+            points = _best([self._counted(point, costs) for point in points])
+        return self._replace(costs=costs, points=points)
+
+    def beside(self, pending: int) -> PricedBlocks:
+        """Return the same blocks in steps beside forwards that wait for their backward."""
+        if type(pending) is not int or not 0 <= pending < 1000:
+            raise ValueError(
+                f"`pending` is {pending!r}, but must be a number of forwards, or None."
+            )
+        return self._replace(pending=pending).with_costs(self.costs)
+
+    def bytes_beside(self, peak_bytes: int, held_bytes: int) -> int:
+        """Return what a step takes beside these forwards (See Rule 3).
+
+        Args:
+            peak_bytes: its peak.
+            held_bytes: the bytes that its forward holds until its backward.
+        """
+        if self.pending is None:
+            return peak_bytes
+        gradients = sum(p.nbytes for p in self.step.model.parameters() if p.requires_grad)
+        return peak_bytes + self.pending * held_bytes + gradients
+
+    def _counted(self, point: Point, costs: Sequence[Cost]) -> Point:
+        """Return a point with the bytes and the time of its schedule beside other forwards."""
+        actions = point.schedule.actions[: point.schedule.sweep_end]
+        held = sum(
+            costs[a.index].tape(a.variant).tape_bytes for a in actions if isinstance(a, Tape)
+        )
+        held += sum(costs[a.index].state_bytes for a in actions if isinstance(a, Keep))
+        runs = [a for a in actions if isinstance(a, Advance) and a.results]
+        held += sum(costs[a.start].kept(a.results).num_bytes for a in runs)
+        found = simulate(point.schedule, costs=costs)
+        peak_bytes = self.bytes_beside(found.peak_bytes, held)
+        return replace(point, peak_bytes=peak_bytes, seconds=found.seconds)
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""
@@ -172,6 +234,26 @@ def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
         schedule = place.of(point.schedule)
         found = simulate(schedule, costs=costs, in_flight_bytes=in_flight_bytes)
         points.append(replace(point, peak_bytes=found.peak_bytes, schedule=schedule))
+    return _best(points)
+
+
+def _held_by_all(cost: Cost, pending: int) -> Cost:
+    """Return a cost whose states, and tapes of the sweep, are those of several forwards."""
+    num = 1 + pending
+    own = SelectiveTape(cost.tape_bytes, cost.seconds, cost.tape_run_bytes, cost.reverse_bytes)
+    again = own if cost.again is None else cost.again
+    return replace(
+        cost,
+        state_bytes=num * cost.state_bytes,
+        tape_bytes=num * cost.tape_bytes,
+        variants=tuple(replace(each, tape_bytes=num * each.tape_bytes) for each in cost.variants),
+        results=tuple(replace(each, num_bytes=num * each.num_bytes) for each in cost.results),
+        again=replace(again, tape_bytes=again.tape_bytes + pending * cost.state_bytes),
+    )
+
+
+def _best(points: Sequence[Point]) -> list[Point]:
+    """Return the points that are best for some budget, from the least bytes to the most."""
     best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.peak_bytes, each.seconds)):
         before = best[-1] if best else None

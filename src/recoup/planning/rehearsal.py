@@ -40,7 +40,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from recoup._core.captured import captured_by
 from recoup._core.devices import generators_restored
 from recoup._core.fake_values import check_is_in_its_mode, is_without_values
 from recoup._core.graph_ends import ends_of
+from recoup._core.module_marks import is_gathered
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup.errors import ReplayError
 
@@ -112,6 +113,7 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
             yield
         finally:
             _here.num_rehearsals -= 1
+            _reshard(module)
             found.restore()
             torch.clear_autocast_cache()
     changed = set(map(id, found.changed_parameters()))
@@ -122,6 +124,13 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
                 "measured step (a data-dependent initialization?), which planning must not cause. "
                 "Run one forward before recoup.plan."
             )
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 free what it has gathered for a backward, which a forward alone does not have."""
+    for module in cast("Iterable[Any]", model.modules()):
+        if is_gathered(module):
+            module.reshard()
 
 
 def _held_by(values: Iterable[object], num_levels: int = 2) -> Iterator[object]:
@@ -263,7 +272,7 @@ class StateSnapshot:
         self._calls.append(partial(object.__setattr__, module, "__class__", type(module)))
         for buffer in module.buffers(recurse=False):
             self._note(buffer, 0, is_buffer=True)
-        if hasattr(type(module), "unshard"):  # FSDP2 remembers elsewhere which hooks it has added
+        if is_gathered(module):  # FSDP2 remembers elsewhere which hooks it has added
             hooks = [value for key, value in vars(module).items() if key.endswith("_hooks")]
             self._seen.update((id(each), each) for each in hooks)
         self._note_entries(vars(module), 0)

@@ -95,6 +95,7 @@ class PlanReport:
         self.model = planned.model
         self.planned = planned
         self.point = point
+        self.policy, self.pending = kind.policy, kind.pending
         self.costs = tuple(kind.costs)
         self.frontier = tuple(kind.points)
         self.kept_seconds = kind.kept_seconds
@@ -240,16 +241,18 @@ class PlanReport:
         return f"Plan for {type(self.model).__name__}: {self._size()}"
 
     def _size(self) -> str:
-        budget = "total" if self.baseline_bytes else "step"
-        return f"{len(self.planned.calls)} blocks in {format_bytes(self.budget_bytes)} ({budget})"
+        num, budget = len(self.planned.calls), "total" if self.baseline_bytes else "step"
+        if self.policy is not None:
+            return f'{num} blocks, policy "{self.policy}" ({budget})'
+        return f"{num} blocks in {format_bytes(self.budget_bytes)} ({budget})"
 
     def _peaks(self) -> str:
         beside = shown_beside(self.rehearsed_peaks)
+        least = f"least feasible {format_bytes(self.least_bytes)} ({self.least_bytes} bytes)"
         return (
             f"predicted peak {format_bytes(self.predicted_peak_bytes)}, rehearsed "
             f"{format_bytes(self.rehearsed_peak_bytes)}{beside}; everything kept "
-            f"{format_bytes(self.most_bytes)}, least feasible {format_bytes(self.least_bytes)} "
-            f"({self.least_bytes} bytes)"
+            f"{format_bytes(self.most_bytes)}" + (f", {least}" if self.policy is None else "")
         )
 
     def _table(self) -> list[tuple[str, ...]]:

@@ -17,6 +17,7 @@ from recoup.planning.arguments import example_arguments
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
+from recoup.planning.policies import Policy, check_policy
 from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.step import Step
 
@@ -28,6 +29,7 @@ def plan(
     model: nn.Module,
     *example_args: Any,
     budget: int | str,
+    policy: None = ...,
     loss: Callable[[Any], Any] | None = ...,
     blocks: str | Iterable[str | nn.Module] | None = ...,
     budget_of: Literal["step", "total"] = ...,
@@ -49,6 +51,23 @@ def plan(
     model: nn.Module,
     *example_args: Any,
     budget: None = ...,
+    policy: Policy,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    num_forwards: int = ...,
+    **example_kwargs: Any,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: None = ...,
+    policy: None = ...,
     loss: Callable[[Any], Any] | None = ...,
     blocks: str | Iterable[str | nn.Module] | None = ...,
     budget_of: Literal["step", "total"] = ...,
@@ -69,6 +88,7 @@ def plan(
     model: nn.Module,
     *example_args: Any,
     budget: int | str | None = None,
+    policy: Policy | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
@@ -101,6 +121,10 @@ def plan(
             alone has the keyword arguments, if the forward takes its entries by name.
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
+        policy: in place of a budget, what people choose by hand for all blocks, whatever it takes:
+            "full" (every block runs again: activation checkpointing), "every 2nd block", "save
+            attention" (what its kernels return is kept, and the rest runs again) or "keep". A plan
+            with the bytes of a policy as its budget is at least as fast.
         loss: a function from the output of the model to a scalar, or several. The default is the
             attribute or entry `loss` of the output, or else the sum of the output's absolute
             values. A loss that is computed outside the model takes memory too, so pass it.
@@ -179,6 +203,8 @@ def plan(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards, headroom,
     )  # fmt: skip
+    if policy is not None:
+        check_policy(policy, budget, options)
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
@@ -187,7 +213,8 @@ def plan(
         return plan_of(step, budget, options, replan=replan)
     if replan:
         raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
-    return frontier_of(step, options)
+    found = frontier_of(step, options)
+    return found if policy is None else found.plan_under(policy)
 
 
 def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool = False) -> Plan:

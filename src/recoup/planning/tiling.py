@@ -10,11 +10,16 @@ Rule 2. An MLP must treat rows independently (See NOTE [ Rows that do not know e
         draw nothing, since tiles would draw other numbers, and set no attributes: the last tile
         alone would say what they are. What that does not show, the comparison of rehearsals with
         the plain step does.
+Rule 3. FSDP2 gathers a weight for the calls of one module. Where that is the head, the weight is
+        gone when a cross entropy asks for its pieces; where it is the model, FSDP2 reads what the
+        model returns, in its last hook. Neither is so if the head is one of the layers of a model
+        that returns its loss.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,19 +30,24 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
 from recoup._core.devices import own_generator
+from recoup._core.module_marks import is_gathered
 from recoup._core.row_check import Found, RowCheck, few_of
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks
+from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Observer, Step
 from recoup.planning.tiled_parts import ROW_DIM, Head, TiledParts, has_rows, is_linear
+from recoup.schedules import simulate
 
 __all__ = ["with_tiles"]
 
 _WORTH = 1 / 32  # of the least bytes: smaller logits are left alone
 _LESS = 0.97  # of the least bytes: parts that leave more are left alone
 _LEAST_ROWS = 64  # of a tile: a product of fewer is slow
+_FEWEST_ROWS = 16  # of a tile where bytes are few
 _MOST_ROWS = 1024
+_COPIES = 3  # of the logits of a tile that are alive at least
 _MOST_TILES = 8  # of an MLP
 
 
@@ -50,14 +60,27 @@ def with_tiles(kind: PricedBlocks, tiles: int | bool, *, only_head: bool) -> lis
         only_head: whether parts of blocks are left alone.
     """
     kinds = [kind]
-    if any(hasattr(type(module), "unshard") for module in kind.step.model.modules()):
-        return kinds  # FSDP2 gathers weights for the calls that it knows
     parts = _parts_of(kind.step, kind.blocks, None if tiles is True else tiles)
-    head = parts.head
-    if head is not None and head.num_bytes >= _WORTH * kind.points[0].peak_bytes:
-        kinds += _tiled(kind, TiledParts(head), kind)
+    head, num_bytes = parts.head, 0 if parts.head is None else parts.head.num_bytes
+    found = [bool(num_bytes), len(parts.mlps)]
+    most = largest_among_ranks(kind.step.model, [num_bytes, *found, *(-each for each in found)])
+    if most[1:] != [*found, *(-each for each in found)]:
+        return kinds  # another rank has others
+    if head is not None and most[0] >= _WORTH * kind.points[0].peak_bytes:
+        kinds += [] if is_gathered(head.module) else _tiled(kind, TiledParts(head), kind)
+        if len(kinds) == 1 and any(map(is_gathered, kind.step.model.modules())):
+            warnings.warn(
+                f"`{head.name}` does not run in tiles: FSDP2 frees its weight, or reads what the "
+                "model returns, before a loss does. Leave it to the group of the "
+                "model, without a `fully_shard` of its own, and let the model return its loss.",
+                stacklevel=5,
+            )
+    if len(kinds) > 1 and tiles is True:
+        shorter = _with_fewer_rows(kinds[-1])
+        kinds += [] if shorter is None else _tiled(kind, TiledParts(shorter), kinds[-1])
     if parts.mlps and not only_head:
-        own = replace(parts, head=head if len(kinds) > 1 else None)
+        last = kinds[-1].step.tiled
+        own = replace(parts, head=None if last is None else last.head)
         kinds += _tiled(kind, own, kinds[-1])
     return kinds
 
@@ -76,6 +99,31 @@ def _tiled(kind: PricedBlocks, parts: TiledParts, than: PricedBlocks) -> list[Pr
     return [found]
 
 
+def _with_fewer_rows(kind: PricedBlocks) -> Head | None:
+    """Return the head with as few rows a tile as lower the least bytes; None if no fewer do.
+
+    Where the weight of the head has a gradient, that is alive in any case, and as large as what a
+    tile of the chosen rows takes. Otherwise tiles of fewer rows may take less, in more time.
+
+    Args:
+        kind: blocks with their costs, and a head in tiles.
+    """
+    head = cast("TiledParts", kind.step.tiled).head
+    if head is None:
+        return None
+    rows, least, schedule = head.tile_rows, math.inf, kind.points[0].schedule
+    row_bytes, after = _COPIES * head.num_bytes // head.num_rows, kind.costs[-1]
+    for shift in range(rows.bit_length()):
+        fewer = head.tile_rows >> shift
+        freed = row_bytes * (head.tile_rows - fewer)
+        last = replace(after, tape_run_bytes=max(after.tape_run_bytes - freed, 0))
+        found = simulate(schedule, costs=[*kind.costs[:-1], last]).peak_bytes
+        if fewer < _FEWEST_ROWS or found > _LESS * least:
+            break
+        rows, least = fewer, found
+    return head._replace(tile_rows=rows) if rows < head.tile_rows else None
+
+
 def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledParts:
     """Return the parts of a model that can run in tiles (See Rule 1).
 
@@ -89,7 +137,8 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
     blocks, parts = list(blocks), dict[nn.Module, str]()
     for name, block in blocks:
         for path, each in named_modules(block):
-            if each is not block and next(each.children(), None) is not None:
+            has_parts = next(each.children(), None) is not None
+            if each is not block and has_parts and not any(map(is_gathered, each.modules())):
                 parts[each] = f"{name}.{path}"
     within = {each for _, block in blocks for each in block.modules()}
     around = {each for each in step.model.modules() if not within.isdisjoint(each.modules())}
@@ -97,6 +146,7 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
         module: name
         for name, module in named_modules(step.model)
         if module not in around and any(isinstance(each, nn.Linear) for each in module.modules())
+        if isinstance(module, nn.Linear) or not any(map(is_gathered, module.modules()))
     }
     if any(map(is_compiled, step.model.modules())):
         parts, heads = {}, {each: heads[each] for each in heads if not is_compiled(each)}

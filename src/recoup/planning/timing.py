@@ -32,18 +32,11 @@ from recoup._core.fake_values import is_without_values
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlannedModel
+from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
 from recoup.schedules import (
-    Action,
-    Advance,
-    Drop,
-    Keep,
-    Load,
-    Reverse,
-    Schedule,
-    Tape,
     Way,
     constant,
 )
@@ -111,11 +104,11 @@ def times_of(
             yield
 
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
-    kept = [len(chosen_products(call)) for call in calls]
+    kept = [len(chosen_products(call)) or None for call in calls]
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
     if has_room and any(kept):
-        ways["products"] = partial(planned.followed, _keeping(kept))
+        ways["products"] = partial(planned.followed, each_alone(kept))
     seconds = _in_turn(step, ways)
     shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
     again = medians_of_alike(calls, shortest)
@@ -133,19 +126,6 @@ def times_of(
     share = min(max(saved / whole, -1.0), 1.0) if whole else 0.0
     again = largest_among_ranks(step.model, again)
     return Times(plain, again, share)
-
-
-def _keeping(results: Sequence[int]) -> Schedule:
-    """Return the schedule in which each call keeps results, or everything, and the tail too."""
-    last = len(results)
-    sweep: list[Action] = []
-    backward: list[Action] = [Reverse(last)]
-    for index, number in enumerate(results):
-        sweep += [Keep(index), Advance(index, index + 1, number)] if number else [Tape(index)]
-    for index, number in reversed(list(enumerate(results))):
-        backward += [Load(index), Drop(index), Tape(index)] if number else []
-        backward.append(Reverse(index))
-    return Schedule(last + 1, (*sweep, Tape(last), *backward))
 
 
 def _most_of(call: MeasuredCall) -> Sequence[int]:

@@ -82,6 +82,8 @@ def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
 def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
     """Yield the same blocks with fewer ways, and what plans for them do."""
+    if kind.policy is not None:
+        return
     if kind.guard is not None:
         kind = _without_inverses(kind)._replace(guard=None)
         yield "inverts nothing", kind
@@ -127,12 +129,14 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
             raise DifferentStepError(str(error)) from error
         last[index] = found
         # Other forwards call more blocks than the rehearsal did.
-        return max(found.peak_bytes, point.peak_bytes if is_partly_estimated else 0)
+        taken = kind.bytes_beside(found.peak_bytes, found.held_bytes)
+        return max(taken, point.peak_bytes if is_partly_estimated else 0)
 
     # What inverts nothing is exact, so it is tried where inverses were predicted to be needed, if
     # the plain step has shown that there is room for it.
     within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
-    peaks = [point.peak_bytes for point in kind.points]
+    points = kind.points if kind.policy is None else kind.points[:1]
+    peaks = [point.peak_bytes for point in points]
     choice = choose(peaks, budget, rehearse, fastest_within=within)
     if choice.point_index is None:
         raise _too_small(kind, budget_bytes, room, choice.least_bytes)

@@ -20,7 +20,14 @@ from recoup._core.save_observer import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.errors import RecoupError
 
-__all__ = ["Product", "WorkCounter", "counted_seconds", "is_costly", "timed_by_work"]
+__all__ = [
+    "Product",
+    "WorkCounter",
+    "counted_seconds",
+    "is_attention",
+    "is_costly",
+    "timed_by_work",
+]
 
 # The approximate number of floating-point operations in the time in which one byte is moved. It
 # weighs products against elementwise operators. Choices depend little on it; a constant keeps them
@@ -51,8 +58,16 @@ def is_costly(func: Any) -> bool:
     That holds for products, convolutions, attention, recurrent layers, and dropout masks, which are
     kept as bits.
     """
-    name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
-    return name in _COSTLY_NAMES or "_attention" in name or is_mask(func)
+    return _name_of(func) in _COSTLY_NAMES or is_attention(func) or is_mask(func)
+
+
+def is_attention(func: Any) -> bool:
+    """Whether an operator is a kernel of attention."""
+    return "_attention" in _name_of(func)
+
+
+def _name_of(func: Any) -> str:
+    return getattr(getattr(func, "_overloadpacket", func), "__name__", "")
 
 
 class Product(NamedTuple):

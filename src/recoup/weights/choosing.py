@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
+from recoup._core.module_marks import is_gathered
 from recoup._core.stand_ins import check_has_own_forward
 from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Reparametrization
@@ -171,7 +172,7 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
             f"`{name}` {got}, and {step.kind} needs floating-point numbers of 16 bits or more: "
             "run a batch through a lazy layer first, and leave other types out."
         )
-    if step.adds_parameters or not any(hasattr(part, "unshard") for part in module.modules()):
+    if step.adds_parameters or not any(map(is_gathered, module.modules())):
         check_is_plain(parameter, name)
     is_in_ddp = any(isinstance(part, Ddp) for part in module.modules())
     if step.adds_parameters and (is_in_ddp or _sharing.get(owner)):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from recoup._core.module_marks import is_gathered
 from recoup.weights.application import keep_only
 from recoup.weights.choosing import check_is_module, note_sharing
 from recoup.weights.module import weights_of
@@ -79,7 +80,7 @@ def twin(module: M) -> M:
 def _check(part: Any, name: str) -> None:
     kind = type(cast("object", part)).__name__
     kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel, torch.jit.ScriptModule)
-    if isinstance(part, kinds) or hasattr(part, "unshard"):
+    if isinstance(part, kinds) or is_gathered(part):
         raise ValueError(
             f"{name} is a {kind}, which is not to be there twice. Make the twin of "
             "the module within it, before it is wrapped, sharded or scripted; a sharded model is "

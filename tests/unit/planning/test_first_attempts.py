@@ -217,15 +217,36 @@ ATTEMPTS = {
     ),
     "a timeline of nothing": (lambda: recoup.timeline(MODEL), "but got nothing"),
     "an estimate of nothing": (lambda: recoup.estimate(lambda: (MODEL,)), "but got nothing"),
+    "a traced model": (
+        lambda: recoup.plan(torch.jit.trace(MODEL, X), X),
+        "A Sequential that torch.jit has scripted or traced .* Plan the model as it was before",
+    ),
+    "scripted blocks": (
+        lambda: recoup.plan(nn.Sequential(*map(torch.jit.script, MODEL)), X),
+        "A Sequential that torch.jit has scripted or traced .* or name other `blocks`",
+    ),
     "a half unit": (lambda: recoup.plan(MODEL, X, budget="40 G"), "`budget` is '40 G'"),
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_the_error_says_what_to_type(attempt):
     call, message = ATTEMPTS[attempt]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_batch_that_does_not_fit_the_model_is_shown(caplog):
+    for attempt in (
+        lambda: recoup.largest(lambda size: torch.ones(size, 7), MODEL, budget=BUDGET, least=2),
+        lambda: recoup.estimate(lambda: (MODEL, X), BUDGET, build_batch=lambda n: torch.ones(n, 7)),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            attempt()
+        assert "`build_batch` returned these arguments for size" in caught.value.__notes__[0]
+        assert " x 7" in caught.value.__notes__[0]
+    assert not caplog.records  # torch's log of an operator that runs without values
 
 
 def test_a_planned_model_may_be_planned_again():

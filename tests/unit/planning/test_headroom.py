@@ -205,7 +205,10 @@ def test_a_plan_leaves_its_headroom_free():
     with pytest.raises(BudgetError, match=r"with a headroom of 0\.25 of it") as caught:
         frontier.plan(least - 8)
     assert caught.value.least_bytes == least
-    for budget in (least, (least + frontier.points[-1].peak_bytes) // 2):
+    most = frontier.points[-1].peak_bytes
+    assert {row.way for row in frontier.plan(most).blocks} == {"keep"}
+    assert {row.way for row in frontier.plan(most - 4).blocks} != {"keep"}
+    for budget in (least, (least + most) // 8 * 4):
         plan = frontier.plan(budget)
         assert plan.rehearsed_peak_bytes <= 0.75 * budget == plan.usable_bytes
         assert "left for fragmentation: 0.25 of the budget" in str(plan)

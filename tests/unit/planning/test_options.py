@@ -23,7 +23,7 @@ def parameters_of(function):
 def test_every_option_of_a_plan_has_its_default():
     own = parameters_of(recoup.plan)
     assert {name: own.pop(name) for name in OPTIONS} == OPTIONS
-    assert own == {"budget": None, "replan": False}
+    assert own == {"budget": None, "policy": None, "replan": False}
 
 
 def test_largest_takes_every_option():

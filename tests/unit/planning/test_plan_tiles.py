@@ -862,3 +862,28 @@ def test_a_forward_that_runs_a_backward_is_an_error_that_says_so():
     model, (tokens, _) = Graphed("grad"), batch()
     with pytest.raises(ValueError, match="The forward runs a backward of its own"):
         recoup.plan(model, tokens, loss=shifted_loss(tokens), tiles=True)
+
+
+def test_tiles_have_fewer_rows_where_bytes_ask_for_it():
+    """The head has no gradient, as beside an adapter, so logits are most of what a step takes."""
+    torch.manual_seed(0)
+    model, (tokens, _) = Plain(256), batch()
+    for each in (model.embedding, model.head):
+        each.requires_grad_(False)
+    loss = shifted_loss(tokens)
+
+    def gradients():
+        model.zero_grad()
+        loss(model(tokens)).backward()
+        return [p.grad for p in model.blocks.parameters()]
+
+    coarse = recoup.plan(model, tokens, loss=loss, tiles=4).least_bytes
+    frontier, wanted = recoup.plan(model, tokens, loss=loss, tiles=True), gradients()
+    least = frontier.least_bytes
+    assert least < 0.8 * coarse
+    plan = frontier.plan(least)
+    assert plan.planned.tiled.head.tile_rows <= 32  # of 64, by the number of features
+    with plan.applied():
+        assert recoup.measure(gradients, device="cpu", repeats=0).peak_bytes <= least
+        for got, want in zip(gradients(), wanted, strict=True):
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-7)
