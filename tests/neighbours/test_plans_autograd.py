@@ -208,8 +208,8 @@ TWICE_PENDING = {
     two_forwards, two_forwards_in_reverse, two_forwards_in_one, evaluated_between,
     after_an_exception,
 }  # fmt: skip
-# What these take is one planned step, and nothing on top; a checkpoint of ours around it has a random
-# state of its own, and so has each block while the checkpoint runs again. One of torch's holds more.
+# What these take is one planned step, and nothing on top; a checkpoint of ours around it has a
+# random state of its own, and so has each block while it runs again. One of torch's holds more.
 IN_BUDGET = {simple, of_some, offloaded, in_ours}
 WITH_STATES = {in_ours}
 
