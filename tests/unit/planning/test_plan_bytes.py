@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -263,3 +264,31 @@ def test_a_chain_without_a_backward_needs_no_plan(kind):
     want = torch.autograd.grad(nn.Sequential(*chain)(x).sum(), x)[0]
     assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], want)
     assert len(recoup.applied_plans(chain)) == 1
+
+
+def test_blocks_that_keep_products_share_one_kept_input():
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(16)]
+    model, x = nn.Sequential(*(nn.Sequential(*block) for block in blocks)), torch.randn(128, 64)
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(1)
+        square(model(x)).backward()
+        return [*(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+    expected = gradients()
+    frontier = recoup.plan(model, x, loss=square)
+    plan = frontier.plan((frontier.least_bytes + frontier.points[-1].peak_bytes) // 2)
+    sweep = plan.schedule.actions[: plan.schedule.sweep_end]
+    runs = [getattr(action, "results", 0) for action in sweep]  # of `Advance` alone
+    assert any(one and two for one, two in pairwise(runs))
+    calls = []
+    for _, gelu, _ in blocks:
+        gelu.register_forward_hook(lambda *_: calls.append(1))
+    with plan.applied():
+        assert all(map(torch.equal, gradients(), expected))
+        assert len(calls) == sum(block.num_forwards for block in plan.blocks)
+        held = recoup.measure(lambda: model(x), device="cpu", repeats=0).held_bytes
+        assert held >= sum(block.keeps_bytes for block in plan.blocks)
+        assert step_bytes(model, x) <= plan.budget_bytes
