@@ -215,8 +215,10 @@ class Run:
                 self._drift.begin_backward()
             for region in self._taped:  # autograd has reversed their stages
                 region.inputs = None
+                given = region.surroundings
+                if given._start is not None or given.kept_outputs is not None:
+                    self._release_above(index)
             self._taped = []
-            self._release_above(index)
             while self._position <= target:
                 action = schedule.actions[self._position]
                 self._position += 1

@@ -236,7 +236,8 @@ class PlanFollower:
             passes.remove(now)
             now.end_chain()
         if is_counted:
-            self._pending.add(output, 0 if bound is None else bound.held_by_each, now.latest)
+            held = 0 if bound is None else bound.held[len(own)]
+            self._pending.add(output, held, now.latest)
         return output
 
     def _next_index(self, module: nn.Module, now: _Pass) -> int | None:

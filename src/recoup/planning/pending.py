@@ -8,10 +8,10 @@ Rule 1. A forward is pending from its end until a backward reaches one of its ou
         nothing.
 Rule 2. The forwards of one thread count. A forward within a forward of the model, or within a
         region or a checkpoint around it, does not: the outer one decides what is kept.
-Rule 3. A plan is for a number of forwards before one backward. A forward beyond that number takes
-        what a step takes beyond the forwards that it was planned with, and the gradients of the
-        first backward are there when the second one begins. What this predicts is compared with the
-        budget before the forward runs.
+Rule 3. A plan is for a number of forwards before one backward. A forward beyond that number, or
+        beside those that follow another plan, takes what a step takes beyond the forwards that it
+        was planned with, and the gradients of the first backward are there when the second one
+        begins. What this predicts is compared with the budget before the forward runs.
 Rule 4. A plan made in evaluation mode holds for no training: dropouts keep masks, and norms the
         statistics of a batch. The modes of the model and of its blocks are compared.
 
@@ -148,9 +148,8 @@ class StepBound:
         budget_bytes: the budget of the plan.
         room: the room that it leaves for a step.
         peak_bytes: the peak of the step that was rehearsed.
-        held_bytes: the bytes that its forwards held when their backward began.
+        held: the bytes that each of its forwards holds until its backward.
         gradient_bytes: the bytes of the gradients of the parameters.
-        num_forwards: the number of its forwards.
         training: the model and the blocks that were in training mode, and the others.
         pending: the forwards whose backward is pending.
     """
@@ -158,9 +157,8 @@ class StepBound:
     budget_bytes: int
     room: Room
     peak_bytes: int
-    held_bytes: int
+    held: Sequence[int]
     gradient_bytes: int
-    num_forwards: int
     modes: Sequence[tuple[nn.Module, bool]]
     pending: PendingForwards
 
@@ -170,18 +168,16 @@ class StepBound:
         return self.room.of(self.budget_bytes)
 
     @property
-    def held_by_each(self) -> int:
-        """The bytes that one forward holds until its backward."""
-        return self.held_bytes // self.num_forwards
+    def num_forwards(self) -> int:
+        """The number of its forwards."""
+        return len(self.held)
 
     def bytes_with(self, pending: Iterable[_Forward]) -> int:
         """Return the bytes that a step with one more forward than these takes (See Rule 3)."""
-        held = [each.held_bytes for each in pending]
-        if len(held) < self.num_forwards:
-            return self.peak_bytes
-        others = (self.num_forwards - 1) * self.held_by_each
-        first_gradients = self.gradient_bytes if self.num_forwards == 1 else 0
-        return sum(held) - others + self.peak_bytes + first_gradients
+        others = [each.held_bytes for each in pending]
+        own = sum(self.held[: min(len(others), self.num_forwards - 1)])
+        first_gradients = self.gradient_bytes if others and self.num_forwards == 1 else 0
+        return sum(others) - own + self.peak_bytes + first_gradients
 
     def fits(self, pending: Iterable[_Forward]) -> bool:
         """Whether a step with one more forward than these keeps to the budget."""

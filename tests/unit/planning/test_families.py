@@ -60,7 +60,7 @@ class FakePlan:
         assert self.rehearsed_peak_bytes <= BUDGET
 
     def bound(self, pending):
-        return StepBound(BUDGET, Room(0, 0.0), self.rehearsed_peak_bytes, 0, 0, 1, [], pending)
+        return StepBound(BUDGET, Room(0, 0.0), self.rehearsed_peak_bytes, [0], 0, [], pending)
 
     def follower(self, bound):
         return None
