@@ -54,7 +54,6 @@ from recoup._core.saved_tensors import (
     detached,
     pair_in_force,
     storage_id,
-    versions_of,
 )
 from recoup._core.slots import State
 from recoup._core.surroundings import Surroundings
@@ -214,7 +213,8 @@ class Run:
             if self._drift is not None and self._position == schedule.sweep_end:
                 self._drift.begin_backward()
             for region in self._taped:  # autograd has reversed their stages
-                region.inputs = None
+                if region.lent is not None and region.lent() is not None:
+                    region.forget_inputs()
                 given = region.surroundings
                 if given._start is not None or given.kept_outputs is not None:
                     self._release_above(index)
@@ -283,7 +283,7 @@ class Run:
         self._states.clear()
         self._away.clear()
         for region in self._taped:
-            region.inputs = None
+            region.forget_inputs()
 
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 5)."""
@@ -315,9 +315,9 @@ class Run:
             self._advance(index)  # See Rule 6
             return
         region, state = self._region_at(index)
-        region.inputs, region.input_versions = state, versions_of(state)
-        self._taped.append(region)
         self._at, self._state = index + 1, self._fill(index, state, region)
+        region.lend_inputs(state)
+        self._taped.append(region)
 
     def _drop(self, action: Drop, demanded: int) -> None:
         index = action.index
@@ -340,7 +340,7 @@ class Run:
             state = self._compared(index, state, self._drift, is_taped=is_taped)
         self._at, self._state = index, state
         if is_taped:
-            region.inputs, region.input_versions = state, versions_of(state)
+            region.lend_inputs(state)
             self._taped.append(region)
 
     # -- what actions do -------------------------------------------------------------------

@@ -102,6 +102,7 @@ class Region(Residuals):
         self.changes_input = False
         self.inputs: State | None = None  # of the last run that filled slots
         self.input_versions: list[int] = []
+        self.lent: weakref.ref[Inputs] | None = None  # the same, held by these slots
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -158,12 +159,14 @@ class Region(Residuals):
 
     def inputs_again(self) -> State | None:
         """Return the inputs of the last run that filled slots; None without one."""
-        if self.inputs is not None and versions_of(self.inputs) != self.input_versions:
+        lent = None if self.lent is None else self.lent()
+        inputs = self.inputs if lent is None else lent.state
+        if inputs is not None and versions_of(inputs) != self.input_versions:
             raise ChangedError(
                 f"The input of {self.stage.name} was changed in place between two backwards, so "
                 "the second would see other values than forward did. Change a clone."
             )
-        return self.inputs
+        return inputs
 
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
@@ -209,6 +212,23 @@ class Region(Residuals):
                 if is_compared or not surroundings.decides_anew():
                     return detached(output) if needs_output else ()
 
+    def lend_inputs(self, state: State) -> None:
+        """Let the slots that a run has filled hold its inputs, and nothing else."""
+        inputs = Inputs()
+        inputs.state, self.lent = state, weakref.ref(inputs)
+        self.input_versions = versions_of(state)
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None:
+                slot.inputs = inputs
+
+    def forget_inputs(self) -> None:
+        """Forget the inputs of the last run that filled slots."""
+        lent = None if self.lent is None else self.lent()
+        if lent is not None:
+            lent.state = None
+        self.inputs = self.lent = None
+
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
         if self.changes_input or self.stage.is_in_place:
@@ -217,6 +237,14 @@ class Region(Residuals):
         if self._places is not None:
             inputs = tuple([inputs[place] for place in self._places])
         return inputs
+
+
+class Inputs:
+    """The inputs of a run that filled slots, which are freed with these."""
+
+    __slots__ = ("__weakref__", "state")
+
+    state: State | None
 
 
 class Untaped:

@@ -86,6 +86,7 @@ class Slot:
         "_residuals",
         "_task",
         "dtype",
+        "inputs",
         "shape",
         "value",
         "version",
@@ -95,6 +96,7 @@ class Slot:
     _residuals: Residuals
     _owner: Owner
     _task: int  # the backward that took the value last
+    inputs: object  # of the run that filled it: they go with the last slot of the region
     version: int
     value: Tensor | None
     shape: torch.Size
