@@ -42,7 +42,6 @@ from recoup._core.saved_tensors import (
     copies_of,
     is_transformed,
     pair_in_force,
-    versions_of,
 )
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
@@ -276,13 +275,8 @@ class LoneRegion(Region):
                 value = kept.get()
                 is_plain = type(value) is Tensor or not isinstance(value, nn.Parameter)
                 values.append(value.detach() if is_plain else value)
-            state = self.inputs = tuple(values)
-            self.input_versions = versions_of(state)
-        try:
-            self.fill(state, needs_output=not self._stops)
-        except BaseException:
-            self.inputs = None
-            raise
+            state = tuple(values)
+        self.fill(state, needs_output=not self._stops)
 
 
 def run_again(call: Call, *, stops: bool = True) -> Any:

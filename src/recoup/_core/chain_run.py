@@ -213,10 +213,10 @@ class Run:
             if self._drift is not None and self._position == schedule.sweep_end:
                 self._drift.begin_backward()
             for region in self._taped:  # autograd has reversed their stages
-                if region.lent is not None and region.lent() is not None:
+                if region.inputs is not None and region.inputs() is not None:
                     region.forget_inputs()
                 given = region.surroundings
-                if given._start is not None or given.kept_outputs is not None:
+                if given.start is not None or given.kept_outputs is not None:
                     self._release_above(index)
             self._taped = []
             while self._position <= target:
@@ -315,9 +315,8 @@ class Run:
             self._advance(index)  # See Rule 6
             return
         region, state = self._region_at(index)
-        self._at, self._state = index + 1, self._fill(index, state, region)
-        region.lend_inputs(state)
         self._taped.append(region)
+        self._at, self._state = index + 1, self._fill(index, state, region)
 
     def _drop(self, action: Drop, demanded: int) -> None:
         index = action.index
@@ -340,7 +339,6 @@ class Run:
             state = self._compared(index, state, self._drift, is_taped=is_taped)
         self._at, self._state = index, state
         if is_taped:
-            region.lend_inputs(state)
             self._taped.append(region)
 
     # -- what actions do -------------------------------------------------------------------

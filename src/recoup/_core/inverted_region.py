@@ -72,7 +72,7 @@ class InvertedRegion(Region):
         output: State = ()
         answering = self._evaluations.answering(recall)
         # The evaluations are regions of their own, and a stop would leave some of them empty.
-        filling = Filling(self, inputs, stops=recall and not needs_output)
+        filling = Filling(self, inputs, state, stops=recall and not needs_output)
         with self.surroundings.restored(), filling, answering:
             output, _ = self.stage.forward(inputs)
         return detached(output) if needs_output else ()

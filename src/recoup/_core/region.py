@@ -100,9 +100,6 @@ class Region(Residuals):
         # Where each tensor is first, if one is there twice (See Rule 3).
         self._places = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else None
         self.changes_input = False
-        self.inputs: State | None = None  # of the last run that filled slots
-        self.input_versions: list[int] = []
-        self.lent: weakref.ref[Inputs] | None = None  # the same, held by these slots
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -158,15 +155,15 @@ class Region(Residuals):
     # -- later runs ------------------------------------------------------------------------
 
     def inputs_again(self) -> State | None:
-        """Return the inputs of the last run that filled slots; None without one."""
-        lent = None if self.lent is None else self.lent()
-        inputs = self.inputs if lent is None else lent.state
-        if inputs is not None and versions_of(inputs) != self.input_versions:
+        """Return the input of the last run that filled slots; None if nothing holds it."""
+        inputs = None if self.inputs is None else self.inputs()
+        state = None if inputs is None else inputs.state
+        if inputs is not None and state is not None and versions_of(state) != inputs.versions:
             raise ChangedError(
                 f"The input of {self.stage.name} was changed in place between two backwards, so "
                 "the second would see other values than forward did. Change a clone."
             )
-        return inputs
+        return state
 
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
@@ -195,7 +192,8 @@ class Region(Residuals):
             inputs = self._inputs(state)
             # Nothing but its end shows that a run which is not compared has decided less.
             is_compared = self.stage.compares or surroundings.kept_outputs is None
-            filling = Filling(residuals or self, inputs, stops=is_compared and not needs_output)
+            stops = is_compared and not needs_output
+            filling = Filling(residuals or self, inputs, state, stops=stops)
             output: State = ()
             try:
                 with surroundings.restored(), filling:
@@ -212,22 +210,11 @@ class Region(Residuals):
                 if is_compared or not surroundings.decides_anew():
                     return detached(output) if needs_output else ()
 
-    def lend_inputs(self, state: State) -> None:
-        """Let the slots that a run has filled hold its inputs, and nothing else."""
-        inputs = Inputs()
-        inputs.state, self.lent = state, weakref.ref(inputs)
-        self.input_versions = versions_of(state)
-        for ref in self.slots:
-            slot = ref()
-            if slot is not None:
-                slot.inputs = inputs
-
     def forget_inputs(self) -> None:
-        """Forget the inputs of the last run that filled slots."""
-        lent = None if self.lent is None else self.lent()
-        if lent is not None:
-            lent.state = None
-        self.inputs = self.lent = None
+        """Free that input although autograd holds slots, of a graph that is retained."""
+        inputs = None if self.inputs is None else self.inputs()
+        if inputs is not None:
+            inputs.state = None
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
@@ -237,14 +224,6 @@ class Region(Residuals):
         if self._places is not None:
             inputs = tuple([inputs[place] for place in self._places])
         return inputs
-
-
-class Inputs:
-    """The inputs of a run that filled slots, which are freed with these."""
-
-    __slots__ = ("__weakref__", "state")
-
-    state: State | None
 
 
 class Untaped:

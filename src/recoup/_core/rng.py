@@ -113,9 +113,10 @@ class Draws:
 
     Attributes:
         has_foreign: whether a default generator was moved by a foreign draw (See Rule 3).
+        start: the generator states in which the first run began, if a later run needs them.
     """
 
-    _start: States | None = None
+    start: States | None = None
     _expected: States = ()  # the generator states, if no foreign draw was made since
     _end = 0  # a hash of the states after a first run with foreign draws
     _begun: tuple[int, ...] = ()  # hashes of the states in which regions within a first run began
@@ -137,7 +138,7 @@ class Draws:
         """A context for the first run of a region, which records seeds and notes foreign draws."""
         around = _local.regions
         _local.regions = (*around, self)
-        self._start = self._expected = states = generator_states()
+        self.start = self._expected = states = generator_states()
         for draws in around:
             if draws._is_replaying:
                 draws._num_begun += 1
@@ -152,7 +153,7 @@ class Draws:
                 self.has_foreign = True
                 self._end = hash_of(states)
             else:
-                self._start = None
+                self.start = None
             self._expected = ()
 
     @contextmanager
@@ -162,7 +163,7 @@ class Draws:
         Args:
             is_alone: whether no region around records what is drawn.
         """
-        start, before = self._start, None
+        start, before = self.start, None
         if self.has_foreign or any(map(_moves_generator, self._entries)):
             before = generator_states()
         outer = (self._is_replaying, self._cursor, self._num_begun)

@@ -52,6 +52,7 @@ from recoup._core.saved_tensors import (
     set_grad_enabled,
     storage_id,
     unpack,
+    versions_of,
     when_backward_ends,
 )
 from recoup._core.surroundings import Surroundings
@@ -96,7 +97,7 @@ class Slot:
     _residuals: Residuals
     _owner: Owner
     _task: int  # the backward that took the value last
-    inputs: object  # of the run that filled it: they go with the last slot of the region
+    inputs: Inputs | None  # of the run that filled it
     version: int
     value: Tensor | None
     shape: torch.Size
@@ -155,6 +156,15 @@ class _KeptParameter:
 _new_kept: Callable[[type[_KeptParameter]], _KeptParameter] = object.__new__
 
 
+class Inputs:
+    """The input of a run that fills slots, which hold it: it is freed with the last of them."""
+
+    __slots__ = ("__weakref__", "state", "versions")
+
+    state: State | None
+    versions: list[int]  # of its tensors, before that run
+
+
 class Residuals:
     """The residuals of one run of a call: the slots that stand for them, and what they must be.
 
@@ -162,7 +172,12 @@ class Residuals:
         surroundings: those of the call.
         index: the number by which the owner of its region knows it.
         way: the way that a census reports, "recompute" or "invert".
+
+    Attributes:
+        inputs: the input of the last run that filled slots, for one that may follow.
     """
+
+    inputs: weakref.ref[Inputs] | None = None
 
     def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
         self.surroundings = surroundings
@@ -295,6 +310,7 @@ class Filling:
     Args:
         residuals: the residuals.
         inputs: the inputs of the run.
+        state: the input of the region that they were made of, for another run; None for none.
         stops: whether the run may end when the last slot is filled.
     """
 
@@ -302,9 +318,21 @@ class Filling:
     follows_history = True
     pair = None  # that is given what is not of the region: nobody, in a run of its own
 
-    def __init__(self, residuals: Residuals, inputs: State, *, stops: bool = False) -> None:
+    def __init__(
+        self,
+        residuals: Residuals,
+        inputs: State,
+        state: State | None = None,
+        *,
+        stops: bool = False,
+    ) -> None:
         self._residuals = residuals
         self._inputs = inputs
+        self._lent: Inputs | None = None
+        if state is not None:
+            self._lent = lent = Inputs()
+            lent.state, lent.versions = state, versions_of(state)
+            residuals.inputs = weakref.ref(lent)
         self._num_saves = 0
         self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
         self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1
@@ -340,7 +368,8 @@ class Filling:
             if is_good and surroundings.counted:
                 residuals.part_from(surroundings.counted)
         finally:
-            self._inputs = ()  # a copy that was changed in place holds the hooks, and they this
+            # A copy that was changed in place holds the hooks, and they this.
+            self._inputs, self._lent = (), None
             if not is_good:
                 residuals.forget()
         return is_filled
@@ -362,7 +391,7 @@ class Filling:
         if slot is not None:
             if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
                 raise self._another(slot, tensor)
-            slot.value = value
+            slot.value, slot.inputs = value, self._lent
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))

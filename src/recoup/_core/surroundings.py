@@ -240,7 +240,7 @@ class Surroundings(Draws):
         if kept is None or kept.may_draw:
             _add(_draws, self._root)
         else:  # another thread has moved the generators, if they were
-            self.has_foreign, self._start = False, None
+            self.has_foreign, self.start = False, None
         if kept is not None and kept.may_decide_otherwise:
             _add(_decides, self._root)
         elif kept is not None and not kept.products.chosen:
@@ -258,7 +258,7 @@ class Surroundings(Draws):
 
     def release(self) -> None:
         """Free what later runs are given, of which the results are of no use any more."""
-        self._start = self.kept_outputs = None
+        self.start = self.kept_outputs = None
 
     # -- later runs ------------------------------------------------------------------------
 
