@@ -153,7 +153,7 @@ def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost
     """
     whole = tapes[0]
 
-    def thin(cost: Cost, seconds: float) -> SelectiveTape:
+    def selective(cost: Cost, seconds: float) -> SelectiveTape:
         more = max(seconds - whole.seconds, 0.0)
         return SelectiveTape(cost.tape_bytes, more, cost.tape_run_bytes, cost.reverse_bytes)
 
@@ -164,8 +164,8 @@ def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost
         run_bytes=again.again.run_bytes,
         tape_run_bytes=whole.cost.tape_run_bytes,
         reverse_bytes=whole.cost.reverse_bytes,
-        variants=tuple(thin(each.cost, each.seconds) for each in tapes[1:]),
-        again=thin(again.again, again.seconds),
+        variants=tuple(selective(each.cost, each.seconds) for each in tapes[1:]),
+        again=selective(again.again, again.seconds),
     )
 
 

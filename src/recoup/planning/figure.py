@@ -95,14 +95,14 @@ def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
 
 
 def _line(
-    moments: tuple[Moment, ...], whole: float, standing: int
+    moments: tuple[Moment, ...], whole: float, baseline: int
 ) -> tuple[list[float], list[int]]:
     """Return the points of a line: each action's peak at its middle, held bytes at its end."""
-    times, levels, last = [0.0], [standing], 0.0
+    times, levels, last = [0.0], [baseline], 0.0
     for moment in moments:
         now = moment.seconds / whole
         times += [(last + now) / 2, now]
-        levels += [standing + moment.peak_bytes, standing + moment.held_bytes]
+        levels += [baseline + moment.peak_bytes, baseline + moment.held_bytes]
         last = now
     return times, levels
 

@@ -285,7 +285,7 @@ class Frontier:
             Line(
                 ("compiled blocks" if kind.is_compiled else "blocks as they are")
                 + (", in tiles" if kind.step.tiled is not None else ""),
-                [self.baseline_bytes + point.peak_bytes for point in kind.points],
+                [self._room.budget_for(point.peak_bytes) for point in kind.points],
                 [kind.seconds_of(point) / whole for point in kind.points],
             )
             for kind in self._kinds

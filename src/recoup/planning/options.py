@@ -136,8 +136,8 @@ class PlanOptions:
         headroom = self.headroom
         if headroom is None:
             headroom = _HEADROOM if is_accelerator(step.device) else 0.0
-        (standing,) = largest_among_ranks(step.model, [self._baseline_bytes(step.model)])
-        return Room(int(standing), float(headroom))
+        (baseline,) = largest_among_ranks(step.model, [self._baseline_bytes(step.model)])
+        return Room(int(baseline), float(headroom))
 
     def _baseline_bytes(self, model: nn.Module) -> int:
         """Return the bytes alive before a step that count: none, or all with "total"."""

@@ -150,7 +150,7 @@ class StepBound:
         peak_bytes: the peak of the step that was rehearsed.
         held: the bytes that each of its forwards holds until its backward.
         gradient_bytes: the bytes of the gradients of the parameters.
-        training: the model and the blocks that were in training mode, and the others.
+        modes: the model and its blocks, and which of them were in training mode.
         pending: the forwards whose backward is pending.
     """
 

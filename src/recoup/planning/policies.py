@@ -1,4 +1,4 @@
-"""What people choose by hand for the blocks of a model, by name.
+"""Policies: plans that treat the blocks of a model as people do by hand, by name.
 
 NOTE [ Policies ]
 
@@ -22,10 +22,7 @@ from recoup.planning.planned_stages import each_alone
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import MeasuredCall, price
 from recoup.planning.work import is_attention
-from recoup.schedules import (
-    Point,
-    simulate,
-)
+from recoup.schedules import Point, simulate
 
 __all__ = ["NO_BUDGET", "Policy", "check_policy", "under_policy"]
 

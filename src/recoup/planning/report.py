@@ -303,9 +303,9 @@ def _rows_of(
         cost = costs[index]
         again = runs[index] - 1
         if index in taped:
-            thin = cost.tape(taped[index])
+            tape = cost.tape(taped[index])
             way = "keep" + (f", {call.codes[taped[index]].name}" if call.codes else "")
-            keeps, work = thin.tape_bytes, thin.seconds
+            keeps, work = tape.tape_bytes, tape.seconds
         elif index in results:
             way, found = "keep products", cost.kept(results[index])
             keeps = found.num_bytes + (cost.state_bytes if index in kept else 0)

@@ -181,10 +181,10 @@ def timeline(
     with suspended(own_forwards(model)), uncollected():
         if plan is None:
             return StepTimeline(name, _line_of(step, None))
-        standing, plain = plan.baseline_bytes, None
-        if has_room(step.device, plan.most_bytes - standing):
-            plain = _line_of(step, None, standing)
-        planned = _line_of(step, plan, standing)
+        baseline, plain = plan.baseline_bytes, None
+        if has_room(step.device, plan.most_bytes - baseline):
+            plain = _line_of(step, None, baseline)
+        planned = _line_of(step, plan, baseline)
     return StepTimeline(name, plain, planned, plan.budget_bytes, str(plan))
 
 

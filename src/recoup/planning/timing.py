@@ -36,10 +36,7 @@ from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
-from recoup.schedules import (
-    Way,
-    constant,
-)
+from recoup.schedules import Way, constant
 
 __all__ = ["Times", "medians_of_alike", "times_of", "with_times"]
 

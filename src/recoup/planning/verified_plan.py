@@ -157,14 +157,14 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
 
 def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: int) -> BudgetError:
-    after, tiling, standing = kind.costs[-1].tape_run_bytes, "", room.baseline_bytes
+    after, tiling, baseline = kind.costs[-1].tape_run_bytes, "", room.baseline_bytes
     least = room.budget_for(step_bytes)
     if not kind.may_tile and 2 * after > step_bytes:
         tiling = (
             f" {format_bytes(after)} are for the code after the blocks: `tiles=True` takes a part "
             "of that if it is a linear output layer and its cross entropy."
         )
-    alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
+    alive = f", {format_bytes(baseline)} of which are alive before a step" if baseline else ""
     alive += f", with a headroom of {room.headroom:.3g} of it" if room.headroom else ""
     advice = [] if kind.guard else what_can_be_inverted(kind.step.model, kind.calls)
     return BudgetError(

@@ -25,13 +25,13 @@ class Simulation:
 
     Args:
         num_forwards: number of forward runs of stages, with or without a tape, including partial
-            runs for thin tapes.
+            runs for selective tapes.
         num_inverses: number of inverse runs of stages.
         peak_bytes: the most bytes held at any time, counted as in `simulate`.
         peak_states: the most states kept at any time, without the working state.
         peak_tapes: the most tapes held at any time.
         forwards_per_stage: `num_forwards` for each stage.
-        seconds: time of all runs, inverses, thin tapes and offloading; 0 without costs.
+        seconds: time of all runs, inverses, selective tapes and offloading; 0 without costs.
         peak_offloaded_bytes: the most bytes in host memory and in folders at any time.
         waiting_seconds: the time that the computation waits for copies, if the speed of each place
             is given.

@@ -17,8 +17,8 @@ Rule 4. In a long chain neighbours are grouped. The ends of a long segment are b
         that is run again, and for the tapes and inverses of the sweep, stages are chosen one by
         one.
 Rule 5. A segment of the sweep may keep results of its stages with its input. Its stages are all
-        taped again in backward, one after another, so none of the states between is kept, and
-        their tapes are there at once.
+        taped in backward, one after another, so none of the states between is kept, and their
+        tapes are there at once. Not all ways to choose the results are tried (`_selections`).
 """
 
 from __future__ import annotations
@@ -203,17 +203,16 @@ class Chain:
             if cost.offload_seconds is not None:
                 seconds += cost.offload_seconds
                 yield Choice("offload", split, split, (), offloaded[at], 0, seconds)
-
             if split - start <= _MOST_STAGES:
                 yield from self._keeping_results(start, split)
 
     def _keeping_results(self, start: int, stop: int) -> Iterator[Choice]:
         """Yield choices to keep results of all stages of a segment (See Rule 5)."""
-        stages, base = range(start, stop), self.base
+        stages = range(start, stop)
         for numbers in self._selections(start, stop):
             results = [self.costs[start + at].kept(number) for at, number in enumerate(numbers)]
             left = sum(each.num_bytes for each in results)  # of the second runs that are to come
-            needs, held, taped = base, self.states[start], 0
+            needs, held, taped = self.base, self.states[start], 0
             for index, kept in zip(stages, results, strict=True):
                 cost, state, output = self.costs[index], self.states[index], self.states[index + 1]
                 again = output if self._links(index + 1) else 0

@@ -70,10 +70,10 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     finds them. Of more than 100 points, only every second, third, ... is returned.
 
     If all sizes are small multiples of one size (at most 256 of them hold everything; more in
-    short chains), every point is exact. Otherwise sizes are rounded, to a 160th of the peak of
-    `linear` or finer, then for small budgets to a 160th of a fourth of that, and so on. Then a
-    schedule may leave a few bytes unused, but never exceeds its `peak_bytes`. The least feasible
-    bytes are exact for up to 128 stages in any case.
+    short chains), every point is the best of these. Otherwise sizes are rounded, to a 160th of the
+    peak of `linear` or finer, then for small budgets to a 160th of a fourth of that, and so on.
+    Then a schedule may leave a few bytes unused, but never exceeds its `peak_bytes`. The least
+    feasible bytes are exact for up to 128 stages in any case.
 
     Chains of more than 64 stages are cut into about 64 groups of neighbours, at small states. The
     search then lacks segments that begin within one group and end within another, and in backward
@@ -153,10 +153,12 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
     The search covers all persistent schedules: each stage is either taped when it is passed, or the
     input of a segment is kept, the segment is run without tapes, and later it is solved in the
     same way. Where the costs allow it, an input may be offloaded instead of kept. In the sweep a
-    stage may also be taped with one of its thinner tapes, or be run without a tape and inverted in
-    backward, from its output, which is available when the stages behind it are reversed. Bytes are
-    counted as `simulate` counts them: the peak never exceeds the budget, and a larger budget never
-    costs more time.
+    stage may also be taped with one of its selective tapes, or be run without a tape and inverted
+    in backward, from its output, which is available when the stages behind it are reversed; or the
+    results of up to 8 stages are kept with the input of the first, and all are taped in backward.
+    Of the ways to choose these results those are tried that save the most seconds for a byte, and
+    all of them where there are at most 16. Bytes are counted as `simulate` counts them: the peak
+    never exceeds the budget, and a larger budget never costs more time.
 
     Kept: what fits in `budget`. Sizes are rounded as in `frontier`.
 
@@ -256,7 +258,7 @@ def _sizes(cost: Cost) -> Iterator[int]:
     yield from (cost.state_bytes, cost.run_bytes, cost.left_bytes, cost.between_bytes)
     yield from (cost.between_run_bytes, cost.invert_bytes or 0)
     tapes = [cost.tape(variant) for variant in range(len(cost.variants) + 1)]
-    for thin in (*tapes, cost.tape_again):
-        yield from (thin.tape_bytes, thin.tape_run_bytes, thin.reverse_bytes)
+    for tape in (*tapes, cost.tape_again):
+        yield from (tape.tape_bytes, tape.tape_run_bytes, tape.reverse_bytes)
     for results in cost.results:
         yield from (results.num_bytes, results.taped_bytes)
