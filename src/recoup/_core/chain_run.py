@@ -334,7 +334,8 @@ class Run:
         if not isinstance(region, InvertedRegion):
             raise ReplayError(f"{self.stages[index].name} did not run to be inverted.")
         # Handed over, so that the stage can free it half way.
-        state = region.invert(self._take(index + 1), is_taped=is_taped)
+        is_compared = self._drift is not None
+        state = region.invert(self._take(index + 1), is_taped=is_taped, is_compared=is_compared)
         if self._drift is not None:
             state = self._compared(index, state, self._drift, is_taped=is_taped)
         self._at, self._state = index, state

@@ -268,7 +268,7 @@ class DriftComparison:
                 f"Inverses drifted: with the input of {name} the relative errors of what they "
                 f"delivered add up to {total:.1e}, so that gradients may be off by more than the "
                 f'`tolerance` of {guard.tolerance:g}. Use drift="recompute", or bound the scale of '
-                "the layers."
+                "the layers. An inverse that draws must draw in the order of forward."
             )
             if guard.otherwise != "warn":
                 raise DriftError(text)

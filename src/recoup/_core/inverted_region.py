@@ -6,8 +6,8 @@ Rule 1. An inverse runs without a graph; each network that it evaluates is a reg
         and fills its own slots (NOTE [ One evaluation ]).
 Rule 2. Draws in an inverted call that no seed repeats come from the generators' state, in the order
         in which forward drew; its networks run again, in the order of forward. If the inverse draws
-        in another order, the output of the second forward differs from that of the first, which is
-        checked.
+        in another order, it returns another input, which the drift guard sees. Without one, the
+        output of the second forward is compared with that of the first.
 Rule 3. An inverse may return the input of forward in another memory layout. It is then copied to
         the layout of forward, in which the second forward draws the same masks.
 Rule 4. Residuals that are made from what an inverse returned differ by more than rounding. So they
@@ -77,15 +77,21 @@ class InvertedRegion(Region):
             output, _ = self.stage.forward(inputs)
         return detached(output) if needs_output else ()
 
-    def invert(self, after: State, *, is_taped: bool) -> State:
-        """Return the input for an output, and fill slots if `is_taped`."""
+    def invert(self, after: State, *, is_taped: bool, is_compared: bool) -> State:
+        """Return the input for an output, and fill slots if `is_taped`.
+
+        Args:
+            after: the output.
+            is_taped: whether slots are filled.
+            is_compared: whether the input is compared with that of forward, by the drift guard.
+        """
         evaluations = self._evaluations
         has_foreign = self.surroundings.has_foreign
-        recall = is_taped and evaluations.are_shared and not has_foreign  # See Rule 2
+        recall = is_taped and evaluations.are_shared and not has_foreign
         try:
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
-            if has_foreign:
+            if has_foreign and not is_compared:  # See Rule 2
                 output = self._filled(state, recall=False, needs_output=True)
                 self._check_same(output, after)
             elif is_taped and (not recall or super().are_wanted):
