@@ -93,6 +93,7 @@ def run_tests(results: Path, device: str, limit: float) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider"]
+        command += ["-p", "no:benchmark"]  # which warns of xdist, where it is installed
         command += [f"--junitxml={report}", "--tb=short"]
         if importlib.util.find_spec("xdist") is not None:
             command += ["-n", "4"]

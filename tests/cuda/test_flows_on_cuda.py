@@ -178,6 +178,7 @@ def error_of(chain):
     return float((gradient(chain) - expected).norm() / expected.norm())
 
 
+@pytest.mark.drifts
 def test_the_drift_guard_mends_a_stiff_net():
     assert error_of(stiff(200, drift="ignore")) > 0.5
     chain = stiff(200)
@@ -203,12 +204,14 @@ def test_exact_couplings_need_no_guard():
     assert (found[1] - found[0]).norm() <= 1e-5 * found[0].norm()
 
 
+@pytest.mark.drifts
 @pytest.mark.parametrize("name", FLOWS)
 def test_autocast_in_constant_memory_and_in_linear(name):
     found = {}
     for memory in ("linear", "constant"):
         torch.manual_seed(0)
         flow = stirred(FLOWS[name](levels=17, memory=memory), torch.float32)
+        flow.chain.drift = "ignore"  # networks round what is delivered otherwise in bfloat16
         with torch.autocast(DEVICE, torch.bfloat16):
             bits = flow.bits_per_dim(pictures(64))
         assert bits.dtype is torch.float32

@@ -132,6 +132,7 @@ def test_only_memory_of_the_cpu_is_pinned():
 # -- nothing waits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_the_host_does_not_wait(syncs_are_errors):
     model, xs = small(), batches(2, 8, 16)
     store = recoup.GradStore(model.parameters())

@@ -59,14 +59,14 @@ def test_the_parameters_stay_where_they_are():
     assert [each.data_ptr() for each in training.parameters()] == places
 
 
-@pytest.mark.parametrize("part", [0.1, 0.3, 0.7, 1.2])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.7, 1.2])
 def test_a_bound_on_bytes_holds(part):
-    whole = recoup.measure(lambda: trained(built(), 256), device="cuda", repeats=0).peak_bytes
-    budget = int(part * whole)
     training = built()
 
     def peak(steps):
         step = recoup.measure(lambda: trained(training, 256, steps), device="cuda", repeats=0)
-        return step.peak_bytes
+        return step.peaks.requested  # blocks of the allocator are a part of these few bytes
+
+    budget = max(int(part * peak(None)), peak(1))
 
     assert peak(longest_segment(peak, 256, budget)) <= budget

@@ -78,7 +78,7 @@ def test_constant_memory_is_flat():
     peaks = {}
     for depth in (8, 64):
         model = chain("constant", depth)
-        x = torch.randn(8, 16, 32, 32, device="cuda", dtype=torch.float64)
+        x = torch.randn(64, 16, 32, 32, device="cuda", dtype=torch.float64)
 
         def step(model=model, x=x):
             y, _ = model(x)

@@ -33,6 +33,7 @@ Rule 8. What this cannot see: a difference below the tolerance; one that comes t
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +42,7 @@ from torch import Tensor
 
 from recoup._core.memory_layout import strided
 from recoup._core.saved_tensors import backward_id, num_nodes
-from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
+from recoup._core.sketch import Sketch, all_numbers_of, difference, sketch_of, tolerance_of
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
 
@@ -270,12 +271,28 @@ def mismatch(surroundings: Surroundings, what: str) -> ReplayError | ChangedErro
     )
 
 
-class _Later(threading.local):
-    task = -1
-    pending: list[tuple[Compared, Sketch, Surroundings]]
+class _Later:
+    """The comparisons that a backward leaves to its end, and its callback, which holds them."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Compared, Sketch, Surroundings]] = []
+
+    def add(self, first: Compared, second: Sketch, surroundings: Surroundings) -> None:
+        """Leave a comparison to the end."""
+        self._pending.append((first, second, surroundings))
+
+    def __call__(self) -> None:
+        """Compare all (See Rule 7)."""
+        sketches = [each for first, second, _ in self._pending for each in (first.sketch, second)]
+        numbers = all_numbers_of(sketches)  # type: ignore[arg-type]
+        both = zip(self._pending, numbers[::2], numbers[1::2], strict=True)
+        for (first, _, surroundings), before, after in both:
+            _check(first._replace(sketch=before), after, None, surroundings)
 
 
-_later = _Later()
+# By the number of the backward: a thread of a device compares, and another one may end it.
+_later: weakref.WeakValueDictionary[int, _Later] = weakref.WeakValueDictionary()
+_starting = threading.Lock()
 
 
 def _check_later(
@@ -285,14 +302,9 @@ def _check_later(
     if task == -1:
         _check(first, second, tensor, surroundings)
         return
-    if _later.task != task:
-        _later.task, _later.pending = task, []
-        torch.autograd.Variable._execution_engine.queue_callback(_check_all)
-    _later.pending.append((first, second, surroundings))
-
-
-def _check_all() -> None:
-    """Compare what a backward has left (See Rule 7)."""
-    pending, _later.pending, _later.task = _later.pending, [], -1
-    for first, second, surroundings in pending:
-        _check(first, second, None, surroundings)
+    with _starting:
+        later = _later.get(task)
+        if later is None:
+            later = _later[task] = _Later()
+            torch.autograd.Variable._execution_engine.queue_callback(later)
+    later.add(first, second, surroundings)

@@ -4,8 +4,9 @@ NOTE [ A sketch ]
 
 Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 columns. A sketch is the
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
-        its place does. It costs about as much as the plain sum. A few entries are their own sketch,
-        and of few integers it is a hash of their bits.
+        its place does. It costs about as much as the plain sum. A few entries are their own sketch.
+        That of integers, which must be told apart exactly, is a hash of their bits: of many, the
+        sum of their words modulo 2**64, each times an odd number of its own.
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.
@@ -38,7 +39,13 @@ _FEW = 64  # entries, which are a sketch themselves
 _FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
-_PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first
+_PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first, which stays in a cache
+_DEVICE_PIECE = 128 * _PIECE  # a kernel of an accelerator takes longer to launch than to read less
+_WORDS = 2**12  # in a row
+_MOST_WORDS = 2**18  # whose products are in memory at once, in a cache
+_DEVICE_WORDS = 2**22
+_NEXT = 0x5851F42D4C957F2D  # odd, and so invertible: what the words before a piece are times
+_OF_THE_LAST = 2.0  # more than the weights of rows, which may be negative
 _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -69,7 +76,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
                         return cast("Any", row.mm(tensor.view(-1, _COLUMNS))).tolist()[0]
                     return cast("Any", _sums(tensor.view(-1))).tolist()
             if dtype in _EXACT and num and tensor.nbytes <= _FEW_BYTES:
-                return _hash_of(tensor)
+                return _hash_of_few(tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
@@ -86,7 +93,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
             return cast("Any", tensor.reshape(-1)).tolist()
         dtype = tensor.dtype
         if dtype in _EXACT and tensor.is_cpu and tensor.nbytes <= _FEW_BYTES:
-            return _hash_of(_flat(tensor).contiguous())
+            return _hash_of_few(_flat(tensor).contiguous())
         if dtype in _OWN and tensor.is_contiguous():
             found = _sums(tensor.view(-1) if not tensor.is_neg() else tensor.resolve_neg().view(-1))
         else:
@@ -94,7 +101,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
 
 
-def _hash_of(integers: Tensor) -> list[float]:
+def _hash_of_few(integers: Tensor) -> list[float]:
     """Return a hash of the bits of a contiguous tensor, as two numbers."""
     bits = hash(ctypes.string_at(integers.data_ptr(), integers.nbytes))
     return [float(bits >> 32), float(bits & (2**32 - 1))]
@@ -103,6 +110,21 @@ def _hash_of(integers: Tensor) -> list[float]:
 def numbers_of(sketch: Sketch) -> list[float]:
     """Return the numbers of a sketch, and wait for them if they are on a device."""
     return sketch if isinstance(sketch, list) else cast("Any", sketch.cpu()).tolist()
+
+
+def all_numbers_of(sketches: Sequence[Sketch]) -> list[list[float]]:
+    """Return the numbers of sketches, and wait once for all of a type that are on a device."""
+    found = [each if isinstance(each, list) else [] for each in sketches]
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, each in enumerate(sketches):
+        if not isinstance(each, list):
+            kinds.setdefault((each.dtype, each.device), []).append(place)
+    for places in kinds.values():
+        alike = [cast("Tensor", sketches[place]) for place in places]
+        numbers = numbers_of(torch.cat(alike))
+        for place, each in zip(places, alike, strict=True):
+            found[place], numbers = numbers[: each.numel()], numbers[each.numel() :]
+    return found
 
 
 def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
@@ -153,15 +175,43 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
     flat = _flat(tensor.resolve_neg())
     if flat.dtype in _OWN:
         return _sums(flat)
+    if not flat.dtype.is_floating_point:
+        return _hash_of(flat)
     columns = _OF_HALVES if flat.dtype in _HALVES else _COLUMNS
     if flat.dtype in _HALVES and not flat.is_cpu:
         return _sums(flat, columns)
-    # Kernels of the CPU are slow in half precision, and integers must be told apart exactly.
-    wide = torch.float32 if flat.dtype.is_floating_point else torch.float64
-    pieces = cast("Iterable[Tensor]", torch.split(flat, _PIECE))
-    parts = [_sums(piece.to(wide), columns) for piece in pieces]
-    weights = _row(len(parts), wide, flat.device)
+    # Kernels of the CPU are slow in half precision, and there are few of smaller types.
+    pieces = cast("Iterable[Tensor]", flat.split(_PIECE if flat.is_cpu else _DEVICE_PIECE))
+    parts = [_sums(piece.float(), columns) for piece in pieces]
+    weights = _row(len(parts), torch.float32, flat.device)
     return parts[0] if len(parts) == 1 else weights.mm(torch.stack(parts))[0]
+
+
+def _hash_of(integers: Tensor) -> Tensor:
+    """Return a hash of the bits of integers, as a tensor of one (See Rule 1)."""
+    if integers.storage_offset() * integers.dtype.itemsize % 8:
+        integers = integers.clone()  # words are aligned
+    raw = integers.view(torch.uint8)
+    if integers.numel() <= _FEW:
+        return raw.clone()
+    num_words, num_left = divmod(raw.numel(), 8)
+    words = (raw[: 8 * num_words] if num_left else raw).view(torch.int64)
+    found = _weighed(raw[8 * num_words :]) if num_left else None
+    pieces: tuple[Tensor, ...] = cast("Any", words).split(_MOST_WORDS if raw.is_cpu else _DEVICE_WORDS)
+    for piece in pieces:
+        num_rows, num_left = divmod(piece.numel(), _WORDS)
+        parts = [_weighed(piece[piece.numel() - num_left :])] if num_left else []
+        if num_rows:
+            rows = piece[: piece.numel() - num_left].view(num_rows, _WORDS)
+            parts.append(_weighed((rows * _odd(_WORDS, raw.device)).sum(1)))
+        for part in parts:
+            found = part if found is None else found * _NEXT + part
+    return cast("Tensor", found)
+
+
+def _weighed(integers: Tensor) -> Tensor:
+    """Return the sum of integers, each times an odd number of its own, modulo 2**64."""
+    return (integers * _odd(_WORDS, integers.device)[: integers.numel()]).sum(0, keepdim=True)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -175,25 +225,27 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
     """Return the weighted sums of the columns (See Rules 1 and 2)."""
-    num, kind, block = flat.numel(), (flat.dtype, flat.device), columns * _ROWS
-    found: Tensor | None = None
-    if num > columns * _MOST_ROWS:
-        num_blocks, num = divmod(num, block)
-        blocks = flat[: num_blocks * block] if num else flat
-        whole = _row(num_blocks, *kind).mm(blocks.view(num_blocks, block))
-        found = _row(_ROWS, *kind).mm(whole.view(_ROWS, columns))[0]
-        flat = flat[num_blocks * block :] if num else flat
-    num_rows, num_left = divmod(num, columns)
-    if num_rows:
-        rows = flat[: num_rows * columns] if num_left else flat
-        part = _row(num_rows, *kind).mm(rows.view(num_rows, columns))[0]
-        found = part if found is None else found.add_(part)
-    if num_left:
-        found = flat.new_zeros(columns) if found is None else found
-        found[:num_left].add_(flat[num - num_left :], alpha=1.25)
-    if found is None:
-        raise AssertionError("a tensor without entries has no sketch")
-    return found
+    num, kind = flat.numel(), (flat.dtype, flat.device)
+    if num <= columns:
+        return flat.clone()
+    width = columns * _ROWS if num > columns * _MOST_ROWS else columns
+    num_rows, num_left = divmod(num, width)
+    rows = flat[: num_rows * width] if num_left else flat
+    found = _row(num_rows, *kind).mm(rows.view(num_rows, width))
+    if num_left:  # some entries count twice, and none of them for nothing
+        found = found.add_(flat[num - width :], alpha=_OF_THE_LAST)
+    if width > columns:
+        found = _row(_ROWS, *kind).mm(found.view(_ROWS, columns))
+    return found[0]
+
+
+@functools.cache
+def _odd(num: int, device: torch.device) -> Tensor:
+    """Return random odd numbers of 64 bits."""
+    generator = torch.Generator().manual_seed(_SEED + num)
+    limits = torch.iinfo(torch.int64)
+    found = torch.randint(limits.min, limits.max, (num,), generator=generator)
+    return found.bitwise_or_(1).to(device)
 
 
 @functools.lru_cache(2**12)

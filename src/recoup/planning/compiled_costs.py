@@ -122,11 +122,10 @@ def _compiled(
     step = replace(own.step)  # with a verification of its own
     measured = measure_blocks(step, own.blocks, CodeByModule(again))
     _check(own, step.verification, measured.outcome)
-    measured.seconds_per_work = own.measured.seconds_per_work
-    *reference, tail = price(measured, own.place.work_per_byte)
+    *reference, tail = price(measured, own.place.seconds_per_byte)
     calls, costs, seconds = (
         list(own.measured.calls),
-        price(own.measured, own.place.work_per_byte),
+        price(own.measured, own.place.seconds_per_byte),
         own.seconds,
     )
     for place, (call, each, between) in enumerate(zip(calls, candidates, reference, strict=False)):
@@ -225,10 +224,8 @@ def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
             break
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
-        for each in steps:
-            each.seconds_per_work = own.measured.seconds_per_work
         kept, again = (
-            largest_costs_among_ranks(step.model, price(each, own.place.work_per_byte))
+            largest_costs_among_ranks(step.model, price(each, own.place.seconds_per_byte))
             for each in (steps[-1], _from_held_inputs(steps[-1]))
         )
         for costs, times, candidates in zip(

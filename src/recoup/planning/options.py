@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
 from recoup._core.devices import is_accelerator, synchronize
+from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tiers import existing_folder, tier_for
@@ -26,13 +26,11 @@ from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Forwards, Step
+from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
 __all__ = ["OffloadPlace", "PlanOptions", "Room", "checked_budget", "losses_from", "place_of"]
 
-# Work of moving a byte to host memory and back, in bytes moved on an accelerator: twice the
-# bandwidth of its memory over that of the bus.
-_MOVED = 2 * 60.0
 _TRIAL_BYTES = 1 << 25
 # Of a budget, on an accelerator: what expandable segments need (tests/unit/planning/test_headroom).
 _HEADROOM = 0.05
@@ -294,13 +292,13 @@ class OffloadPlace(NamedTuple):
 
     Args:
         to: "host" or the path of a folder.
-        work_per_byte: the work of moving a byte there and back, in bytes moved on the device; None
-            if nothing is offloaded. Copies run behind the computation, but the search does not
-            count on that: so it never offloads where recomputing is faster.
+        seconds_per_byte: the time of moving a byte there and back; None if nothing is offloaded.
+            Copies run behind the computation, but the search does not count on that: so it never
+            offloads where recomputing is faster.
     """
 
     to: str = "host"
-    work_per_byte: float | None = None
+    seconds_per_byte: float | None = None
 
     def of(self, schedule: Schedule) -> Schedule:
         """Return a schedule that offloads to this place."""
@@ -311,7 +309,7 @@ class OffloadPlace(NamedTuple):
 
 
 def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) -> OffloadPlace:
-    """Return the place that the argument `offload_to` means; a folder's speed is measured.
+    """Return the place that the argument `offload_to` means, whose speed is measured.
 
     Raises:
         ValueError: it is no folder, or host memory for a model that is there already.
@@ -324,30 +322,31 @@ def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) ->
                 f'`offload_to` is "host", but the model is on the {device.type}, whose memory is '
                 "host memory. Name a folder on a disk, or leave it out."
             )
-        return OffloadPlace("host", _MOVED if is_away else None)
+        return OffloadPlace("host", _seconds_per_byte("host", device) if is_away else None)
     folder = existing_folder(offload_to)
     if folder is None:
         raise ValueError(
             f"`offload_to` is {offload_to!r}, which is no folder. Make the folder first, on a "
             'disk with room for the inputs of blocks, or give "host".'
         )
-    return OffloadPlace(str(folder), _work_per_byte(str(folder), device))
+    return OffloadPlace(str(folder), _seconds_per_byte(str(folder), device))
 
 
-def _work_per_byte(folder: str, device: torch.device) -> float:
-    """Return the time of writing and reading a byte over that of moving one on the device."""
-    tier = tier_for(folder)
+def _seconds_per_byte(to: str, device: torch.device) -> float:
+    """Return the time of moving a byte to a place and back."""
+    if is_without_values():
+        return SECONDS_PER_MOVED_BYTE
+    tier = tier_for(to)
     data = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
-    waits = partial(synchronize, device)
-    data.clone()
-    waits()
-    start = time.perf_counter()
-    data.clone()
-    waits()
-    moved = (time.perf_counter() - start) / (2 * _TRIAL_BYTES)  # a copy reads and writes
-    start = time.perf_counter()
-    sent = tier.send(data)
-    sent.land()
-    sent.fetch().wait()
-    waits()
-    return (time.perf_counter() - start) / _TRIAL_BYTES / moved
+    if not tier.takes(data):
+        return SECONDS_PER_MOVED_BYTE
+    seconds = 0.0
+    for _ in range(2):  # the first one makes what is pinned, and files
+        synchronize(device)
+        start = time.perf_counter()
+        sent = tier.send(data)
+        sent.land()
+        sent.fetch().wait()
+        synchronize(device)
+        seconds = time.perf_counter() - start
+    return seconds / _TRIAL_BYTES

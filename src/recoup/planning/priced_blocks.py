@@ -227,7 +227,7 @@ def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
     """
     staying = [replace(cost, offload_seconds=None) for cost in costs]
     points = list(frontier(staying))
-    if place.work_per_byte is None:
+    if place.seconds_per_byte is None:
         return points
     in_flight_bytes = 2 * max(cost.state_bytes for cost in costs)
     for point in frontier(costs):
@@ -314,7 +314,7 @@ def price_blocks(
         calls=[with_times(call, seconds, times) for call, seconds in timed],
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
-    costs = price(measured, place.work_per_byte)
+    costs = price(measured, place.seconds_per_byte)
     kind = kind._replace(measured=measured, plain_bytes=plain_bytes)
     return kind.repriced(measured.calls, costs, times.plain)
 

@@ -130,21 +130,19 @@ class Measured:
     seconds_per_work: float = 1.0
 
 
-def price(measured: Measured, moved: float | None) -> list[Cost]:
+def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
     """Return the costs of the calls, and of the code after them.
 
     Args:
         measured: the measurements of a step.
-        moved: the work of offloading a byte; None if nothing is offloaded.
+        moving_seconds: the time of offloading a byte; None if nothing is offloaded.
     """
-    if moved is not None:
-        moved *= measured.seconds_per_work
     beside = _beside(measured)
     beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
-        _cost(call, between_bytes, min(before, call.state_bytes) if call.is_linked else 0, moved)
-        for call, between_bytes, before in zip(measured.calls, beside, shared, strict=False)
+        _cost(call, between, min(before, call.state_bytes) if call.is_linked else 0, moving_seconds)
+        for call, between, before in zip(measured.calls, beside, shared, strict=False)
     ]
     last = measured.calls[-1]
     end = last.forward.end_bytes
@@ -175,7 +173,9 @@ def _beside(measured: Measured) -> list[int]:
     return [b - a for a, b in pairwise(levels)]
 
 
-def _cost(call: MeasuredCall, between_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
+def _cost(
+    call: MeasuredCall, between_bytes: int, lent_bytes: int, moving_seconds: float | None
+) -> Cost:
     """Return the cost of a call; the tape before it may hold part of its input (See Rule 3)."""
     run_bytes = call.forward.peak_bytes - call.before.end_bytes - _drawn(call)
     run_bytes = max(run_bytes, call.output_bytes)
@@ -202,7 +202,7 @@ def _cost(call: MeasuredCall, between_bytes: int, lent_bytes: int, moved: float 
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
         reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _drawn(call),
         lent_bytes=_held_longer(call.after.levels, lent_bytes),
-        offload_seconds=None if moved is None else moved * call.state_bytes,
+        offload_seconds=None if moving_seconds is None else moving_seconds * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + between_bytes,
         between_bytes=between_bytes,
         is_linked=call.is_linked,

@@ -12,8 +12,9 @@ Rule 3. Sketches are compared (See NOTE [ A sketch ]), since a second set of gra
         They are taken after the bytes of the step have been read.
 Rule 4. Sketches may differ by the rounding of kernels, relative to the tensor, or to a part of the
         largest one: summands may have cancelled in a small gradient. If they differ by more, the
-        plain step is run once more. The distance between its two runs (from kernels that sum in no
-        fixed order) is then allowed as well, as far as it can be rounding.
+        plain step is run once more. The largest distance between its two runs (from kernels that
+        sum in no fixed order) is then allowed as well, as far as it can be rounding: of every
+        tensor, since it is chance which of them a run moves.
 Rule 5. Where a plan inverts blocks, the tolerance of its drift guard is allowed, relative to the
         norm of each gradient.
 Rule 6. Parts in tiles, and codes of compiled blocks, sum in another order. That is allowed more
@@ -119,7 +120,7 @@ class Verification:
         self.is_plain = False
         self.compares = True
         self._rounding, self._most, self._least_eps = _ROUNDING, _MOST, 0.0
-        self._spread: dict[str, float] = {}
+        self._spread = 0.0  # relative
         self._growth: dict[str, float] = {}  # relative
 
     def allow_other_sums(self, eps: float) -> None:
@@ -142,10 +143,13 @@ class Verification:
 
     def expect_again(self, outcome: Outcome) -> None:
         """Allow the distance of `outcome`, from another run of the expected step (See Rule 4)."""
-        again = outcome.of_tensors
-        for name, summary in self.expected.of_tensors.items() if self.expected else ():
-            spread = _distance(summary, again[name])
-            self._spread[name] = max(self._spread.get(name, 0.0), spread)
+        if self.expected is None:
+            return
+        for expected, again in zip(self.expected[:2], outcome[:2], strict=True):
+            for name, scale in _scales(expected).items():
+                if expected[name].eps and scale:
+                    spread = _distance(expected[name], again[name]) / scale
+                    self._spread = max(self._spread, spread)
 
     def allow_growth(self, outcome: Outcome, nudged: Outcome) -> None:
         """Allow what rounding errors grow to (See Rule 7).
@@ -193,18 +197,23 @@ class Verification:
         self, summaries: dict[str, Summary], expected: dict[str, Summary], tolerance: float
     ) -> str | None:
         """Return the name of the first tensor that differs, and by how much."""
-        norms = [each.norm for each in expected.values() if each.eps and each.norm < math.inf]
-        least_scale = _SUMMANDS * max(norms, default=0.0)
+        scales = _scales(expected)
         for name, summary in summaries.items():
-            norm = expected[name].norm
-            scale = max(norm, least_scale)  # See Rule 4
+            norm, scale = expected[name].norm, scales[name]
             eps = max(summary.eps, self._least_eps) if summary.eps else 0.0
-            spread = self._rounding * eps * scale + _OWN_SPREAD * self._spread.get(name, 0.0)
+            spread = (self._rounding * eps + _OWN_SPREAD * self._spread) * scale if eps else 0.0
             allowed = max(tolerance * scale, self._growth.get(name, 0.0) * norm)
             distance = _distance(summary, expected[name])
             if math.isfinite(norm) and distance > max(min(spread, self._most * scale), allowed):
                 return f"{name} by about {distance:.2g} (of {norm:.2g})"
         return None
+
+
+def _scales(summaries: dict[str, Summary]) -> dict[str, float]:
+    """Return what rounding is relative to, of each tensor (See Rule 4)."""
+    norms = [each.norm for each in summaries.values() if each.eps and each.norm < math.inf]
+    least = _SUMMANDS * max(norms, default=0.0)
+    return {name: max(each.norm, least) for name, each in summaries.items()}
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:

@@ -21,6 +21,7 @@ from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.errors import RecoupError
 
 __all__ = [
+    "SECONDS_PER_MOVED_BYTE",
     "Product",
     "WorkCounter",
     "counted_seconds",
@@ -40,6 +41,9 @@ _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
 # Bytes that are moved in a second, where time is counted; the times of a step are compared with one
 # another, so only what is not counted (the hooks of a region) depends on it.
 _BYTES_PER_SECOND = 1e10
+# Of moving a byte to another memory and back: the memory of an accelerator is as much faster than a
+# bus.
+SECONDS_PER_MOVED_BYTE = 120.0 / _BYTES_PER_SECOND
 
 # Operators that return a workspace, which is empty where they run without values.
 _WITH_WORKSPACE = frozenset((

@@ -29,7 +29,8 @@ from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
 from recoup.weights.reparametrization import Application, DrawnWeight
-from recoup.weights.steps import Step, leave, local
+from recoup.weights.recurrent import in_one_piece
+from recoup.weights.steps import Step, leave, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
 _KEY = "_recoup_attached"
@@ -228,14 +229,8 @@ def _on_computed_list(run: Any) -> Any:
     def forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
         self._update_flat_weights()  # torch checks that its list holds the layer's parameters
         names: list[str] = self.__dict__["_flat_weights_names"]
-        lists, before = local.lists, local.lists.get(id(self))
-        lists[id(self)] = [getattr(self, name) for name in names]
-        try:
+        with running_on(self, in_one_piece(self, [getattr(self, name) for name in names])):
             return run(self, *args, **kwargs)
-        finally:
-            del lists[id(self)]
-            if before is not None:
-                lists[id(self)] = before
 
     return forward
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +47,19 @@ class Frame:
     @never_compiled
     def __exit__(self, *error: object) -> None:
         leave(self)
+
+
+@contextmanager
+def running_on(layer: nn.Module, weights: list[Tensor]) -> Generator[None]:
+    """Return a context in which a recurrent layer has these weights in its list."""
+    before = local.lists.get(id(layer))
+    local.lists[id(layer)] = weights
+    try:
+        yield
+    finally:
+        del local.lists[id(layer)]
+        if before is not None:
+            local.lists[id(layer)] = before
 
 
 def leave(frame: Frame) -> None:

@@ -130,3 +130,22 @@ def test_what_is_not_finite(size):
         assert off(other, finite) == 0
         assert off(other, other.clone()) == 0
         assert off(finite, other) == math.inf
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("size", [70_000, 4096 * 300, 8 * 2**18 + 4097])
+@pytest.mark.parametrize("first_at", [0, 3])
+def test_many_integers_are_told_apart(first_at, size, dtype):
+    """Of which one changes, or two change places, wherever they begin in memory."""
+    torch.manual_seed(0)
+    numbers = torch.randint(-100, 100, (size + first_at,)).to(dtype)[first_at:]
+    assert off(numbers, numbers.clone()) == 0
+    for one, other in ((0, 1), (5, 8 * 4096 + 5), (size - 1, size // 2), (0, size - 1)):
+        changed = numbers.clone()
+        changed[one] = not changed[one] if dtype is torch.bool else changed[one] + 1
+        assert off(numbers, changed) > 1
+        changed = numbers.clone()
+        changed[[one, other]] = torch.tensor([1, 0], dtype=dtype)
+        swapped = changed.clone()
+        swapped[[one, other]] = changed[[other, one]]
+        assert off(changed, swapped) > 1

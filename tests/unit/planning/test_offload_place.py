@@ -30,7 +30,7 @@ def model():
 
 @pytest.mark.filterwarnings("ignore:The first step")  # of another loss
 def test_a_plan_that_offloads_to_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "_work_per_byte", lambda folder, device: 0.01)
+    monkeypatch.setattr(options, "_seconds_per_byte", lambda to, device: 1e-12)
     net, x = model(), torch.randn(512, 64)
     frontier, without = recoup.plan(net, x, offload_to=tmp_path), recoup.plan(net, x)
     budget = without.points[0].peak_bytes + 9 * 512 * 64  # two states are in flight
@@ -63,7 +63,7 @@ def test_a_plan_that_offloads_to_a_folder(tmp_path, monkeypatch):
 def test_a_slow_folder_is_not_used_where_recomputing_is_faster(tmp_path, monkeypatch):
     net, x = model(), torch.randn(512, 64)
     least = recoup.plan(net, x).least_bytes
-    monkeypatch.setattr(options, "_work_per_byte", lambda folder, device: 1e9)
+    monkeypatch.setattr(options, "_seconds_per_byte", lambda to, device: 0.1)
     plan = recoup.plan(net, x, budget=least, offload_to=tmp_path)
     assert not any(isinstance(a, Offload) for a in plan.schedule.actions)
 
