@@ -138,6 +138,7 @@ def run(name: str, command: list[str], limit: float, *, is_small: bool = False) 
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment["PYTHONUNBUFFERED"] = "1"
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if is_small:
         environment["RECOUP_QUICK"] = "1"
     # A group of its own, so that workers of a part that takes too long end with it.

@@ -144,8 +144,11 @@ class Training:
             found["gradient_error"] = self.error()
             step()
             self.empty()
-            peaks = recoup.measure(step, device=self.device, repeats=0).peaks
-            seconds = min(self.seconds(step) for _ in range(ROUNDS))
+            with self.limited(found):
+                peaks = recoup.measure(step, device=self.device, repeats=0).peaks
+                seconds = min(self.seconds(step) for _ in range(ROUNDS))
+        except torch.OutOfMemoryError:
+            return {"model": self.name, "name": way, **found, "is_out_of_memory": True}
         finally:
             setattr(self.case.owner, self.case.name, self.blocks)
             self.empty()
@@ -153,6 +156,26 @@ class Training:
         speed = self.model.samples / seconds
         row = {"model": self.name, "name": way, **found, "seconds": seconds}
         return row | {"speed": speed, "unit": self.model.unit}
+
+    @contextlib.contextmanager
+    def limited(self, found: dict) -> Iterator[None]:
+        """A context in which a CUDA device has the budget that was found, beside what is alive.
+
+        `num_retries` is then how often the allocator gave cached memory back to find room.
+        """
+        budget = found.get("budget_bytes")
+        if budget is None or self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.synchronize()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        before = torch.cuda.memory_stats()["num_alloc_retries"]
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + budget) / total)
+        try:
+            yield
+            found["num_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - before
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
     def error(self) -> float:
         """Return the distance of the gradient to that of the plain step, relative to it."""
@@ -209,7 +232,7 @@ def of_model(name: str, device: str) -> Iterator[tuple[str, dict]]:
     row = planned(least)
     yield "budgets", row
     room = 1 - row["headroom"]
-    most = int(frontier.points[-1].peak_bytes / room) + 1
+    most = frontier.points[-1].peak_bytes
     for place in range(1, NUM_BUDGETS):
         yield "budgets", planned(least + (most - least) * place // (NUM_BUDGETS - 1))
     rivals = {FULL: torch_checkpoint}

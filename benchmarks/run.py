@@ -18,6 +18,7 @@ import argparse
 import datetime
 import importlib
 import json
+import os
 import platform
 import re
 from importlib import metadata
@@ -66,6 +67,7 @@ def conditions(device: str) -> dict:
         "device": device,
         "device_name": name,
         "num_threads": torch.get_num_threads(),
+        **({} if is_cpu else {"allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions,
     }

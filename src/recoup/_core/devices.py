@@ -337,6 +337,14 @@ def memory_counts(device: torch.device) -> MemoryCounts:
     )
 
 
+def has_fixed_segments(device: torch.device) -> bool:
+    """Whether free memory of an accelerator lies in segments that cannot grow."""
+    module = _module_of(device.type)
+    snapshot: Any = getattr(module, "memory_snapshot", list)
+    segments: list[dict[str, Any]] = snapshot()
+    return bool(segments) and not any(each.get("is_expandable", True) for each in segments)
+
+
 def reset_peaks(device: torch.device) -> None:
     """Let the peaks of an accelerator begin anew."""
     counter_of(device).reset_peak_memory_stats(device)

@@ -197,7 +197,8 @@ def _hash_of(integers: Tensor) -> Tensor:
     num_words, num_left = divmod(raw.numel(), 8)
     words = (raw[: 8 * num_words] if num_left else raw).view(torch.int64)
     found = _weighed(raw[8 * num_words :]) if num_left else None
-    pieces: tuple[Tensor, ...] = cast("Any", words).split(_MOST_WORDS if raw.is_cpu else _DEVICE_WORDS)
+    most = _MOST_WORDS if raw.is_cpu else _DEVICE_WORDS
+    pieces: tuple[Tensor, ...] = cast("Any", words).split(most)
     for piece in pieces:
         num_rows, num_left = divmod(piece.numel(), _WORDS)
         parts = [_weighed(piece[piece.numel() - num_left :])] if num_left else []

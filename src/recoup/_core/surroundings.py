@@ -4,7 +4,8 @@ NOTE [ What a second run finds ]
 
 Rule 1. A second run is given back the settings of operators (autocast, the kernels of attention),
         the states of the default generators and the seeds of recoup, as the first run found them.
-        What the second run does to these is undone.
+        What the second run does to these is undone. Backward of an accelerator runs in a thread of
+        its own, where context variables have no values: there they have those of the first run.
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
         versions, since fused kernels leave versions alone. So does one that it assigned anew.
@@ -26,6 +27,7 @@ Rule 7. If a later run that is given what the first one decided differs from it,
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import threading
 import weakref
@@ -91,6 +93,7 @@ class Surroundings(Draws):
         self._entries = []
         self.name = name
         self._settings = _settings()
+        self._context, self._thread = contextvars.copy_context(), threading.get_ident()
         self._has_mode = num_dispatch_modes() > 0
         self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
@@ -279,10 +282,14 @@ class Surroundings(Draws):
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
-        is_any = self.counted or self._replaced or self.kept_outputs
+        is_any = self.counted or self._replaced or self.kept_outputs or self._is_elsewhere()
         if is_in_mode or is_any or True in settings[0]:
             return self._restored()
         return self.replaying() if settings == _settings() else self._restored()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread, without context variables that the first run had."""
+        return len(self._context) > 0 and threading.get_ident() != self._thread
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -292,7 +299,8 @@ class Surroundings(Draws):
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(PassingMode())
         buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
-        with _with(self._settings), _BUFFERS if buffers or replaced else nullcontext():
+        variables = _variables(self._context) if self._is_elsewhere() else nullcontext()
+        with _with(self._settings), variables, _BUFFERS if buffers or replaced else nullcontext():
             after = [buffer.detach().clone() for buffer in buffers]
             others = [owners.get(name) for owners, name, _ in replaced]
             try:
@@ -339,6 +347,17 @@ class Surroundings(Draws):
                 if part is found:
                     return f"`{name}` of {type(root).__name__}"
         return f"a {type(found).__name__}"
+
+
+@contextmanager
+def _variables(context: contextvars.Context) -> Generator[None]:
+    """Return a context in which context variables have the values of another context."""
+    tokens = [(variable, variable.set(value)) for variable, value in context.items()]
+    try:
+        yield
+    finally:
+        for variable, token in reversed(tokens):
+            variable.reset(token)
 
 
 @contextmanager

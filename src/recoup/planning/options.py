@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.devices import is_accelerator, synchronize
+from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
 from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
@@ -32,8 +32,10 @@ from recoup.schedules import Offload, Schedule
 __all__ = ["OffloadPlace", "PlanOptions", "Room", "checked_budget", "losses_from", "place_of"]
 
 _TRIAL_BYTES = 1 << 25
-# Of a budget, on an accelerator: what expandable segments need (tests/unit/planning/test_headroom).
+# Of a budget, on an accelerator: what is needed where its segments can grow, and where they cannot
+# (tests/unit/planning/test_headroom, benchmarks/budgets.py).
 _HEADROOM = 0.05
+_HEADROOM_OF_FIXED_SEGMENTS = 0.25
 
 
 def checked_budget(budget: int | str) -> int:
@@ -133,7 +135,7 @@ class PlanOptions:
         """Return the room that budgets leave for a step, on the rank that has the least."""
         headroom = self.headroom
         if headroom is None:
-            headroom = _HEADROOM if is_accelerator(step.device) else 0.0
+            headroom = _headroom_of(step.device)
         (baseline,) = largest_among_ranks(step.model, [self._baseline_bytes(step.model)])
         return Room(int(baseline), float(headroom))
 
@@ -185,6 +187,13 @@ class Room(NamedTuple):
         """Return the least budget in which a step may take so many bytes."""
         budget = math.ceil((self.baseline_bytes + step_bytes) / (1 - self.headroom))
         return budget + (self.of(budget) < step_bytes)  # which rounds down
+
+
+def _headroom_of(device: torch.device) -> float:
+    """Return the part of a budget that an allocator needs for fragmentation."""
+    if not is_accelerator(device):
+        return 0.0
+    return _HEADROOM_OF_FIXED_SEGMENTS if has_fixed_segments(device) else _HEADROOM
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -28,8 +28,8 @@ from recoup._core.compile import never_compiled, not_compiled_itself
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
-from recoup.weights.reparametrization import Application, DrawnWeight
 from recoup.weights.recurrent import in_one_piece
+from recoup.weights.reparametrization import Application, DrawnWeight
 from recoup.weights.steps import Step, leave, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 

@@ -1,0 +1,105 @@
+"""Second runs on a GPU, where backward is in a thread of its own, are compared when it ends."""
+
+from __future__ import annotations
+
+import contextvars
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import recoup
+from recoup._core.sketch import difference, numbers_of, sketch_of, tolerance_of
+from recoup.errors import ReplayError
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
+    torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 17, 64, 65, 4096, 34_817, 1_000_003, 2**23 + 5])
+def test_one_entry_is_seen(size, dtype):
+    torch.manual_seed(0)
+    first = (100 * torch.randn(size, dtype=torch.float64, device="cuda")).to(dtype)
+    assert numbers_of(sketch_of(first)) == numbers_of(sketch_of(first.clone()))
+    for place in {0, size // 2, size - 1}:
+        second = first.clone()
+        second[place] = not first[place] if dtype is torch.bool else first[place] + 2 * size**0.5
+        found = difference(sketch_of(first), sketch_of(second)) / tolerance_of(dtype)
+        assert found > 1 or dtype in (torch.bfloat16, torch.float16)
+
+
+class Impure(nn.Module):
+    """A block that computes something else when it runs again."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.num_runs, self.linear = way, 0, nn.Linear(64, 64)
+
+    def forward(self, x):
+        self.num_runs += 1
+        y = self.linear(x)
+        if self.way == "a number":
+            return (y * self.num_runs).tanh()
+        if self.way == "a mask":
+            return torch.where(torch.arange(64, device="cuda") % 7 == self.num_runs, y, -y).sin()
+        if self.way == "an index":
+            return y[:, (torch.arange(8, device="cuda") + self.num_runs) % 64].sin()
+        generator = torch.Generator("cuda").manual_seed(self.num_runs)
+        return (y * torch.rand(64, device="cuda", generator=generator)).tanh()
+
+
+@pytest.mark.parametrize("way", ["a number", "a mask", "an index", "a draw of another generator"])
+def test_what_runs_otherwise_is_an_error(way):
+    block = Impure(way).cuda()
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    for _ in range(2):
+        y = recoup.checkpoint(block, x)
+        with pytest.raises(ReplayError, match="did not repeat its first run"):
+            y.square().mean().backward()
+    block = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()).cuda()
+    recoup.checkpoint(block, x).sum().backward()  # what failed has left nothing
+
+
+def test_kernels_that_sum_in_no_fixed_order_are_no_error():
+    index = torch.randint(50, (200_000,), device="cuda")
+    x = torch.randn(200_000, 8, device="cuda", requires_grad=True)
+
+    def gathered(x):
+        return torch.zeros(50, 8, device="cuda").index_add(0, index, x.sin())[index].exp()
+
+    for _ in range(5):
+        recoup.checkpoint(gathered, x).sum().backward()
+
+
+def test_context_variables_have_the_values_of_forward():
+    variable = contextvars.ContextVar("factor")
+    variable.set(3.0)
+    x = torch.randn(100, device="cuda", requires_grad=True)
+    (wanted,) = torch.autograd.grad((3.0 * x).sin().sum(), x)
+    recoup.checkpoint(lambda x: (variable.get() * x).sin(), x).sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_every_kind_with_dropout(dtype):
+    """Its kernels draw from a seed and an offset that they save."""
+    q, k, v = (torch.randn(2, 4, 128, 32, device="cuda", dtype=dtype, requires_grad=True)
+               for _ in range(3))  # fmt: skip
+
+    def attended(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+
+    found = []
+    for run in (attended, lambda *x: recoup.checkpoint(attended, *x)):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(run(q, k, v).float().square().sum(), (q, k, v)))
+    for got, want in zip(*found, strict=True):
+        assert (got - want).float().norm() < 0.01 * want.float().norm()
