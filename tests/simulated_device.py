@@ -129,6 +129,11 @@ class _Full(_Bare):
     def reset_peak_memory_stats(self, device=None):
         self.memory.reset_peaks()
 
+    def memory_snapshot(self):
+        return [{"is_expandable": self.is_expandable}]
+
+    is_expandable = True
+
     def mem_get_info(self, device):
         whole = min(2**30, self.memory.limit)
         return whole - self.memory.now["reserved"], whole

@@ -81,10 +81,14 @@ def test_kernels_that_sum_in_no_fixed_order_are_no_error():
 
 def test_context_variables_have_the_values_of_forward():
     variable = contextvars.ContextVar("factor")
-    variable.set(3.0)
     x = torch.randn(100, device="cuda", requires_grad=True)
     (wanted,) = torch.autograd.grad((3.0 * x).sin().sum(), x)
-    recoup.checkpoint(lambda x: (variable.get() * x).sin(), x).sum().backward()
+
+    def check():
+        variable.set(3.0)
+        recoup.checkpoint(lambda x: (variable.get() * x).sin(), x).sum().backward()
+
+    contextvars.copy_context().run(check)
     torch.testing.assert_close(x.grad, wanted)
 
 

@@ -288,7 +288,14 @@ def of_bytes():
             says("let a plan leave more `headroom`", step, torch.OutOfMemoryError)
         memory.limit = float("inf")
 
-    for run in (measured, planned, limited):
+    def fixed():
+        simulated.module.is_expandable = False
+        plan = recoup.plan(model, x, loss=loss, budget=2 * budget)
+        simulated.module.is_expandable = True
+        assert plan.rehearsed_peak_bytes <= 0.75 * 2 * budget, plan
+        assert "left for fragmentation: 0.25" in str(plan), plan
+
+    for run in (measured, planned, limited, fixed):
         yield "bytes", run.__name__, cell(lambda: run() and None)  # noqa: B023
 
 

@@ -26,8 +26,9 @@ Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when b
         it returns, since a comparison waits for the device.
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
         to a residual that is sketched (a factor from elsewhere, times a weight that is zero; the
-        sign before a square); and
-        bytes (uint8), which kernels use as a workspace and leave in part unwritten.
+        sign before a square); and what kernels leave unwritten: bytes (uint8), which they use as a
+        workspace, and where there is an accelerator one or two integers, in which its attention
+        returns the seed of a dropout, if there is one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.devices import accelerator
 from recoup._core.memory_layout import strided
 from recoup._core.saved_tensors import backward_id, num_nodes
 from recoup._core.sketch import Sketch, all_numbers_of, difference, sketch_of, tolerance_of
@@ -68,6 +70,7 @@ Waiting = dict[int, list[Residual]]
 _OF_NUMBERS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 ))  # fmt: skip
+_OF_SEEDS = frozenset((torch.uint8, torch.int64, torch.uint64))  # or of a workspace
 # Nodes whose result shows a difference in one operand, whatever the other is (zeros: See Rule 8).
 _SCALES = frozenset(("MulBackward0", "DivBackward0"))
 # The nodes of functions that users write.
@@ -166,7 +169,7 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
     seen: set[object] = set()
     for place, tensor, version in residuals:
         now = 0 if tensor.is_inference() else tensor._version
-        if tensor.dtype is torch.uint8 or now != version:
+        if now != version or _may_be_unwritten(tensor):
             continue  # See Rules 5 and 8
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         address = tensor.data_ptr() if is_plain else 0
@@ -180,6 +183,13 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
             stride = tensor.stride() if is_plain else ()
             found[place] = Compared(sketch, tensor.dtype, tensor.shape, stride, address, version)
     return found
+
+
+def _may_be_unwritten(tensor: Tensor) -> bool:
+    """Whether a kernel may have left a residual as its memory was (See Rule 8)."""
+    if tensor.dtype in _OF_SEEDS:
+        return tensor.dtype is torch.uint8 or (tensor.numel() <= 2 and accelerator() is not None)
+    return False
 
 
 def compare(

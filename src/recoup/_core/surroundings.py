@@ -282,14 +282,11 @@ class Surroundings(Draws):
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
-        is_any = self.counted or self._replaced or self.kept_outputs or self._is_elsewhere()
+        is_any = self.counted or self._replaced or self.kept_outputs
+        is_any = is_any or (self._context and threading.get_ident() != self._thread)
         if is_in_mode or is_any or True in settings[0]:
             return self._restored()
         return self.replaying() if settings == _settings() else self._restored()
-
-    def _is_elsewhere(self) -> bool:
-        """Whether this is another thread, without context variables that the first run had."""
-        return len(self._context) > 0 and threading.get_ident() != self._thread
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -299,7 +296,8 @@ class Surroundings(Draws):
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(PassingMode())
         buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
-        variables = _variables(self._context) if self._is_elsewhere() else nullcontext()
+        is_elsewhere = threading.get_ident() != self._thread  # its context variables are others
+        variables = _variables(self._context) if is_elsewhere else nullcontext()
         with _with(self._settings), variables, _BUFFERS if buffers or replaced else nullcontext():
             after = [buffer.detach().clone() for buffer in buffers]
             others = [owners.get(name) for owners, name, _ in replaced]

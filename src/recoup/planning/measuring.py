@@ -65,11 +65,11 @@ def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None =
     with step.rehearsed(), timeline(step.device, records_levels=True) as line:
         meter = _Meter(step, blocks, line, code)
         with followed([module for _, module in blocks], meter):
-            gradients = step.run()
+            gradients = step.run(between=meter.loss_ended)
         meter.ended(line.mark())
         outcome = outcome_of(step.model, gradients)
         step.forget()
-    return Measured(meter.calls, meter.between, outcome)
+    return Measured(meter.calls, meter.loss, meter.between, outcome)
 
 
 class _Meter:
@@ -79,7 +79,7 @@ class _Meter:
         self, step: Step, blocks: Iterable[Block], line: Timeline, code: BlockCode | None
     ) -> None:
         self.calls: list[MeasuredCall] = []
-        self.between = Span()
+        self.loss = self.between = Span()
         self._code = code
         self._clock = 0.0  # at the end of the latest second run
         # Random states are in host memory.
@@ -123,6 +123,8 @@ class _Meter:
         with counter.counting():
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
+        torch.clear_autocast_cache()  # which is held until backward begins, whatever blocks keep
+        found.cleared = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
         found.work = counter.work
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
@@ -138,6 +140,10 @@ class _Meter:
     def counter(self) -> WorkCounter:
         """Return a counter of a run."""
         return WorkCounter(counts_operators=self._code is None)
+
+    def loss_ended(self) -> None:
+        """Record the span of the loss."""
+        self.loss = self._line.mark()
 
     def second_run_begins(self, found: MeasuredCall) -> None:
         """Record the span until now."""

@@ -54,6 +54,8 @@ class MeasuredCall:
         work: the counted work of one forward; once it is timed, the seconds of a second run.
         before: the span that ends when the call begins.
         forward: the span of its forward.
+        cleared: the span from there to when autocast has let go of the weights that it has cast,
+            as it does before backward.
         until_again: the span that ends when its second run begins in backward; None if there is no
             second run.
         again: the span of its second run, at the end of which its output is alive.
@@ -82,6 +84,7 @@ class MeasuredCall:
     work: float = 0.0
     before: Span = field(default_factory=Span)
     forward: Span = field(default_factory=Span)
+    cleared: Span = field(default_factory=Span)
     until_again: Span | None = None
     again: Span = field(default_factory=Span)
     residuals: Span = field(default_factory=Span)
@@ -119,12 +122,14 @@ class Measured:
 
     Args:
         calls: the calls of blocks, in the order of forward.
-        between: the span from the end of the last call to the first second run.
+        loss: the span from the end of the last call to the end of the loss.
+        between: the span from there to the first second run.
         outcome: the outcome of the step.
         seconds_per_work: the seconds of a unit of counted work; 1 until the step is timed.
     """
 
     calls: list[MeasuredCall]
+    loss: Span
     between: Span
     outcome: Outcome
     seconds_per_work: float = 1.0
@@ -144,14 +149,17 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
         _cost(call, between, min(before, call.state_bytes) if call.is_linked else 0, moving_seconds)
         for call, between, before in zip(measured.calls, beside, shared, strict=False)
     ]
-    last = measured.calls[-1]
-    end = last.forward.end_bytes
+    calls = measured.calls
+    last = calls[-1]
+    end = last.cleared.end_bytes
     state, between = last.output_bytes, measured.between
+    cached_bytes = sum(call.forward.end_bytes - call.cleared.end_bytes for call in calls)
+    loss_peak_bytes = max(measured.loss.peak_bytes, end) + cached_bytes
     tail = Cost(
         seconds=0.0,
         state_bytes=state,
         tape_bytes=state,
-        tape_run_bytes=max(between.peak_bytes - end, 0),
+        tape_run_bytes=max(between.peak_bytes, loss_peak_bytes) - end,
         left_bytes=between.end_bytes - end + state + beside[-1],
         between_bytes=beside[-1],
         is_fixed=True,
@@ -165,7 +173,7 @@ def _beside(measured: Measured) -> list[int]:
     kept = [0, *accumulate(call.state_bytes if call.until_again else 0 for call in calls)]
     drawn = [0, *accumulate(call.drawn_bytes if call.until_again else 0 for call in calls)]
     alive = [call.before.end_bytes - call.state_bytes for call in calls]
-    alive.append(calls[-1].forward.end_bytes - calls[-1].output_bytes)
+    alive.append(calls[-1].cleared.end_bytes - calls[-1].output_bytes)
     alive = [a - d for a, d in zip(alive, drawn, strict=True)]  # See Rule 4
     # Memory that is freed before backward is assumed to stay.
     until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)

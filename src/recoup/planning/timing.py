@@ -7,9 +7,10 @@ Rule 1. Whole steps are timed, without counting bytes or work. What a step takes
         the copies of products. So all of that is in the costs, and the predictions for these three
         steps are the times that were measured.
 Rule 2. What blocks pay is divided among them by the times of their second runs, one by one; calls
-        that are alike share the median of theirs. Within a block, products and other operators
-        share its time by their counted work, of which keeping them saves the part that the step
-        which keeps products shows.
+        that are alike share the median of theirs. A clock that is read there waits for an
+        accelerator, so steps in which it is read say nothing else. Within a block, products and
+        other operators share its time by their counted work, of which keeping them saves the part
+        that the step which keeps products shows.
 Rule 3. The steps are run in turn, several times if they are short, and the shortest time of each
         counts, since other programs only make it longer. Times that are counted (without values)
         are always the same: once is enough.
@@ -28,6 +29,7 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from recoup._core.devices import is_accelerator
 from recoup._core.fake_values import is_without_values
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
@@ -93,14 +95,17 @@ def times_of(
         return noted(index) if run in ("first", "again") else nullcontext()
 
     every_way: list[Way] = ["recompute"] * len(calls)
+    again_all = constant([*every_way, "keep"])
 
     @contextmanager
     def recomputing() -> Generator[None]:
         runs.append({})
-        with planned.followed(constant([*every_way, "keep"]), timed):
+        with planned.followed(again_all, timed):
             yield
 
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
+    if is_accelerator(step.device) and not is_without_values():
+        ways = {"again": partial(planned.followed, again_all), "each": recomputing}
     kept = [len(chosen_products(call)) or None for call in calls]
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext

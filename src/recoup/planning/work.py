@@ -218,6 +218,21 @@ def _flop_registry() -> dict[Any, Any]:
     return flop_registry
 
 
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+    """Return the floating-point operations of an operator; 0 if torch cannot count them."""
+    count = _flop_registry().get(getattr(func, "_overloadpacket", func))
+    if count is None:
+        return 0.0
+    if is_attention(func) and args[0].dim() == 4:  # torch refuses heads that share keys
+        q, *pair = args[:3]
+        shared = (each[:, :1].expand(-1, q.shape[1], -1, -1) for each in pair)
+        args = (q, *shared, *args[3:])
+    try:
+        return float(count(*args, **kwargs, out_val=result))
+    except (AssertionError, ValueError):  # sequences in one dimension
+        return 0.0
+
+
 def _work(
     func: Any, args: Any, kwargs: dict[str, Any], result: Any, outputs: Sequence[Tensor]
 ) -> float:
@@ -228,6 +243,5 @@ def _work(
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and outputs:
         drawn_bytes = outputs[0].numel() * outputs[0].element_size()
         num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn_bytes)
-    count = _flop_registry().get(getattr(func, "_overloadpacket", func))
-    flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    flops = _flops(func, args, kwargs, result)
     return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE_OF_ACCELERATORS)

@@ -213,13 +213,17 @@ def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
 def test_context_variables_of_forward_are_there_in_a_backward_of_another_thread(is_nested):
     """As backward of an accelerator is; there they have no values, and keep none."""
     variable = contextvars.ContextVar("factor")
-    variable.set(3.0)
     scaled = lambda x: (variable.get() * x).sin()  # noqa: E731
     inner = (lambda x: recoup.checkpoint(scaled, x)) if is_nested else scaled
     x = torch.randn(5, requires_grad=True)
-    (wanted,) = torch.autograd.grad(scaled(x).sum(), x)
-    loss = recoup.checkpoint(inner, x).sum()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(loss.backward).result()
-        assert pool.submit(variable.get, None).result() is None
-    assert torch.equal(x.grad, wanted)
+
+    def check():
+        variable.set(3.0)
+        (wanted,) = torch.autograd.grad(scaled(x).sum(), x)
+        loss = recoup.checkpoint(inner, x).sum()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
+            assert pool.submit(variable.get, None).result() is None
+        assert torch.equal(x.grad, wanted)
+
+    contextvars.copy_context().run(check)

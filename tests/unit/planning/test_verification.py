@@ -46,6 +46,17 @@ def test_a_large_buffer_says_nothing_of_gradients(buffer):
     assert "`large`" in found.difference(outcome(-gradient, buffer=buffer))
 
 
+def test_noise_of_one_gradient_is_allowed_of_all():
+    """Kernels that sum in no fixed order move one of them in a run, and another in the next."""
+    large, small = torch.ones(64), torch.ones(64)
+    found = verification(outcome(large, small))
+    assert "`small`" in found.difference(outcome(large, 1.002 * small))
+    found.expect_again(outcome(1.001 * large, small))
+    assert found.difference(outcome(large, 1.002 * small)) is None
+    assert "`small`" in found.difference(outcome(large, 1.02 * small))
+    assert "`buffer`" in found.difference(outcome(large, small, torch.tensor([0, 0, 1])))
+
+
 def test_buffers_are_compared_with_buffers():
     gradient, buffer = torch.ones(64), torch.tensor([1e-3, 2e-3, 3e-3])
     found = verification(outcome(gradient, buffer=buffer))
