@@ -169,7 +169,7 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
     seen: set[object] = set()
     for place, tensor, version in residuals:
         now = 0 if tensor.is_inference() else tensor._version
-        if now != version or _may_be_unwritten(tensor):
+        if now != version or (tensor.dtype in _OF_SEEDS and _may_be_unwritten(tensor)):
             continue  # See Rules 5 and 8
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         address = tensor.data_ptr() if is_plain else 0
@@ -186,10 +186,8 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
 
 
 def _may_be_unwritten(tensor: Tensor) -> bool:
-    """Whether a kernel may have left a residual as its memory was (See Rule 8)."""
-    if tensor.dtype in _OF_SEEDS:
-        return tensor.dtype is torch.uint8 or (tensor.numel() <= 2 and accelerator() is not None)
-    return False
+    """Whether a kernel may have left a residual of integers as its memory was (See Rule 8)."""
+    return tensor.dtype is torch.uint8 or (tensor.numel() <= 2 and accelerator() is not None)
 
 
 def compare(

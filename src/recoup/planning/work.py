@@ -225,8 +225,8 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
         return 0.0
     if is_attention(func) and args[0].dim() == 4:  # torch refuses heads that share keys
         q, *pair = args[:3]
-        shared = (each[:, :1].expand(-1, q.shape[1], -1, -1) for each in pair)
-        args = (q, *shared, *args[3:])
+        shapes = (torch.Size((*q.shape[:2], *each.shape[2:])) for each in pair)
+        args = (q, *shapes, *args[3:])  # it asks for nothing else
     try:
         return float(count(*args, **kwargs, out_val=result))
     except (AssertionError, ValueError):  # sequences in one dimension

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import recoup
-from recoup._core import slots
+from recoup._core import outcome, slots
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import Chain
@@ -227,3 +228,28 @@ def test_context_variables_of_forward_are_there_in_a_backward_of_another_thread(
         assert torch.equal(x.grad, wanted)
 
     contextvars.copy_context().run(check)
+
+
+def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
+    """As attention without dropout returns it, where there is an accelerator."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, numbers):
+            ctx.save_for_backward(x, numbers)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0].cos(), None
+
+    x, draws = torch.randn(5, requires_grad=True), iter(range(100))
+
+    def run(size):
+        numbers = lambda: torch.tensor([next(draws)] * size)  # noqa: E731
+        recoup.checkpoint(lambda x: Attention.apply(x, numbers()), x).sum().backward()
+
+    for size, found in ((1, torch.device("cuda")), (3, torch.device("cuda")), (1, None)):
+        monkeypatch.setattr(outcome, "accelerator", lambda found=found: found)
+        with nullcontext() if size == 1 and found else pytest.raises(ReplayError):
+            run(size)
