@@ -144,11 +144,10 @@ class Training:
             found["gradient_error"] = self.error()
             step()
             self.empty()
-            with self.limited(found):
-                peaks = recoup.measure(step, device=self.device, repeats=0).peaks
-                seconds = min(self.seconds(step) for _ in range(ROUNDS))
-        except torch.OutOfMemoryError:
-            return {"model": self.name, "name": way, **found, "is_out_of_memory": True}
+            peaks = recoup.measure(step, device=self.device, repeats=0).peaks
+            seconds = min(self.seconds(step) for _ in range(ROUNDS))
+            if "budget_bytes" in found and self.device.type == "cuda":
+                found["num_retries"] = self.num_retries(step, found["budget_bytes"])
         finally:
             setattr(self.case.owner, self.case.name, self.blocks)
             self.empty()
@@ -157,25 +156,26 @@ class Training:
         row = {"model": self.name, "name": way, **found, "seconds": seconds}
         return row | {"speed": speed, "unit": self.model.unit}
 
-    @contextlib.contextmanager
-    def limited(self, found: dict) -> Iterator[None]:
-        """A context in which a CUDA device has the budget that was found, beside what is alive.
+    def num_retries(self, step: Callable[[], None], budget_bytes: int) -> int | None:
+        """Train where a CUDA device has a budget beside what is there; None if that is too little.
 
-        `num_retries` is then how often the allocator gave cached memory back to find room.
+        Returns:
+            how often the allocator gave cached memory back to find room.
         """
-        budget = found.get("budget_bytes")
-        if budget is None or self.device.type != "cuda":
-            yield
-            return
-        torch.cuda.synchronize()
+        self.empty()
         total = torch.cuda.get_device_properties(self.device).total_memory
         before = torch.cuda.memory_stats()["num_alloc_retries"]
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + budget) / total)
+        limit = torch.cuda.memory_reserved() + budget_bytes
+        torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0))
         try:
-            yield
-            found["num_retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - before
+            for _ in range(ROUNDS):
+                step()
+        except torch.OutOfMemoryError:
+            self.case.model.zero_grad()
+            return None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
+        return torch.cuda.memory_stats()["num_alloc_retries"] - before
 
     def error(self) -> float:
         """Return the distance of the gradient to that of the plain step, relative to it."""

@@ -401,22 +401,25 @@ def budgets_table(found: dict) -> str:
         kinds = ("requested", "allocated", "reserved")
         sizes = [row[f"{kind}_bytes"] for kind in kinds]
         shown = ["-" if size is None else mib(size) for size in sizes]
-        over = row["speed"] / plain[row["model"]]["speed"]
+        over = plain[row["model"]]["speed"] / row["speed"]
         speed = f"{row['speed']:.4g} {row['unit']}/s"
         return f"| {' | '.join([row['model'], *first, *shown, speed, f'{over:.2f}'])} |"
 
-    beside = "requested MiB | allocated | reserved | speed | over plain |"
-    lines = [f"| model | budget MiB | predicted | {beside}", "|---|---|---|---|---|---|---|---|"]
-    lines += [
-        cells(row, mib(row["budget_bytes"]), mib(row["predicted_bytes"]))
-        for row in found.get("budgets", ())
-    ]
+    def planned(row: dict) -> str:
+        retries = "no room" if row["num_retries"] is None else str(row["num_retries"])
+        return cells(row, mib(row["budget_bytes"]), mib(row["predicted_bytes"]), retries)
+
+    beside = "requested MiB | allocated | reserved | speed | time over plain |"
+    lines = [f"| model | budget MiB | predicted | retries | {beside}", f"|{9 * '---|'}"]
+    lines += [planned(row) for row in found.get("budgets", ())]
     lines += ["", f"| model | way | {beside}", "|---|---|---|---|---|---|---|"]
     lines += [cells(row, row["name"]) for row in found["speeds"]]
     lines += [cells(row, f"each block: {row['name']}") for row in found.get("sketches", ())]
     conditions = (
         "<sub>Forward, loss and backward, of the Llama with the step of a fused AdamW; peaks "
-        "beyond what is alive before, from an empty cache; the fastest of a few steps. "
+        "beyond what is alive before, from an empty cache; the fastest of a few steps; `retries` "
+        "of the allocator in as many, where the device has the budget beside what is there before. "
+        f"{found.get('remark', '')} Allocator: {found.get('allocator') or 'default'}. "
         f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}; "
         "`make accelerator`.</sub>"
     )
