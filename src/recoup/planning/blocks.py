@@ -40,6 +40,7 @@ __all__ = [
     "name_blocks",
     "named_modules",
     "outermost_called",
+    "outermost_of",
     "repeated_calls",
     "repeats",
     "run_groups",
@@ -218,13 +219,16 @@ def outermost_called(model: nn.Module, called: Sequence[nn.Module]) -> list[Bloc
         model: the model.
         called: the modules that the forward calls.
     """
-    ids = set(map(id, called))
     found: list[Block] = [("", model)]
-    while len(found) == 1 and (
-        inner := list(_outermost(found[0][1], lambda each, _: id(each) in ids, found[0][0]))
-    ):
+    while len(found) == 1 and (inner := outermost_of(called, found[0][1], found[0][0])):
         found = inner
     return found if found[0][0] else []
+
+
+def outermost_of(called: Sequence[nn.Module], module: nn.Module, path: str = "") -> list[Block]:
+    """Return the outermost of some modules that are within another one, which is at `path`."""
+    ids = set(map(id, called))
+    return list(_outermost(module, lambda each, _: id(each) in ids, path))
 
 
 def named_modules(model: nn.Module) -> Iterator[Block]:

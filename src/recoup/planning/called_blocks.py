@@ -41,6 +41,7 @@ from recoup.planning.blocks import (
     modules_of,
     named_modules,
     outermost_called,
+    outermost_of,
     repeated_calls,
     repeats,
 )
@@ -57,11 +58,13 @@ __all__ = [
     "kinds_of_blocks",
     "measure_most",
     "with_called_groups",
+    "with_stem",
 ]
 
 Sequences = list[list[nn.Module]]
 _MOST_TRIES = 32
 _ENOUGH_ALIKE = 3
+_SHARE_OF_STEM = 1 / 16  # of the peak that what runs before the first block must hold
 
 
 def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, Sequences]:
@@ -120,6 +123,32 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
     named = named_modules(step.model)
     alone = [(name, module) for name, module in named if id(module) in taken]
     return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
+
+
+def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
+    """Return blocks with the modules that run before the first one; none if those hold little.
+
+    Args:
+        step: the step.
+        blocks: the names and modules of the blocks.
+        measured: the measurements of the step.
+        plain_bytes: the peak of a step that keeps everything.
+    """
+    first = measured.calls[0]
+    if first.before.end_bytes - first.state_bytes < _SHARE_OF_STEM * plain_bytes:
+        return []
+    taken = {id(part) for _, block in blocks for part in block.modules()}
+    others = [
+        module
+        for module in step.model.modules()
+        if taken.isdisjoint(map(id, module.modules())) and not is_compiled(module)
+    ]
+    with step.rehearsed():
+        called = _sequence(step, [*others, first.module])
+    stem = called[: called.index(first.module)]
+    found = outermost_of(stem, step.model)
+    once = [block for block in found if stem.count(block[1]) == called.count(block[1]) == 1]
+    return [*once, *blocks] if once else []
 
 
 def _sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:

@@ -43,6 +43,7 @@ from recoup.planning.called_blocks import (
     blocks_that_are_called,
     kinds_of_blocks,
     with_called_groups,
+    with_stem,
 )
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
@@ -346,6 +347,10 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
             kinds = [named or others] if is_told else kinds_of_blocks(step, named)
             priced = [price_blocks(step, kinds[0], place)] if kinds[0] else []
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
+            if priced and not is_told:
+                own = priced[0]
+                stem = with_stem(step, kinds[0], own.measured, own.points[-1].peak_bytes)
+                priced += [price_blocks(step, stem, place, own)] if stem else []
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:

@@ -358,3 +358,64 @@ def test_a_sequence_that_has_other_modules_since_runs_as_it_is(change):
         found = gradients_of(model, x)
     plan.remove()
     assert all(map(torch.equal, found, gradients_of(model, x)))
+
+
+class Stemmed(nn.Module):
+    """A network of images, whose first layers have the largest activations."""
+
+    def __init__(self, width, *, is_split):
+        super().__init__()
+        stem = [nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        if is_split:
+            self.conv, self.norm, self.act = stem
+        else:
+            self.stem = nn.Sequential(*stem)
+        self.pool = nn.AvgPool2d(2)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, width, 1))
+            for _ in range(8)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):
+        parts = (self.conv, self.norm, self.act) if hasattr(self, "conv") else (self.stem,)
+        for part in (*parts, self.pool):
+            x = part(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_runs_before_the_blocks_is_a_block_where_it_holds_much(is_split):
+    torch.manual_seed(0)
+    model, x = Stemmed(16, is_split=is_split), torch.randn(4, 3, 32, 32)
+    found = recoup.plan(model, x, loss=square)
+    alone = recoup.plan(model, x, loss=square, blocks=r"layers\.\d")
+    assert found.least_bytes < 0.85 * alone.least_bytes
+    square(model(x)).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    plan = found.plan(found.least_bytes)
+    names = [row.name for row in plan.blocks]
+    assert names[: -len(alone.plan("1 GiB").blocks)][-1] == "pool"
+    model.zero_grad()
+    running = [buffer.clone() for buffer in model.buffers()]
+    with plan.applied():
+        square(model(x)).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    again = Stemmed(16, is_split=is_split)
+    again.load_state_dict(dict(model.named_parameters()) | dict(zip(
+        (name for name, _ in model.named_buffers()), running, strict=True)))  # fmt: skip
+    again(x)
+    for buffer, expected in zip(model.buffers(), again.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
+
+
+def test_what_runs_before_the_blocks_and_holds_little_is_none():
+    model = Stemmed(16, is_split=True)
+    model.layers.extend(nn.Sequential(nn.Conv2d(16, 256, 1), nn.ReLU(), nn.Conv2d(256, 16, 1))
+                        for _ in range(12))  # fmt: skip
+    x = torch.randn(4, 3, 8, 8)
+    plan = recoup.plan(model, x, loss=square).plan("1 GiB")
+    assert all(row.name.startswith("layers") for row in plan.blocks)
