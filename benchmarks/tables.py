@@ -406,7 +406,8 @@ def budgets_table(found: dict) -> str:
         return f"| {' | '.join([row['model'], *first, *shown, speed, f'{over:.2f}'])} |"
 
     def planned(row: dict) -> str:
-        retries = "no room" if row["num_retries"] is None else str(row["num_retries"])
+        found = row.get("num_retries", "-")  # of devices that can be limited
+        retries = "no room" if found is None else str(found)
         return cells(row, mib(row["budget_bytes"]), mib(row["predicted_bytes"]), retries)
 
     beside = "requested MiB | allocated | reserved | speed | time over plain |"

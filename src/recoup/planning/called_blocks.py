@@ -32,6 +32,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.module_marks import is_gathered
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
@@ -48,6 +49,7 @@ from recoup.planning.blocks import (
 from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
+from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
@@ -128,6 +130,8 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
 def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
     """Return blocks with the modules that run before the first one; none if those hold little.
 
+    None, too, if ranks gather parts of the model, which may be of these modules and of others.
+
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
@@ -135,7 +139,9 @@ def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: 
         plain_bytes: the peak of a step that keeps everything.
     """
     first = measured.calls[0]
-    if first.before.end_bytes - first.state_bytes < _SHARE_OF_STEM * plain_bytes:
+    share = (first.before.end_bytes - first.state_bytes) / max(plain_bytes, 1)
+    (share,) = largest_among_ranks(step.model, [share])
+    if share < _SHARE_OF_STEM or any(map(is_gathered, step.model.modules())):
         return []
     taken = {id(part) for _, block in blocks for part in block.modules()}
     others = [
