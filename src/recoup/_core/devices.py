@@ -338,10 +338,13 @@ def memory_counts(device: torch.device) -> MemoryCounts:
 
 
 def has_fixed_segments(device: torch.device) -> bool:
-    """Whether free memory of an accelerator lies in segments that cannot grow."""
+    """Whether free memory of accelerators like this one lies in segments that cannot grow."""
     module = _module_of(device.type)
     snapshot: Any = getattr(module, "memory_snapshot", list)
-    segments: list[dict[str, Any]] = snapshot()
+    try:
+        segments: list[dict[str, Any]] = snapshot()
+    except RuntimeError:  # an allocator of another kind
+        return False
     return bool(segments) and not any(each.get("is_expandable", True) for each in segments)
 
 

@@ -27,8 +27,8 @@ Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when b
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
         to a residual that is sketched (a factor from elsewhere, times a weight that is zero; the
         sign before a square); and what kernels leave unwritten: bytes (uint8), which they use as a
-        workspace, and where there is an accelerator one or two integers, in which its attention
-        returns the seed of a dropout, if there is one.
+        workspace, and where there is an accelerator single integers, in which its attention returns
+        the seed of a dropout, if there is one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Waiting = dict[int, list[Residual]]
 _OF_NUMBERS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 ))  # fmt: skip
-_OF_SEEDS = frozenset((torch.uint8, torch.int64, torch.uint64))  # or of a workspace
+_OF_SEEDS_OR_BYTES = frozenset((torch.int64, torch.uint64, torch.uint8))
 # Nodes whose result shows a difference in one operand, whatever the other is (zeros: See Rule 8).
 _SCALES = frozenset(("MulBackward0", "DivBackward0"))
 # The nodes of functions that users write.
@@ -169,7 +169,7 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
     seen: set[object] = set()
     for place, tensor, version in residuals:
         now = 0 if tensor.is_inference() else tensor._version
-        if now != version or (tensor.dtype in _OF_SEEDS and _may_be_unwritten(tensor)):
+        if now != version or (tensor.dtype in _OF_SEEDS_OR_BYTES and _may_be_unwritten(tensor)):
             continue  # See Rules 5 and 8
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         address = tensor.data_ptr() if is_plain else 0
@@ -187,7 +187,10 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
 
 def _may_be_unwritten(tensor: Tensor) -> bool:
     """Whether a kernel may have left a residual of integers as its memory was (See Rule 8)."""
-    return tensor.dtype is torch.uint8 or (tensor.numel() <= 2 and accelerator() is not None)
+    if tensor.dtype is torch.uint8:
+        return True
+    is_seed = tensor.dim() == 0 if tensor.dtype is torch.int64 else tensor.numel() <= 2
+    return is_seed and accelerator() is not None
 
 
 def compare(
@@ -242,10 +245,9 @@ def _check(
 
 @torch.no_grad()
 def _length_of(tensor: Tensor) -> float:
-    tensor = tensor.detach()
     if not tensor.is_floating_point() and not tensor.is_complex():
-        tensor = tensor.double()
-    return float(cast("Any", torch).linalg.vector_norm(tensor))
+        return 0.0  # a sketch of integers is a hash
+    return float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
 
 
 def _different(first: Compared, tensor: Tensor | None, found: float | None) -> str:

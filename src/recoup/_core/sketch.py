@@ -6,7 +6,8 @@ Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 colu
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
         its place does. It costs about as much as the plain sum. A few entries are their own sketch.
         That of integers, which must be told apart exactly, is a hash of their bits: of many, the
-        sum of their words modulo 2**64, each times an odd number of its own.
+        sum of their words of 32 bits modulo 2**64, each times the odd numbers of its row and of its
+        column. (Of a word of 64 bits, the last bit times any odd number would be the same.)
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.
@@ -40,12 +41,13 @@ _FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
 _PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first, which stays in a cache
-_DEVICE_PIECE = 128 * _PIECE  # a kernel of an accelerator takes longer to launch than to read less
+_DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
 _WORDS = 2**12  # in a row
 _MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
 _DEVICE_WORDS = 2**22
+_COLUMN, _ROW = range(2)  # tables of odd numbers
 _NEXT = 0x5851F42D4C957F2D  # odd, and so invertible: what the words before a piece are times
-_OF_THE_LAST = 2.0  # more than the weights of rows, which may be negative
+_OF_THE_LAST = 5.0  # more than twice what weights differ by, so that no sum of two is near zero
 _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -188,31 +190,31 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
 
 
 def _hash_of(integers: Tensor) -> Tensor:
-    """Return a hash of the bits of integers, as a tensor of one (See Rule 1)."""
-    if integers.storage_offset() * integers.dtype.itemsize % 8:
+    """Return a hash of the bits of integers (See Rule 1); of few, their bytes."""
+    if integers.storage_offset() * integers.dtype.itemsize % 4:
         integers = integers.clone()  # words are aligned
     raw = integers.view(torch.uint8)
     if integers.numel() <= _FEW:
         return raw.clone()
-    num_words, num_left = divmod(raw.numel(), 8)
-    words = (raw[: 8 * num_words] if num_left else raw).view(torch.int64)
-    found = _weighed(raw[8 * num_words :]) if num_left else None
+    num_words, num_left = divmod(raw.numel(), 4)
+    words = (raw[: 4 * num_words] if num_left else raw).view(torch.int32)
+    found = _weighed(raw[4 * num_words :], _COLUMN) if num_left else None
     most = _MOST_WORDS if raw.is_cpu else _DEVICE_WORDS
     pieces: tuple[Tensor, ...] = cast("Any", words).split(most)
     for piece in pieces:
         num_rows, num_left = divmod(piece.numel(), _WORDS)
-        parts = [_weighed(piece[piece.numel() - num_left :])] if num_left else []
+        parts = [_weighed(piece[piece.numel() - num_left :], _COLUMN)] if num_left else []
         if num_rows:
             rows = piece[: piece.numel() - num_left].view(num_rows, _WORDS)
-            parts.append(_weighed((rows * _odd(_WORDS, raw.device)).sum(1)))
+            parts.append(_weighed((rows * _odd(_COLUMN, raw.device)).sum(1), _ROW))
         for part in parts:
             found = part if found is None else found * _NEXT + part
     return cast("Tensor", found)
 
 
-def _weighed(integers: Tensor) -> Tensor:
+def _weighed(integers: Tensor, table: int) -> Tensor:
     """Return the sum of integers, each times an odd number of its own, modulo 2**64."""
-    return (integers * _odd(_WORDS, integers.device)[: integers.numel()]).sum(0, keepdim=True)
+    return (integers * _odd(table, integers.device)[: integers.numel()]).sum(0, keepdim=True)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -227,8 +229,8 @@ def _flat(tensor: Tensor) -> Tensor:
 def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
     """Return the weighted sums of the columns (See Rules 1 and 2)."""
     num, kind = flat.numel(), (flat.dtype, flat.device)
-    if num <= columns:
-        return flat.clone()
+    if num < columns:
+        return torch.cat((flat, flat.new_zeros(columns - num)))
     width = columns * _ROWS if num > columns * _MOST_ROWS else columns
     num_rows, num_left = divmod(num, width)
     rows = flat[: num_rows * width] if num_left else flat
@@ -241,11 +243,11 @@ def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
 
 
 @functools.cache
-def _odd(num: int, device: torch.device) -> Tensor:
-    """Return random odd numbers of 64 bits."""
-    generator = torch.Generator().manual_seed(_SEED + num)
+def _odd(table: int, device: torch.device) -> Tensor:
+    """Return a table of random odd numbers of 64 bits."""
+    generator = torch.Generator().manual_seed(_SEED + table)
     limits = torch.iinfo(torch.int64)
-    found = torch.randint(limits.min, limits.max, (num,), generator=generator)
+    found = torch.randint(limits.min, limits.max, (_WORDS,), generator=generator)
     return found.bitwise_or_(1).to(device)
 
 

@@ -5,7 +5,8 @@ NOTE [ What a second run finds ]
 Rule 1. A second run is given back the settings of operators (autocast, the kernels of attention),
         the states of the default generators and the seeds of recoup, as the first run found them.
         What the second run does to these is undone. Backward of an accelerator runs in a thread of
-        its own, where context variables have no values: there they have those of the first run.
+        its own, where context variables have no values: so where there is one, they have those of
+        the first run. (Elsewhere they are not held: what they hold may hold the graph.)
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
         versions, since fused kernels leave versions alone. So does one that it assigned anew.
@@ -42,7 +43,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import autocast_kinds, unrepeated
+from recoup._core.devices import accelerator, autocast_kinds, unrepeated
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.kept_outputs import KeptOutputs
@@ -93,7 +94,7 @@ class Surroundings(Draws):
         self._entries = []
         self.name = name
         self._settings = _settings()
-        self._context, self._thread = contextvars.copy_context(), threading.get_ident()
+        self._context = contextvars.copy_context() if accelerator() is not None else None
         self._has_mode = num_dispatch_modes() > 0
         self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
@@ -283,7 +284,7 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         is_any = self.counted or self._replaced or self.kept_outputs
-        is_any = is_any or (self._context and threading.get_ident() != self._thread)
+        is_any = is_any or (self._context and _differs(self._context))
         if is_in_mode or is_any or True in settings[0]:
             return self._restored()
         return self.replaying() if settings == _settings() else self._restored()
@@ -296,8 +297,7 @@ class Surroundings(Draws):
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(PassingMode())
         buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
-        is_elsewhere = threading.get_ident() != self._thread  # its context variables are others
-        variables = _variables(self._context) if is_elsewhere else nullcontext()
+        variables = _variables(self._context) if self._context else nullcontext()
         with _with(self._settings), variables, _BUFFERS if buffers or replaced else nullcontext():
             after = [buffer.detach().clone() for buffer in buffers]
             others = [owners.get(name) for owners, name, _ in replaced]
@@ -345,6 +345,11 @@ class Surroundings(Draws):
                 if part is found:
                     return f"`{name}` of {type(root).__name__}"
         return f"a {type(found).__name__}"
+
+
+def _differs(context: contextvars.Context) -> bool:
+    """Whether a context variable has another value here than in a context."""
+    return any(variable.get(None) is not value for variable, value in context.items())
 
 
 @contextmanager

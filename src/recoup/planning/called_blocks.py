@@ -128,12 +128,13 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
 
 
 def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
-    """Return blocks with the modules that run before the first one; none if those hold little.
+    """Return blocks with the modules that run before the first one.
 
-    None, too, if ranks gather parts of the model, which may be of these modules and of others.
+    The list is empty if these hold little, or if ranks gather parts of the model, which may be of
+    these modules and of others.
 
     Args:
-        step: the step.
+        step: the step, with the seed under which it was measured.
         blocks: the names and modules of the blocks.
         measured: the measurements of the step.
         plain_bytes: the peak of a step that keeps everything.
@@ -149,9 +150,12 @@ def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: 
         for module in step.model.modules()
         if taken.isdisjoint(map(id, module.modules())) and not is_compiled(module)
     ]
+    begin = modules_of(first.module)[0]  # nothing sees a call of a group
     with step.rehearsed():
-        called = _sequence(step, [*others, first.module])
-    stem = called[: called.index(first.module)]
+        called = _sequence(step, [*others, begin], step.seed)
+    if begin not in called:
+        return []
+    stem = called[: called.index(begin)]
     found = outermost_of(stem, step.model)
     once = [block for block in found if stem.count(block[1]) == called.count(block[1]) == 1]
     return [*once, *blocks] if once else []

@@ -348,9 +348,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
             priced = [price_blocks(step, kinds[0], place)] if kinds[0] else []
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
             if priced and not is_told:
-                own = priced[0]
-                stem = with_stem(step, kinds[0], own.measured, own.points[-1].peak_bytes)
-                priced += [price_blocks(step, stem, place, own)] if stem else []
+                priced += _with_stem(priced[0])
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:
@@ -374,6 +372,17 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
             with recompiling():
                 priced = [code for kind in priced for code in price_codes(kind, backend)]
     return Frontier(priced, room, _remedy_for(others) if others else "")
+
+
+def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
+    """Return the blocks with what runs before them; nothing if that cannot run again."""
+    stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
+    try:
+        return [price_blocks(own.step, stem, own.place, own)] if stem else []
+    except (torch.OutOfMemoryError, ChangedParameterError):
+        raise
+    except RuntimeError:
+        return []
 
 
 def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import time
@@ -133,10 +134,9 @@ class PlanOptions:
 
     def room(self, step: Step) -> Room:
         """Return the room that budgets leave for a step, on the rank that has the least."""
-        headroom = self.headroom
-        if headroom is None:
-            headroom = _headroom_of(step.device)
-        (baseline,) = largest_among_ranks(step.model, [self._baseline_bytes(step.model)])
+        headroom = _headroom_of(step.device) if self.headroom is None else self.headroom
+        own = [self._baseline_bytes(step.model), headroom]
+        baseline, headroom = largest_among_ranks(step.model, own)
         return Room(int(baseline), float(headroom))
 
     def _baseline_bytes(self, model: nn.Module) -> int:
@@ -345,6 +345,14 @@ def _seconds_per_byte(to: str, device: torch.device) -> float:
     """Return the time of moving a byte to a place and back."""
     if is_without_values():
         return SECONDS_PER_MOVED_BYTE
+    try:
+        return _measured_per_byte(to, device)
+    except torch.OutOfMemoryError:
+        return SECONDS_PER_MOVED_BYTE
+
+
+@functools.cache
+def _measured_per_byte(to: str, device: torch.device) -> float:
     tier = tier_for(to)
     data = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
     if not tier.takes(data):

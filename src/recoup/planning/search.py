@@ -164,7 +164,8 @@ def plan(
             BudgetError before a call that may exceed the budget.
         headroom: the part of the budget that is left for fragmentation: the peak of allocated bytes
             is at most ``budget * (1 - headroom)``, so that what the allocator reserves can keep to
-            the budget. None for 0.05 on an accelerator, and for nothing on the CPU.
+            the budget. None for 0.05 on an accelerator whose segments can grow, 0.25 on another,
+            and nothing on the CPU.
         replan: whether a training step with other shapes of arguments follows a plan that was made
             for others, if one keeps it within the budget and none of its own could be more than 4 %
             faster, or else makes one when it is called. A plan that was not made for larger shapes

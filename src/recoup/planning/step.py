@@ -136,7 +136,7 @@ class Step:
                 losses = self.losses(output)
             if not self.holds_output:
                 output = None
-            torch.clear_autocast_cache()  # as where autocast is left before backward
+            torch.clear_autocast_cache()  # as a training loop does: it leaves autocast here
             between()
             with without_gradients(foreign_leaves(self.model, losses)) as leaves:
                 with _timing(seconds):

@@ -120,7 +120,8 @@ class Verification:
         self.is_plain = False
         self.compares = True
         self._rounding, self._most, self._least_eps = _ROUNDING, _MOST, 0.0
-        self._spread = 0.0  # relative
+        self._spread = 0.0  # relative, of all
+        self._spreads: dict[str, float] = {}  # of those whose own is no rounding
         self._growth: dict[str, float] = {}  # relative
 
     def allow_other_sums(self, eps: float) -> None:
@@ -149,7 +150,10 @@ class Verification:
             for name, scale in _scales(expected).items():
                 if expected[name].eps and scale:
                     spread = _distance(expected[name], again[name]) / scale
-                    self._spread = max(self._spread, spread)
+                    if spread > self._most:
+                        self._spreads[name] = spread
+                    else:
+                        self._spread = max(self._spread, spread)
 
     def allow_growth(self, outcome: Outcome, nudged: Outcome) -> None:
         """Allow what rounding errors grow to (See Rule 7).
@@ -201,7 +205,8 @@ class Verification:
         for name, summary in summaries.items():
             norm, scale = expected[name].norm, scales[name]
             eps = max(summary.eps, self._least_eps) if summary.eps else 0.0
-            spread = (self._rounding * eps + _OWN_SPREAD * self._spread) * scale if eps else 0.0
+            spread = max(self._spread, self._spreads.get(name, 0.0))
+            spread = (self._rounding * eps + _OWN_SPREAD * spread) * scale if eps else 0.0
             allowed = max(tolerance * scale, self._growth.get(name, 0.0) * norm)
             distance = _distance(summary, expected[name])
             if math.isfinite(norm) and distance > max(min(spread, self._most * scale), allowed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Container, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -41,7 +41,7 @@ _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
 # Bytes that are moved in a second, where time is counted; the times of a step are compared with one
 # another, so only what is not counted (the hooks of a region) depends on it.
 _BYTES_PER_SECOND = 1e10
-# Of moving a byte to another memory and back: the memory of an accelerator is as much faster than a
+# The seconds of moving a byte to another memory and back: that of a device is so much faster than a
 # bus.
 SECONDS_PER_MOVED_BYTE = 120.0 / _BYTES_PER_SECOND
 
@@ -223,14 +223,15 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
     count = _flop_registry().get(getattr(func, "_overloadpacket", func))
     if count is None:
         return 0.0
-    if is_attention(func) and args[0].dim() == 4:  # torch refuses heads that share keys
-        q, *pair = args[:3]
-        shapes = (torch.Size((*q.shape[:2], *each.shape[2:])) for each in pair)
-        args = (q, *shapes, *args[3:])  # it asks for nothing else
-    try:
+    with suppress(AssertionError):
         return float(count(*args, **kwargs, out_val=result))
-    except (AssertionError, ValueError):  # sequences in one dimension
-        return 0.0
+    # Until torch 2.12 it refuses heads that share keys, and asks for shapes alone.
+    at = 1 if "backward" in _name_of(func) else 0
+    q, *pair = args[at : at + 3]
+    shapes = (torch.Size((*q.shape[:2], *each.shape[2:])) for each in pair)
+    with suppress(AssertionError):
+        return float(count(*args[:at], q, *shapes, *args[at + 3 :], **kwargs, out_val=result))
+    return 0.0
 
 
 def _work(

@@ -19,9 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.autocast_copies import Cast
 from recoup._core.devices import is_accelerator
 from recoup._core.lazy_values import Source, as_value, keep
-from recoup._core.saved_tensors import is_transformed, pair_in_force, storage_id
+from recoup._core.saved_tensors import Packed, is_transformed, pair_in_force, storage_id
+from recoup.errors import ReplayError
 from recoup.weights.steps import running_on
 
 __all__ = ["in_one_piece"]
@@ -78,7 +80,18 @@ class _Piece(Source):
         """Whether `tensor` is of its type (See Rule 3)."""
         return tensor.dtype is self.dtype
 
+    def slot(self, tensor: Tensor, cast: Cast | None = None) -> Packed:
+        """Return what autograd saves in place of a view of the piece (See Rule 3)."""
+        found = super().slot(tensor, cast)
+        self._witness = None
+        return found
+
     def make(self) -> None:
         """Lay the weights out again."""
-        first = _laid_out(self._layer, [each.get() for each in self._weights])[0]
+        first, *others = _laid_out(self._layer, [each.get() for each in self._weights])
+        if any(storage_id(each) != storage_id(first) for each in others):
+            raise ReplayError(
+                f"{self.name} were in one piece of memory in forward, as cuDNN wants them, and are "
+                "not in backward. Leave torch.backends.cudnn as it was until backward has run."
+            )
         self.give(first.new_empty(0).set_(first.untyped_storage()))

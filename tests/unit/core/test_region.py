@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import recoup
-from recoup._core import outcome, slots
+from recoup._core import outcome, slots, surroundings
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import Chain
@@ -211,8 +211,11 @@ def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_context_variables_of_forward_are_there_in_a_backward_of_another_thread(is_nested):
+def test_context_variables_of_forward_are_there_in_a_backward_of_another_thread(
+    is_nested, monkeypatch
+):
     """As backward of an accelerator is; there they have no values, and keep none."""
+    monkeypatch.setattr(surroundings, "accelerator", lambda: torch.device("cuda"))
     variable = contextvars.ContextVar("factor")
     scaled = lambda x: (variable.get() * x).sin()  # noqa: E731
     inner = (lambda x: recoup.checkpoint(scaled, x)) if is_nested else scaled
@@ -246,7 +249,7 @@ def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
     x, draws = torch.randn(5, requires_grad=True), iter(range(100))
 
     def run(size):
-        numbers = lambda: torch.tensor([next(draws)] * size)  # noqa: E731
+        numbers = lambda: torch.tensor([next(draws)] * size).squeeze()  # noqa: E731
         recoup.checkpoint(lambda x: Attention.apply(x, numbers()), x).sum().backward()
 
     for size, found in ((1, torch.device("cuda")), (3, torch.device("cuda")), (1, None)):

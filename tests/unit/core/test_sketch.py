@@ -10,7 +10,7 @@ import torch
 from recoup._core.sketch import difference, numbers_of, sketch_of, tolerance_of
 
 # One row is 16 entries, a block 4096; tensors of more than 32768 are read in blocks.
-SIZES = [1, 15, 16, 17, 4096, 32768, 32769, 16 * 4096 + 5, 40 * 4096]
+SIZES = [1, 15, 16, 17, 4096, 32768, 32769, 34_817, 34_833, 16 * 4096 + 5, 40 * 4096, 262_288]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 COMPLEX = [torch.complex64, torch.complex128]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.bool]
@@ -138,9 +138,11 @@ def test_what_is_not_finite(size):
 def test_many_integers_are_told_apart(first_at, size, dtype):
     """Of which one changes, or two change places, wherever they begin in memory."""
     torch.manual_seed(0)
+    least = 1 if dtype is torch.bool else torch.iinfo(dtype).min
     numbers = torch.randint(-100, 100, (size + first_at,)).to(dtype)[first_at:]
     assert off(numbers, numbers.clone()) == 0
-    for one, other in ((0, 1), (5, 8 * 4096 + 5), (size - 1, size // 2), (0, size - 1)):
+    last = (size - 1, size // 2), (0, size - 1), (7, 15), (7, 231), (3, 77)  # the top of a word
+    for one, other in ((0, 1), (1, 4096), (3, 3 * 4096), (5, 8 * 4096 + 5), *last):
         changed = numbers.clone()
         changed[one] = not changed[one] if dtype is torch.bool else changed[one] + 1
         assert off(numbers, changed) > 1
@@ -149,3 +151,17 @@ def test_many_integers_are_told_apart(first_at, size, dtype):
         swapped = changed.clone()
         swapped[[one, other]] = changed[[other, one]]
         assert off(changed, swapped) > 1
+        changed[[one, other]] = torch.tensor([least, 0]).to(dtype)
+        swapped[[one, other]] = torch.tensor([0, least]).to(dtype)
+        assert off(changed, swapped) > 1
+
+
+def test_all_entries_count_alike():
+    """Those that count twice, at the end, at least as much as others."""
+    for size in (33_000, 50_000, 262_288, 100_016):
+        zeros = torch.zeros(size)
+        places = torch.arange(size - 4400, size, 7)
+        for place in places.tolist():
+            one = zeros.clone()
+            one[place] = 1.0
+            assert 0.2 < math.hypot(*numbers_of(sketch_of(one))) < 20

@@ -419,3 +419,45 @@ def test_what_runs_before_the_blocks_and_holds_little_is_none():
     x = torch.randn(4, 3, 8, 8)
     plan = recoup.plan(model, x, loss=square).plan("1 GiB")
     assert all(row.name.startswith("layers") for row in plan.blocks)
+
+
+class Counting(nn.Module):
+    """A module that cannot run again."""
+
+    num_runs = 0
+
+    def forward(self, x):
+        self.num_runs += 1
+        return x * self.num_runs
+
+
+def test_a_stem_that_cannot_run_again_is_no_block():
+    model = Stemmed(16, is_split=True)
+    model.pool = nn.Sequential(Counting(), nn.AvgPool2d(2))
+    plans = recoup.plan(model, torch.randn(4, 3, 32, 32), loss=square)
+    names = [row.name for row in plans.plan(plans.least_bytes).blocks]
+    assert names == [f"layers.{place}" for place in range(8)]
+
+
+def test_a_stem_before_groups_of_a_sequence():
+    """Whose first group no hook sees."""
+    torch.manual_seed(0)
+    layers = [
+        layer
+        for _ in range(6)
+        for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    ]
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = stem
+            self.pool, self.layers = nn.AvgPool2d(2), nn.Sequential(*layers)
+
+        def forward(self, x):
+            return self.layers(self.pool(self.act(self.conv(x))))
+
+    plans = recoup.plan(Whole(), torch.randn(8, 3, 32, 32), loss=square)
+    names = [row.name for row in plans.plan(plans.least_bytes).blocks]
+    assert names[-6:] == [f"layers.{place}-{place + 2}" for place in range(0, 18, 3)]

@@ -54,6 +54,9 @@ def test_noise_of_one_gradient_is_allowed_of_all():
     found.expect_again(outcome(1.001 * large, small))
     assert found.difference(outcome(large, 1.002 * small)) is None
     assert "`small`" in found.difference(outcome(large, 1.02 * small))
+    found = verification(outcome(large, small))
+    found.expect_again(outcome(-large, small))  # which is no rounding
+    assert "`small`" in found.difference(outcome(large, 1.002 * small))
     assert "`buffer`" in found.difference(outcome(large, small, torch.tensor([0, 0, 1])))
 
 
