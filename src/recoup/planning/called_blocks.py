@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +52,7 @@ from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.rehearsal import foreign_streams
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
@@ -130,8 +133,8 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
 def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
     """Return blocks with the modules that run before the first one.
 
-    The list is empty if these hold little, or if ranks gather parts of the model, which may be of
-    these modules and of others.
+    The list is empty if these hold little, or draw numbers that torch does not know (augmentation),
+    or if ranks gather parts of the model, which may be of these modules and of others.
 
     Args:
         step: the step, with the seed under which it was measured.
@@ -152,12 +155,16 @@ def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: 
     ]
     begin = modules_of(first.module)[0]  # nothing sees a call of a group
     with step.rehearsed():
-        called = _sequence(step, [*others, begin], step.seed)
-    if begin not in called:
+        observing = partial(_SequenceObserver, begin)
+        seen = step.observe_forward([*others, begin], observing, step.seed)
+    called = seen.called
+    if begin not in called or seen.has_drawn:
         return []
     stem = called[: called.index(begin)]
     found = outermost_of(stem, step.model)
     once = [block for block in found if stem.count(block[1]) == called.count(block[1]) == 1]
+    # What has no parameters holds nothing before something has.
+    once = list(dropwhile(lambda block: next(block[1].parameters(), None) is None, once))
     return [*once, *blocks] if once else []
 
 
@@ -189,14 +196,26 @@ def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None)
 
 
 class _SequenceObserver(Observer):
-    """An observer of the modules that a forward calls, in order."""
+    """An observer of the modules that a forward calls, in order.
 
-    def __init__(self) -> None:
+    Args:
+        until: a module; None for no matter which.
+
+    Attributes:
+        called: the modules.
+        has_drawn: whether Python or numpy has drawn numbers before the first call of `until`.
+    """
+
+    def __init__(self, until: nn.Module | None = None) -> None:
         self.called: list[nn.Module] = []
+        self.has_drawn = False
+        self._until, self._streams = until, None if until is None else foreign_streams()
 
     def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del args, kwargs
         self.called.append(module)
+        if module is self._until:
+            self._until, self.has_drawn = None, foreign_streams() != self._streams
 
 
 def blocks_of_any_forward(

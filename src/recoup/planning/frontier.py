@@ -252,9 +252,7 @@ class Frontier:
             except BudgetError as error:
                 errors.append(error)
             except DifferentStepError as error:
-                if not found and kind.step.tiled is None:
-                    raise
-                difference = error  # of parts in tiles: without tiles it may be none
+                difference = difference or error  # other blocks, or no tiles, may make none
             else:
                 found.append((plan, kind))
                 least_cost = min(cost, least_cost)
@@ -264,7 +262,7 @@ class Frontier:
             raise difference
         error = min(errors, key=lambda error: error.least_bytes)
         if difference is not None:
-            error.add_note(f"Parts of the model were left alone that run in tiles. {difference}")
+            error.add_note(f"Other blocks, or parts in tiles, were left alone. {difference}")
         error.frontier = self
         raise error
 
@@ -376,12 +374,12 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
 
 def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     """Return the blocks with what runs before them; nothing if that cannot run again."""
-    stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
     try:
+        stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
         return [price_blocks(own.step, stem, own.place, own)] if stem else []
     except (torch.OutOfMemoryError, ChangedParameterError):
         raise
-    except RuntimeError:
+    except Exception:  # noqa: BLE001 - what the code of the stem raises when it runs again
         return []
 
 

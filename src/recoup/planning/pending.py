@@ -282,7 +282,8 @@ class StepWatch:
                 f"The first step of a {self._name} under its plan took {format_bytes(peak)} of the "
                 f"{format_bytes(self._most_bytes)} that its budget leaves to a step. Code "
                 "between the model and backward takes memory that was not planned: a loss outside "
-                "of the model, or another model. Give that code to recoup.plan as `loss=`. Where "
+                "of the model, or another model. Give that code to recoup.plan as `loss=`. Leave "
+                "autocast before backward, or it holds what it has cast. Where "
                 "several forwards have a backward each, run that of the last one first.",
                 stacklevel=2,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -431,9 +433,33 @@ class Counting(nn.Module):
         return x * self.num_runs
 
 
-def test_a_stem_that_cannot_run_again_is_no_block():
+class Popping(nn.Module):
+    """Another, which fails."""
+
+    def forward(self, x):
+        self.factors = getattr(self, "factors", [1.0])
+        return x * self.factors.pop()
+
+
+class Flipping(nn.Module):
+    """An augmentation, which may repeat by chance."""
+
+    def forward(self, x):
+        return x.flip(-1) if random.random() < 0.5 else x
+
+
+class OfForces(nn.Module):
+    """A module that runs a backward of its own."""
+
+    def forward(self, x):
+        y = x.detach().requires_grad_()
+        return x + torch.autograd.grad(y.sin().sum(), y)[0]
+
+
+@pytest.mark.parametrize("kind", [Counting, Popping, Flipping, OfForces])
+def test_a_stem_that_cannot_run_again_is_no_block(kind):
     model = Stemmed(16, is_split=True)
-    model.pool = nn.Sequential(Counting(), nn.AvgPool2d(2))
+    model.pool = nn.Sequential(kind(), nn.AvgPool2d(2))
     plans = recoup.plan(model, torch.randn(4, 3, 32, 32), loss=square)
     names = [row.name for row in plans.plan(plans.least_bytes).blocks]
     assert names == [f"layers.{place}" for place in range(8)]
