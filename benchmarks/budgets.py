@@ -160,7 +160,7 @@ class Training:
         """Train where a CUDA device has a budget beside what is there; None if that is too little.
 
         Returns:
-            how often the allocator gave cached memory back to find room.
+            How often the allocator gave cached memory back to find room.
         """
         self.empty()
         total = torch.cuda.get_device_properties(self.device).total_memory

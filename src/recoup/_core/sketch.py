@@ -47,7 +47,8 @@ _MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
 _DEVICE_WORDS = 2**22
 _COLUMN, _ROW = range(2)  # tables of odd numbers
 _NEXT = 0x5851F42D4C957F2D  # odd, and so invertible: what the words before a piece are times
-_OF_THE_LAST = 5.0  # more than twice what weights differ by, so that no sum of two is near zero
+# Times a weight, at least 2.5: more than the product of two weights, 2.25, so that no sum is zero.
+_OF_THE_LAST = 5.0
 _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))

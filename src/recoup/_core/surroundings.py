@@ -347,9 +347,12 @@ class Surroundings(Draws):
         return f"a {type(found).__name__}"
 
 
+_UNSET = object()
+
+
 def _differs(context: contextvars.Context) -> bool:
     """Whether a context variable has another value here than in a context."""
-    return any(variable.get(None) is not value for variable, value in context.items())
+    return any(variable.get(_UNSET) is not value for variable, value in context.items())
 
 
 @contextmanager

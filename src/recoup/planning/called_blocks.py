@@ -21,20 +21,27 @@ Rule 5. Only a forward can show that a block is a stage. Experts in a list are o
         but none receives the output of the one before; and a residual connection around a list of
         layers belongs to none of the layers. Such a block is not divided.
 Rule 6. If a stage is divided, its other computations, such as further outputs, are outside blocks.
+
+NOTE [ Stems ]
+
+Rule 7. What runs before the first block and holds much (the convolution and pooling of a ResNet) is
+        blocks of its own, in a second kind of plans beside those without it. Modules that are
+        called once are taken, from the first that has parameters on: nothing before it has a
+        gradient.
+Rule 8. A stem that cannot run again is none, and so is that of a model of which ranks hold parts,
+        since they must find the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import dropwhile
 from typing import Any
 
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.module_marks import is_gathered
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
@@ -51,8 +58,7 @@ from recoup.planning.blocks import (
 from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import foreign_streams
+from recoup.planning.ranks import is_sharded
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
@@ -131,21 +137,20 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
 
 
 def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
-    """Return blocks with the modules that run before the first one.
-
-    The list is empty if these hold little, or draw numbers that torch does not know (augmentation),
-    or if ranks gather parts of the model, which may be of these modules and of others.
+    """Return blocks with the modules that run before the first one (See Rules 7 and 8).
 
     Args:
         step: the step, with the seed under which it was measured.
         blocks: the names and modules of the blocks.
         measured: the measurements of the step.
         plain_bytes: the peak of a step that keeps everything.
+
+    Returns:
+        The blocks; none if there is no stem.
     """
     first = measured.calls[0]
-    share = (first.before.end_bytes - first.state_bytes) / max(plain_bytes, 1)
-    (share,) = largest_among_ranks(step.model, [share])
-    if share < _SHARE_OF_STEM or any(map(is_gathered, step.model.modules())):
+    held_bytes = first.before.end_bytes - first.state_bytes
+    if held_bytes < _SHARE_OF_STEM * plain_bytes or is_sharded(step.model):
         return []
     taken = {id(part) for _, block in blocks for part in block.modules()}
     others = [
@@ -154,16 +159,16 @@ def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: 
         if taken.isdisjoint(map(id, module.modules())) and not is_compiled(module)
     ]
     begin = modules_of(first.module)[0]  # nothing sees a call of a group
-    with step.rehearsed():
-        observing = partial(_SequenceObserver, begin)
-        seen = step.observe_forward([*others, begin], observing, step.seed)
-    called = seen.called
-    if begin not in called or seen.has_drawn:
+    try:
+        with step.rehearsed():
+            called = _sequence(step, [*others, begin], step.seed)
+    except Exception:  # noqa: BLE001 - of the model: it may run a backward of its own
+        return []
+    if begin not in called:
         return []
     stem = called[: called.index(begin)]
     found = outermost_of(stem, step.model)
     once = [block for block in found if stem.count(block[1]) == called.count(block[1]) == 1]
-    # What has no parameters holds nothing before something has.
     once = list(dropwhile(lambda block: next(block[1].parameters(), None) is None, once))
     return [*once, *blocks] if once else []
 
@@ -196,26 +201,14 @@ def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None)
 
 
 class _SequenceObserver(Observer):
-    """An observer of the modules that a forward calls, in order.
+    """An observer of the modules that a forward calls, in order."""
 
-    Args:
-        until: a module; None for no matter which.
-
-    Attributes:
-        called: the modules.
-        has_drawn: whether Python or numpy has drawn numbers before the first call of `until`.
-    """
-
-    def __init__(self, until: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         self.called: list[nn.Module] = []
-        self.has_drawn = False
-        self._until, self._streams = until, None if until is None else foreign_streams()
 
     def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del args, kwargs
         self.called.append(module)
-        if module is self._until:
-            self._until, self.has_drawn = None, foreign_streams() != self._streams
 
 
 def blocks_of_any_forward(

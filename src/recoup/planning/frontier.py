@@ -374,13 +374,17 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
 
 def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     """Return the blocks with what runs before them; nothing if that cannot run again."""
+    stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
+    if not stem:
+        return []
     try:
-        stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
-        return [price_blocks(own.step, stem, own.place, own)] if stem else []
+        found = price_blocks(own.step, stem, own.place, own)
     except (torch.OutOfMemoryError, ChangedParameterError):
         raise
     except Exception:  # noqa: BLE001 - what the code of the stem raises when it runs again
         return []
+    # All blocks ran again in both steps.
+    return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
 
 
 def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:

@@ -54,8 +54,8 @@ class MeasuredCall:
         work: the counted work of one forward; once it is timed, the seconds of a second run.
         before: the span that ends when the call begins.
         forward: the span of its forward.
-        cleared: the span from there to when autocast has let go of the weights that it has cast,
-            as it does before backward.
+        cleared: the span in which autocast frees the weights that it has cast, which it does before
+            backward.
         until_again: the span that ends when its second run begins in backward; None if there is no
             second run.
         again: the span of its second run, at the end of which its output is alive.
@@ -153,6 +153,7 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
     last = calls[-1]
     end = last.cleared.end_bytes
     state, between = last.output_bytes, measured.between
+    # What autocast has cast is alive until the loss has ended, whatever blocks keep.
     cached_bytes = sum(call.forward.end_bytes - call.cleared.end_bytes for call in calls)
     loss_peak_bytes = max(measured.loss.peak_bytes, end) + cached_bytes
     tail = Cost(

@@ -189,12 +189,6 @@ def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
             own.update(before)
 
 
-def foreign_streams() -> str:
-    """Return the states of the random streams of Python and numpy, to be compared."""
-    numpy = sys.modules.get("numpy.random")
-    return repr((random.getstate(), None if numpy is None else numpy.get_state()[1:3]))
-
-
 @contextmanager
 def streams_restored() -> Generator[None]:
     numpy = sys.modules.get("numpy.random")

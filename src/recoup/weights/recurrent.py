@@ -8,8 +8,8 @@ Rule 1. cuDNN runs a recurrent layer on one piece of memory with all of its weig
         in backward as any value is. The layer takes views of it, and cuDNN copies nothing.
 Rule 2. Where each weight lies is what `flatten_parameters` of torch says. It leaves weights as they
         are where cuDNN does not run.
-Rule 3. Nobody else sees the piece. So what autograd saves of it is as it was made, whatever version
-        a tensor has that torch makes from its storage.
+Rule 3. Nobody else sees the piece, so nothing changes it. Tensors that torch makes from its storage
+        have versions of their own, which say nothing.
 """
 
 from __future__ import annotations

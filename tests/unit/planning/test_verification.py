@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
 
+import recoup
 from recoup.planning.compiling import BlockCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.step import Step
@@ -58,6 +62,22 @@ def test_noise_of_one_gradient_is_allowed_of_all():
     found.expect_again(outcome(-large, small))  # which is no rounding
     assert "`small`" in found.difference(outcome(large, 1.002 * small))
     assert "`buffer`" in found.difference(outcome(large, small, torch.tensor([0, 0, 1])))
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_block_that_draws_from_another_stream_does_not_run_again(draw):
+    """Or it would draw twice, whether what it draws matters or not."""
+
+    class Drawing(nn.Sequential):
+        def forward(self, x):
+            self.drawn = draw()
+            return x + super().forward(x)
+
+    parts = (Drawing(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4))
+    model, x = nn.Sequential(*parts), torch.randn(64, 16)
+    with pytest.warns(UserWarning, match=r"keeps all residuals.*the random stream"):
+        plan = recoup.plan(model, x, budget="1 GiB", policy=None, loss=lambda y: y.square().mean())
+    assert all(row.way == "keep" for row in plan.blocks)
 
 
 def test_buffers_are_compared_with_buffers():
