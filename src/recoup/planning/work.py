@@ -153,8 +153,8 @@ class WorkCounter(DispatchMode):
         """Run the operator and count it."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        if not getattr(func, "is_view", False):
-            outputs = tensors_in(result)
+        outputs = tensors_in(result)  # none of a question, such as of the device of a tensor
+        if outputs and not getattr(func, "is_view", False):
             work = _work(func, args, kwargs, result, outputs)
             self.work += work
             if is_costly(func):

@@ -1,4 +1,4 @@
-"""The counted work of attention, of which some counters of torch refuse heads that share keys."""
+"""The counted work of operators; some counters of torch refuse heads that share keys."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ def test_heads_that_share_keys_work_as_those_that_do_not(refuses, monkeypatch):
     of_keys = 2 * (2 * 6 * LENGTH * 64) * 2  # the bytes of keys and values that are not there
     assert all_[0] - few[0] == pytest.approx(of_keys)
     assert all_[1] - few[1] == pytest.approx(2 * of_keys)  # and of their gradients
+
+
+def test_a_question_about_a_tensor_is_no_work():
+    """Without values, autograd asks tensors for their device by an operator."""
+    counter = WorkCounter()
+    with FakeTensorMode(), counter.counting():
+        x = torch.empty(256, 256, requires_grad=True)
+        before = counter.work
+        x = x.relu()
+    assert counter.work - before == 2 * x.nbytes
