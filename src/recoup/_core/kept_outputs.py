@@ -116,9 +116,13 @@ class KeptOutputs:
         with self._passing(self._record):
             yield
         for (func, *_), row in self._kept.items():
-            for each in row:
-                if isinstance(each, KeptProduct):
+            for place, each in enumerate(row):
+                if not isinstance(each, KeptProduct):
+                    continue
+                if each.is_unchanged:
                     each.hand_over(f"What {func} made in {self._name}", self._pair)
+                else:
+                    row[place] = None
         self._pair = None
 
     @property
@@ -162,8 +166,9 @@ class KeptOutputs:
         return result
 
     def _record_product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_chosen = self._num_products in self.products.chosen
-        self._num_products += 1
+        number = self._num_products
+        is_chosen = number in self.products.chosen
+        self._num_products = number + 1
         draws = is_chosen and _may_draw(func)
         before = generator_states() if draws else None
         result = func(*args, **kwargs)
@@ -174,7 +179,9 @@ class KeptOutputs:
             after = generator_states() if before is not None else None
             drew = before is not None and after is not None and not same_states(before, after)
             with grad_mode(False):
-                found = KeptProduct.of(func, args, kwargs, result, after if drew else None)
+                states = after if drew else None
+                copies = number not in self.products.saved
+                found = KeptProduct.of(func, args, kwargs, result, states, copies=copies)
         if found is not None and not isinstance(found.output, PackedMask):
             self.nodes.add(num_nodes() - 1)
         self._kept.setdefault(_call_of(func, args), []).append(found)
@@ -210,7 +217,8 @@ class KeptOutputs:
             return func(*args, **kwargs)  # See Rule 3
         if isinstance(kept, KeptProduct):
             row[place] = None
-            return kept.given(func, args, kwargs)
+            is_there = kept.is_unchanged  # else code takes a gradient within the first run
+            return kept.given(func, args, kwargs) if is_there else func(*args, **kwargs)
         if name in _DRAWS:
             with grad_mode(False):
                 func(*args, **kwargs)

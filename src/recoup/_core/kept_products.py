@@ -9,13 +9,18 @@ Rule 1. Outputs of chosen operators are kept in the same way (a plan chooses som
 Rule 2. What is kept is a copy, made as soon as the operator has run. The output itself may be
         written to, in the region or after it, by a kernel that torch does not see (numpy, Triton)
         or through a view with a version counter of its own (`_unsafe_view`, which every batched
-        `torch.matmul` returns). No check would detect all of these writes.
+        `torch.matmul` returns). No check would detect all of these writes. But if the output is a
+        residual as it is, as the input of a batch norm is, then autograd reads it in backward, and
+        nobody may write to it: then it is kept itself. Writes that torch sees are found by its
+        version, and others by the comparison of what is made of it.
 Rule 3. Outputs are kept only if they are plain tensors that share no memory with the inputs of the
         operator or with each other, and only if the operator writes to none of its inputs.
 Rule 4. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout), the draws
         are kept, one bit each; later writes to the tensor do not change them.
 Rule 5. If an operator drew, a later run sets the generators to their states after it, so that later
         draws are the same.
+Rule 6. Residuals may be held as autograd would hold them. The later run need not make these, so it
+        may end before the operators that only they need.
 """
 
 from __future__ import annotations
@@ -38,22 +43,26 @@ from recoup._core.saved_tensors import Kept, Pair, storage_id
 
 
 class Products(NamedTuple):
-    """Operators of a call whose outputs are kept.
+    """Operators of a call whose outputs are kept, and residuals that are.
 
     Args:
         funcs: the operators among which some are chosen.
         chosen: the chosen ones, by their numbers among all calls of these.
+        saved: those of them whose output is a residual as it is (See Rule 2).
+        held: the residuals that are held, by their numbers among all of the call (See Rule 6).
     """
 
     funcs: frozenset[Any] = frozenset()
     chosen: Container[int] = ()
+    saved: Container[int] = ()
+    held: Container[int] = ()
 
 
 class KeptProduct(NamedTuple):
     """What a chosen operator made.
 
     Args:
-        output: a copy of its output, with a `_KeptTensor` in place of each tensor; or the draws.
+        output: its output, with a `_KeptTensor` in place of each tensor; or the draws.
         states: the states of the generators after it, if it drew.
     """
 
@@ -62,18 +71,33 @@ class KeptProduct(NamedTuple):
 
     @classmethod
     def of(
-        cls, func: Any, args: Any, kwargs: dict[str, Any], result: Any, states: States | None
+        cls,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+        states: States | None,
+        *,
+        copies: bool = True,
     ) -> KeptProduct | None:
-        """Return a copy of what an operator made; None if that cannot be kept (See Rule 3)."""
+        """Return what is kept of what an operator made; None if it cannot be (See Rule 3)."""
         if is_mask(func):
             is_plain = type(result) in PLAIN and not result.is_sparse
             return cls(PackedMask(result), states) if is_plain else None
         if not _can_be_kept(func, result, tensors_in((args, kwargs))):
             return None
-        return cls(map_instances(result, Tensor, _KeptTensor), states)
+        keep = functools.partial(_KeptTensor, copies=copies)
+        return cls(map_instances(result, Tensor, keep), states)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing was written to it before it was handed over."""
+        found: list[bool] = []
+        map_instances(self.output, _KeptTensor, lambda each: found.append(each.is_unchanged))
+        return all(found)
 
     def hand_over(self, name: str, pair: Pair | None) -> None:
-        """Pass the copies to the saved-tensor hooks `pair`."""
+        """Pass the tensors to the saved-tensor hooks `pair`."""
         keep = functools.partial(_KeptTensor.keep, name=name, pair=pair)
         map_instances(self.output, _KeptTensor, keep)
 
@@ -90,16 +114,22 @@ class KeptProduct(NamedTuple):
 
 
 class _KeptTensor:
-    """A copy of a tensor that a chosen operator made."""
+    """A tensor that a chosen operator made: a copy, or where nobody may write to it, itself."""
 
-    __slots__ = ("_geometry", "_kept")
+    __slots__ = ("_geometry", "_kept", "_version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, copies: bool) -> None:
         self._geometry = geometry_of(tensor)
-        self._kept: Tensor | Kept = tensor.detach().clone()
+        self._kept: Tensor | Kept = tensor.detach().clone() if copies else tensor.detach()
+        self._version = self._kept._version
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing was written to it before it was handed over."""
+        return isinstance(self._kept, Kept) or self._kept._version == self._version
 
     def keep(self, name: str, pair: Pair | None) -> None:
-        """Pass the copy to the saved-tensor hooks `pair`."""
+        """Pass the tensor to the saved-tensor hooks `pair`."""
         self._kept = Kept(cast("Tensor", self._kept), name, pair)
 
     def get(self) -> Tensor:

@@ -124,7 +124,9 @@ class Region(Residuals):
         kept = getattr(stage, "kept_nodes", None) or (() if outputs is None else outputs.nodes)
         # Within a second run of a region around, which is compared itself, it need not be.
         follows = stage.compares and not is_in_second_run()
-        recording = Recording(self, owner, given, kept, follows=follows)
+        products = getattr(stage, "products", None)
+        held = () if products is None else products.held
+        recording = Recording(self, owner, given, kept, held, follows=follows)
         surroundings = self.surroundings
         try:
             versions = list(map(plain_version, state))

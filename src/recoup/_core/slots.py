@@ -84,17 +84,17 @@ class Slot:
     __slots__ = (
         "__weakref__",
         "_owner",
-        "_residuals",
         "_task",
         "dtype",
         "inputs",
+        "residuals",
         "shape",
         "value",
         "version",
     )
 
     # `Recording` sets these: a call of `__init__` for each saved tensor would cost too much.
-    _residuals: Residuals
+    residuals: Residuals
     _owner: Owner
     _task: int  # the backward that took the value last
     inputs: Inputs | None  # of the run that filled it
@@ -111,19 +111,19 @@ class Slot:
             with self._owner.lock:
                 if self.value is None:
                     if self._task == backward_id() != -1:
-                        when_backward_ends(self._residuals.forget)
-                    self._owner.fill_slots(self._residuals.index)
+                        when_backward_ends(self.residuals.forget)
+                    self._owner.fill_slots(self.residuals.index)
                 value = self.value
         self.value, self._task = None, backward_id()
         if value is None:
-            name = self._residuals.surroundings.name
+            name = self.residuals.surroundings.name
             raise ReplayError(
                 f"Running {name} again did not save a tensor of shape {tuple(self.shape)} that the "
                 "first run saved. A region must do the same when it runs again: look for outside "
                 "state that it reads, such as a counter or a cache."
             )
         if not value.is_inference() and value._version != self.version:
-            name = self._residuals.surroundings.name
+            name = self.residuals.surroundings.name
             raise ChangedError(
                 f"A tensor of shape {tuple(self.shape)} that {name} saved for backward was changed "
                 "in place by a later operator in it, so that its gradient would be wrong. Use an "
@@ -156,6 +156,10 @@ class _KeptParameter:
 _new_kept: Callable[[type[_KeptParameter]], _KeptParameter] = object.__new__
 
 
+def _no_slot() -> None:
+    """The reference to the slot of a residual that is held, and so has none."""
+
+
 class Inputs:
     """The input of a run that fills slots, which hold it: it is freed with the last of them."""
 
@@ -183,7 +187,7 @@ class Residuals:
         self.surroundings = surroundings
         self.index = index
         self.way: Way = way
-        self.slots: list[weakref.ref[Slot]] = []
+        self.slots: list[Callable[[], Slot | None]] = []  # weak references
         self.outcome: Outcome | None = None  # None while the first run goes on
         self.is_worth_a_stop = False  # whether any residual is large
 
@@ -224,6 +228,7 @@ class Recording(Frontier):
         owner: fills the slots.
         inputs: those of the run.
         kept: the numbers of nodes whose outputs later runs are given.
+        held: the numbers of residuals that are held, and not made again.
         follows: whether the run is followed, to be compared with later ones.
     """
 
@@ -237,11 +242,13 @@ class Recording(Frontier):
         owner: Owner,
         inputs: State = (),
         kept: Container[int] = (),
+        held: Container[int] = (),
         *,
         follows: bool = False,
     ) -> None:
         self._residuals = residuals
         self._owner = owner
+        self._held = held
         self._follows = follows
         if follows:
             super().__init__(inputs, kept)
@@ -277,8 +284,11 @@ class Recording(Frontier):
             kept.tensor, kept.version = tensor, tensor._version
             kept.surroundings = residuals.surroundings
             return kept
+        if len(residuals.slots) in self._held:
+            residuals.slots.append(_no_slot)
+            return Kept(tensor, f"What {residuals.surroundings.name} saved", self.pair)
         slot = _new_slot(Slot)
-        slot._residuals, slot._owner, slot._task = residuals, self._owner, -1
+        slot.residuals, slot._owner, slot._task = residuals, self._owner, -1
         slot.value, slot.version = None, 0
         slot.shape, slot.dtype, num = tensor.shape, tensor.dtype, tensor.numel()
         if self._follows:

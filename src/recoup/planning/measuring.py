@@ -119,27 +119,28 @@ class _Meter:
         self.calls.append(found)
         found.before = self._line.mark()
         drawn_before = self._drawn()
-        counter = self.counter()
+        counter = self.counter(call)
         with counter.counting():
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
         torch.clear_autocast_cache()  # which is held until backward begins, whatever blocks keep
         found.cleared = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
-        found.work = counter.work
+        found.work = found.counted_work = counter.work
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
         outputs, call.outputs = call.outputs, ()  # released here
         found.output_bytes = _bytes_of(outputs, taken)
+        found.listed = counter.residuals(set(storages_of(outputs)) - set(taken))
         taken.update(storages_of(outputs))
         found.alive_bytes = counter.alive_bytes(taken | self._weights)
         found.holders = _attributes_with_a_graph(name, module)
         self._returned = CallOutputs(outputs)
         return output
 
-    def counter(self) -> WorkCounter:
-        """Return a counter of a run."""
-        return WorkCounter(counts_operators=self._code is None)
+    def counter(self, call: object = None) -> WorkCounter:
+        """Return a counter of a run; of the first, which lists what the call saves."""
+        return WorkCounter(call, counts_operators=self._code is None)
 
     def loss_ended(self) -> None:
         """Record the span of the loss."""
@@ -220,7 +221,8 @@ class _MeasuredCall(Call):
         held = saved | self.known | self._meter.given_again
         found.unheld_bytes = _bytes_of(given, held)
         self._meter.second_run_ended(found, outputs, state)
-        found.saved = counter.products_alive() if found.products else []
+        if len(counter.products) != len(found.products):
+            found.products = []  # the second run differed from the first one
         return (), None
 
 

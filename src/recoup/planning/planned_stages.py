@@ -13,7 +13,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.kept_products import Products
 from recoup.planning.compiling import BlockCode
-from recoup.planning.pricing import MeasuredCall, chosen_products
+from recoup.planning.pricing import MeasuredCall, selections
 from recoup.schedules import (
     Action,
     Advance,
@@ -90,8 +90,11 @@ def planned_stages(
                 variant = variants.get(index, 0)
                 code = call.codes[variant] if is_kept else call.code_again or call.codes[0]
             elif index in results:
-                funcs = frozenset(product.func for product in call.products)
-                chosen = Products(funcs, frozenset(chosen_products(call)[results[index] - 1]))
+                selection = selections(call)[results[index] - 1]
+                numbers = frozenset(selection.products)
+                funcs = frozenset(product.func for product in call.products if numbers)
+                saved = {i for i in numbers if call.products[i].is_residual}
+                chosen = Products(funcs, numbers, saved, selection.held)
             stages.append(PlannedStage(call.name, call.module, chain, step, is_kept, chosen, code))
     return stages
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from math import inf
 from typing import Literal, get_args
 
 from recoup.planning.options import PlanOptions
 from recoup.planning.planned_stages import each_alone
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.pricing import MeasuredCall, price
+from recoup.planning.pricing import MeasuredCall, price, selections
 from recoup.planning.work import is_attention
 from recoup.schedules import Point, simulate
 
@@ -74,7 +75,7 @@ def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
         calls = [_choosing_attention(call) for call in kind.measured.calls]
         kind = kind._replace(measured=replace(kind.measured, calls=calls))
         kind = kind.repriced(calls, price(kind.measured, None), kind.seconds)
-        if not any(cost.results for cost in kind.costs):
+        if not any(each.products for call in calls for each in selections(call)):
             raise ValueError(
                 f"`policy` is {policy!r}, but no block was seen to call a kernel of attention that "
                 "could be kept alone. Let the model call torch.nn.functional."
@@ -98,5 +99,5 @@ def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
 
 
 def _choosing_attention(call: MeasuredCall) -> MeasuredCall:
-    products = [p._replace(is_needed=p.is_needed and is_attention(p.func)) for p in call.products]
+    products = [p if is_attention(p.func) else p._replace(start=inf) for p in call.products]
     return replace(call, products=products)

@@ -17,6 +17,10 @@ Rule 5. A block whose residuals do not hold its input has so much less of a tape
         the input, though), unless the block before holds it as its own output.
 Rule 6. A block may keep the outputs of costly operators, those with the most work per byte first.
         Operators after the last residual are left out, because the recomputation stops before them.
+Rule 7. It stops earlier if the last residuals are held: outputs that are kept in any case, what the
+        block returns, which the block after it keeps as its input, and small ones, such as the mean
+        and the deviation of a batch norm. So that norm, and the sum and activation after it, do not
+        run again. It does not make the output of the block then.
 """
 
 from __future__ import annotations
@@ -24,18 +28,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from torch import nn
 
 from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
-from recoup.planning.work import Product
+from recoup.planning.work import Product, Residual
 from recoup.schedules import Cost, Results
 
-__all__ = ["Measured", "MeasuredCall", "chosen_products", "price"]
+__all__ = ["Measured", "MeasuredCall", "Selection", "price", "selections"]
 
 _MOST_SELECTIONS = 5
+_SMALL = 64  # of this size, so many residuals are no more than all of them
+
+
+class Selection(NamedTuple):
+    """What a call keeps for its second run, beside its input (See Rules 6 and 7).
+
+    Args:
+        products: the operators whose outputs it keeps, by their numbers.
+        held: the residuals that it holds, by theirs.
+        num_bytes: the bytes of both, without those of what the call returns.
+        taped_bytes: those of the bytes that are residuals.
+        saved_work: the counted work that the second run is spared.
+        holds_output: whether that run ends before it has made what the call returns.
+    """
+
+    products: tuple[int, ...]
+    held: frozenset[int]
+    num_bytes: int
+    taped_bytes: int
+    saved_work: float
+    holds_output: bool
 
 
 @dataclass
@@ -51,7 +77,10 @@ class MeasuredCall:
         output_bytes: bytes of its output.
         unheld_bytes: the part of `state_bytes` that its residuals do not hold; 0 for blocks' own
             code (Rule 3 of NOTE [ Measured steps ]).
-        work: the counted work of one forward; once it is timed, the seconds of a second run.
+        counted_work: the counted work of one forward.
+        work: the same; once it is timed, the seconds of a second run.
+        share: the part of their counted work that is saved where values are kept; below 0 where
+            keeping them takes longer, which pays for the least bytes alone.
         before: the span that ends when the call begins.
         forward: the span of its forward.
         cleared: the span in which autocast frees the weights that it has cast, which it does before
@@ -66,7 +95,7 @@ class MeasuredCall:
         drawn_bytes: bytes of the random states that its recomputation needs.
         holders: names of attributes within the block that are tensors with a graph.
         products: the costly operators in its forward.
-        saved: for each of them, whether its output is a residual.
+        listed: its residuals, in the order in which they are saved.
         is_invertible: whether its input can be made from its output, by `inverse` of the block.
         is_estimated: whether the call was not measured, but is estimated from another one.
         again_seconds: the time of its second run.
@@ -81,7 +110,9 @@ class MeasuredCall:
     state_bytes: int
     output_bytes: int = 0
     unheld_bytes: int = 0
+    counted_work: float = 0.0
     work: float = 0.0
+    share: float = 1.0
     before: Span = field(default_factory=Span)
     forward: Span = field(default_factory=Span)
     cleared: Span = field(default_factory=Span)
@@ -94,7 +125,7 @@ class MeasuredCall:
     drawn_bytes: int = 0
     holders: tuple[str, ...] = ()
     products: list[Product] = field(default_factory=list[Product])
-    saved: list[bool] = field(default_factory=list[bool])
+    listed: list[Residual] = field(default_factory=list[Residual])
     is_invertible: bool = False
     is_estimated: bool = False
     again_seconds: float = 0.0
@@ -216,7 +247,7 @@ def _cost(
         between_bytes=between_bytes,
         is_linked=call.is_linked,
         between_run_bytes=between_run_bytes,
-        results=tuple(_results(call, chosen) for chosen in chosen_products(call)),
+        results=tuple(_results(call, selection) for selection in selections(call)),
     )
 
 
@@ -239,28 +270,63 @@ def _drawn(call: MeasuredCall) -> int:
     return min(call.drawn_bytes, call.own_bytes)
 
 
-def _results(call: MeasuredCall, chosen: Sequence[int]) -> Results:
-    """Return the outputs of the `chosen` operators, as they are kept for the second run."""
+def _results(call: MeasuredCall, selection: Selection) -> Results:
+    """Return what is kept for the second run, and the time of that run."""
+    saved = selection.saved_work / call.counted_work if call.counted_work else 0.0
     return Results(
-        num_bytes=sum(call.products[i].num_bytes for i in chosen),
-        seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
-        taped_bytes=sum(call.products[i].num_bytes for i in chosen if call.saved[i]),
+        num_bytes=selection.num_bytes,
+        seconds=max(call.work * (1.0 - call.share * min(saved, 1.0)), 0.0),
+        taped_bytes=selection.taped_bytes,
+        holds_output=selection.holds_output,
     )
 
 
-def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
-    """Return the operators whose outputs may be kept together, the fewest bytes first."""
-    if len(call.saved) != len(call.products):
-        return []  # the second run differed from the first one
+def selections(call: MeasuredCall) -> list[Selection]:
+    """Return what may be kept together for the second run, the fewest bytes first."""
     products = call.products
-    needed = [i for i, product in enumerate(products) if product.is_needed]
-    ranked = sorted(needed, key=lambda i: -abs(products[i].work) / max(products[i].num_bytes, 1))
+    end = max((each.work for each in call.listed), default=0.0)
+    needed = [i for i, product in enumerate(products) if product.start < end]
+    ranked = sorted(needed, key=lambda i: -products[i].work / max(products[i].num_bytes, 1))
     whole = call.residuals.end_bytes - (call.until_again.end_bytes if call.until_again else 0)
-    found: list[tuple[int, ...]] = []
-    for length in range(1, len(ranked) + 1):
+    lengths = [
+        length
+        for length in range(1, len(ranked) + 1)
+        if sum(products[i].num_bytes for i in ranked[:length]) < whole
+    ]
+    step = max(len(lengths) / _MOST_SELECTIONS, 1.0)
+    places = sorted({len(lengths) - 1 - int(step * i) for i in range(_MOST_SELECTIONS)})
+    found: list[Selection] = []
+    for length in (0, *(lengths[place] for place in places if place >= 0)):
         chosen = tuple(sorted(ranked[:length]))
-        if sum(products[i].num_bytes for i in chosen) < whole:
-            found.append(chosen)
-    step = max(len(found) / _MOST_SELECTIONS, 1.0)
-    places = sorted({len(found) - 1 - int(step * i) for i in range(_MOST_SELECTIONS)})
-    return [found[place] for place in places if place >= 0]
+        if chosen:
+            found.append(_selection(call, chosen, frozenset(), end))
+        held = frozenset(
+            place
+            for place, each in enumerate(call.listed)
+            if each.is_output or each.product in chosen or each.num_bytes * _SMALL <= whole
+        )
+        last = max((e.work for i, e in enumerate(call.listed) if i not in held), default=0.0)
+        if last < end:
+            found.append(_selection(call, chosen, held, last))
+    return found
+
+
+def _selection(
+    call: MeasuredCall, chosen: tuple[int, ...], held: frozenset[int], last: float
+) -> Selection:
+    """Return a selection of products and residuals, where the second run ends after some work."""
+    end = max((each.work for each in call.listed), default=0.0)
+    products = [call.products[number] for number in chosen]
+    small = sum(
+        each.num_bytes
+        for place in held
+        if not (each := call.listed[place]).is_output and each.product not in chosen
+    )
+    return Selection(
+        chosen,
+        held,
+        num_bytes=small + sum(each.num_bytes for each in products),
+        taped_bytes=small + sum(each.num_bytes for each in products if each.is_saved),
+        saved_work=end - last + sum(each.work for each in products if each.start < last),
+        holds_output=last < end,
+    )

@@ -19,7 +19,7 @@ from recoup.planning.blocks import find_links, kind_of, modules_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.pricing import MeasuredCall
+from recoup.planning.pricing import MeasuredCall, selections
 from recoup.planning.ranks import CollectiveCounter
 from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Rehearsed
@@ -307,7 +307,9 @@ def _rows_of(
             way = "keep" + (f", {call.codes[taped[index]].name}" if call.codes else "")
             keeps, work = tape.tape_bytes, tape.seconds
         elif index in results:
-            way, found = "keep products", cost.kept(results[index])
+            found = cost.kept(results[index])
+            has_products = bool(selections(call)[results[index] - 1].products)
+            way = "keep products" if has_products else "recompute"
             keeps = found.num_bytes + (cost.state_bytes if index in kept else 0)
             work = found.seconds
         else:

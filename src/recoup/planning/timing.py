@@ -35,7 +35,7 @@ from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlannedModel
 from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import MeasuredCall, chosen_products
+from recoup.planning.pricing import MeasuredCall, Selection, selections
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
 from recoup.schedules import Way, constant
@@ -54,13 +54,13 @@ class Times(NamedTuple):
     Args:
         plain: of the step that keeps all residuals.
         again: for each call, what its second run takes, with all that belongs to it.
-        share_of_products: the part of the time of products that is saved where they are kept; below
-            0 where keeping them takes longer, which pays for the least bytes alone.
+        share: the part of its work by which a second run is shorter where values are kept; below 0
+            where keeping them takes longer.
     """
 
     plain: float
     again: list[float]
-    share_of_products: float
+    share: float
 
 
 def times_of(
@@ -106,7 +106,8 @@ def times_of(
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
     if is_accelerator(step.device) and not is_without_values():
         ways = {"again": partial(planned.followed, again_all), "each": recomputing}
-    kept = [len(chosen_products(call)) or None for call in calls]
+    most = [_most_of(call) for call in calls]
+    kept = [len(selections(call)) or None for call in calls]
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
     if has_room and any(kept):
@@ -121,8 +122,8 @@ def times_of(
     plain = seconds.get("plain", plain_seconds)
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
-    whole = sum(map(_kept_of, calls, again))
-    saved = whole - _SECONDS_OF_PRODUCT * sum(len(_most_of(call)) for call in calls)
+    whole = sum(map(_saved_by, most, calls, again))
+    saved = whole - _SECONDS_OF_PRODUCT * sum(len(each.products) for each in most if each)
     if "products" in seconds:
         saved = seconds["again"] - seconds["products"]
     share = min(max(saved / whole, -1.0), 1.0) if whole else 0.0
@@ -130,23 +131,22 @@ def times_of(
     return Times(plain, again, share)
 
 
-def _most_of(call: MeasuredCall) -> Sequence[int]:
-    """Return the most products that are kept together."""
-    return (chosen_products(call) or [()])[-1]
+def _most_of(call: MeasuredCall) -> Selection | None:
+    """Return the most values that are kept together."""
+    found = selections(call)
+    return found[-1] if found else None
 
 
-def _kept_of(call: MeasuredCall, seconds: float) -> float:
-    """Return the time that these take in a second run, by their counted work."""
-    kept = sum(call.products[place].work for place in _most_of(call))
-    return seconds * min(kept / call.work, 1.0) if call.work else 0.0
+def _saved_by(selection: Selection | None, call: MeasuredCall, seconds: float) -> float:
+    """Return the time that a second run is spared, by its counted work."""
+    if selection is None or not call.counted_work:
+        return 0.0
+    return seconds * min(selection.saved_work / call.counted_work, 1.0)
 
 
 def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
-    """Return a call whose work is in seconds, and that of its products in what keeping saves."""
-    # Products are ranked by their times, so these are never 0.
-    rate = (times.share_of_products or -1e-6) * seconds / call.work if call.work else 0.0
-    products = [each._replace(work=rate * each.work) for each in call.products]
-    return replace(call, work=seconds, products=products)
+    """Return a call whose work is in seconds."""
+    return replace(call, work=seconds, share=times.share)
 
 
 def _in_turn(

@@ -23,6 +23,7 @@ from recoup.errors import RecoupError
 __all__ = [
     "SECONDS_PER_MOVED_BYTE",
     "Product",
+    "Residual",
     "WorkCounter",
     "counted_seconds",
     "is_attention",
@@ -80,13 +81,38 @@ class Product(NamedTuple):
         func: the operator.
         work: its counted work.
         num_bytes: the bytes of its output.
-        is_needed: whether a residual was saved after it began, so that recomputation reaches it.
+        start: the work that was counted before it.
+        is_saved: whether the memory of its output is that of a residual.
+        is_unchanged: whether nothing was written to it before, so that it is the residual itself.
     """
 
     func: Any
     work: float
     num_bytes: int
-    is_needed: bool
+    start: float
+    is_saved: bool = False
+    is_unchanged: bool = True
+
+    @property
+    def is_residual(self) -> bool:
+        """Whether its output is a residual, as it is."""
+        return self.is_saved and self.is_unchanged
+
+
+class Residual(NamedTuple):
+    """A residual that was saved by a call, other than a parameter.
+
+    Args:
+        num_bytes: its bytes.
+        work: the work that was counted before it was saved.
+        product: the number of the costly operator whose output it is, or a view of; None for none.
+        is_output: whether the call returns it.
+    """
+
+    num_bytes: int
+    work: float
+    product: int | None
+    is_output: bool = False
 
 
 class WorkCounter(DispatchMode):
@@ -96,20 +122,26 @@ class WorkCounter(DispatchMode):
     a byte.
 
     Args:
+        call: the call whose residuals are listed; None for none.
         counts_operators: whether operators are counted. If not, no mode is active, under which
             nothing would be compiled.
+
+    Attributes:
+        work: the work until now.
+        products: the costly operators, in order.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, counts_operators: bool = True) -> None:
+    def __init__(self, call: object = None, *, counts_operators: bool = True) -> None:
         super().__init__()
+        self._call = call
         self._mode = InMode(self) if counts_operators else nullcontext()
         self.work = 0.0
-        self._products: list[Product] = []
+        self.products: list[Product] = []
         self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
         self._residuals = WeakSet[torch.UntypedStorage]()
-        self._num_needed = 0
+        self._listed: list[tuple[Residual, WeakSet[torch.UntypedStorage]]] = []
         self._around: Any = None
 
     @contextmanager
@@ -120,27 +152,43 @@ class WorkCounter(DispatchMode):
 
     def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that a region does not keep the residual `tensor`."""
-        self._num_needed = len(self._products)
         if (
             getattr(slot, "expected", None) is None
         ):  # else the region itself keeps it, for this step
             self._residuals.update(storages_of([tensor]))
+        region = getattr(slot, "residuals", None)
+        if self._call is not None and getattr(region, "stage", None) is self._call:
+            self._list(tensor)
         if self._around is not None:
             self._around.saved(tensor, slot, way)
 
-    @property
-    def products(self) -> list[Product]:
-        """The costly operators, in order."""
-        needed = self._products[: self._num_needed]
-        return [each._replace(is_needed=True) for each in needed] + self._products[len(needed) :]
+    def _list(self, tensor: Tensor) -> None:
+        storages = WeakSet(storages_of([tensor]))
+        of_product: int | None = None
+        for place, outputs in enumerate(self._outputs):
+            if storages and storages <= outputs:
+                is_unchanged = self.products[place].is_unchanged and tensor._version == 0
+                self.products[place] = self.products[place]._replace(
+                    is_saved=True, is_unchanged=is_unchanged
+                )
+                of_product = place if is_unchanged else None
+        found = Residual(bytes_of([tensor], ()), self.work, of_product)
+        self._listed.append((found, storages))
+
+    def residuals(self, outputs: Container[torch.UntypedStorage]) -> list[Residual]:
+        """Return the residuals of the call, in order.
+
+        Args:
+            outputs: the memory of what it has returned.
+        """
+        return [
+            each._replace(is_output=any(storage in outputs for storage in storages))
+            for each, storages in self._listed
+        ]
 
     def alive_bytes(self, left_out: Container[torch.UntypedStorage]) -> int:
         """Return the bytes of residuals that regions do not keep, but other code keeps alive."""
         return sum(each.nbytes() for each in self._residuals if each not in left_out)
-
-    def products_alive(self) -> list[bool]:
-        """Return, for each costly operator, whether its output is alive."""
-        return [len(storages) > 0 for storages in self._outputs]
 
     @never_compiled
     def __torch_dispatch__(
@@ -156,9 +204,9 @@ class WorkCounter(DispatchMode):
         outputs = tensors_in(result)  # none of a question, such as of the device of a tensor
         if outputs and not getattr(func, "is_view", False):
             work = _work(func, args, kwargs, result, outputs)
-            self.work += work
             if is_costly(func):
                 self._add(func, work, outputs)
+            self.work += work
         return result
 
     def _add(self, func: Any, work: float, outputs: Sequence[Tensor]) -> None:
@@ -167,7 +215,7 @@ class WorkCounter(DispatchMode):
             outputs = ()  # the bits themselves are no residual
         else:
             num_bytes = bytes_of(outputs)
-        self._products.append(Product(func, work, num_bytes, is_needed=False))
+        self.products.append(Product(func, work, num_bytes, self.work))
         self._outputs.append(WeakSet(storages_of(outputs)))
 
 

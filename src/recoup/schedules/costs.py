@@ -57,6 +57,10 @@ class Results:
         num_bytes: their bytes.
         seconds: the time of that later run, which is given them.
         taped_bytes: those of the bytes that the tape holds, too.
+        holds_output: whether the stage's output, if the tape holds it, is held with them, so that
+            the later run need not make it. It is the input of the stage after this one, which
+            counts it as long as it keeps that input itself: it does not if it is inverted or if
+            its input is offloaded, so such results are not chosen then.
 
     Raises:
         ValueError: a cost is negative or not finite, or the tape holds more of them than there are.
@@ -70,6 +74,7 @@ class Results:
     num_bytes: int
     seconds: float
     taped_bytes: int = 0
+    holds_output: bool = False
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)

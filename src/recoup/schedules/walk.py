@@ -244,6 +244,12 @@ class Walk:
             self.seconds += given.seconds
             self.held -= given.num_bytes
 
+    def _lent(self, index: int) -> int:
+        """Return the bytes that backward takes more since the stage before holds its output."""
+        results = self.results.get(index - 1)
+        is_held = index - 1 in self.tapes or (results is not None and results.holds_output)
+        return self.costs[index].lent_bytes if is_held else 0
+
     def _recount(self, index: int) -> None:
         present = (index in self.kept or index == self.working) and index not in self.tapes
         now = self.state_bytes[index] if present else 0
@@ -290,8 +296,7 @@ class Walk:
             self.peak = max(self.peak, self.held + cost.tape_run_bytes)
             self._tape(index, self.tapes_of_stage[index][0], index)
             return
-        lent = cost.lent_bytes if index - 1 in self.tapes else 0
-        self.peak = max(self.peak, self.held + cost.invert_bytes + lent)
+        self.peak = max(self.peak, self.held + cost.invert_bytes + self._lent(index))
         self._tape(
             index, SelectiveTape(cost.state_bytes, 0.0), index
         )  # its bytes were counted just now
@@ -301,8 +306,7 @@ class Walk:
         if self.working is not None and self.working > index:
             self._work(None)
         tape = self.tapes.pop(index)
-        lent = cost.lent_bytes if index - 1 in self.tapes else 0
-        self.peak = max(self.peak, self.held + tape.reverse_bytes + lent)
+        self.peak = max(self.peak, self.held + tape.reverse_bytes + self._lent(index))
         self.held += cost.left_bytes - cost.between_bytes - tape.tape_bytes
         self.remaining -= 1
         self._recount(index)

@@ -19,6 +19,8 @@ Rule 4. In a long chain neighbours are grouped. The ends of a long segment are b
 Rule 5. A segment of the sweep may keep results of its stages with its input. Its stages are all
         taped in backward, one after another, so none of the states between is kept, and their
         tapes are there at once. Not all ways to choose the results are tried (`_selections`).
+Rule 6. Results that hold the output of a stage are for the last stage of such a segment: the state
+        after it is there anyway, while those between are not kept.
 """
 
 from __future__ import annotations
@@ -103,7 +105,16 @@ class Chain:
         self._taped_group = {
             start: self._taping_bytes(start, stop) for start, stop in pairwise(self.borders)
         }
-        self._steps = [_steps_of(index, cost) for index, cost in enumerate(costs)]
+        # Results that each stage may keep within a segment, and at its end (See Rule 6).
+        self._kept_within = [_numbers_of(cost, is_last=False) for cost in costs]
+        self._kept_last = [
+            _numbers_of(cost, is_last=self._may_hold_output(index))
+            for index, cost in enumerate(costs)
+        ]
+        self._steps_within, self._steps_last = (
+            [_steps_of(index, costs[index], numbers) for index, numbers in enumerate(each)]
+            for each in (self._kept_within, self._kept_last)
+        )
         self._advance_bytes = [self._advancing(index) for index in range(num_stages)]
 
     def run(self, start: int, stop: int) -> float:
@@ -235,13 +246,12 @@ class Chain:
 
     def _selections(self, start: int, stop: int) -> Iterator[tuple[int, ...]]:
         """Yield which results each stage of a segment keeps: all ways, or those that pay most."""
-        costs = self.costs[start:stop]
-        num_ways = prod(len(cost.results) + 1 for cost in costs)
-        if num_ways <= _FEW_WAYS:
-            ways = product(*(range(len(cost.results) + 1) for cost in costs))
-            yield from filter(any, ways)
+        options = [*self._kept_within[start : stop - 1], self._kept_last[stop - 1]]
+        if prod(len(numbers) + 1 for numbers in options) <= _FEW_WAYS:
+            yield from filter(any, product(*((0, *numbers) for numbers in options)))
             return
-        steps = [step for index in range(start, stop) for step in self._steps[index]]
+        steps = [step for each in self._steps_within[start : stop - 1] for step in each]
+        steps += self._steps_last[stop - 1]
         steps.sort(reverse=True)
         numbers = [0] * (stop - start)
         every = -(-len(steps) // _MOST_SELECTIONS)
@@ -249,6 +259,13 @@ class Chain:
             numbers[index - start] = number
             if (len(steps) - place) % every == 0:
                 yield tuple(numbers)
+
+    def _may_hold_output(self, index: int) -> bool:
+        """Whether the stage after one keeps its input, which the stage made (See Rule 6)."""
+        after = self.costs[index + 1] if index + 1 < self.num_stages else None
+        if after is None or not after.is_linked:
+            return False
+        return not after.is_invertible and after.offload_seconds is None
 
     def _ends_in_sweep(self, start: int) -> list[int]:
         ends = self.ends(start)
@@ -326,13 +343,18 @@ class Chain:
         return found
 
 
-def _steps_of(index: int, cost: Cost) -> list[tuple[float, int, int]]:
+def _numbers_of(cost: Cost, *, is_last: bool) -> list[int]:
+    """Return the numbers of the results that a stage may keep in a segment (See Rule 6)."""
+    return [at for at, each in enumerate(cost.results, 1) if is_last or not each.holds_output]
+
+
+def _steps_of(index: int, cost: Cost, numbers: Sequence[int]) -> list[tuple[float, int, int]]:
     """Return the results that a stage keeps, fewest bytes first, by the seconds a byte saves.
 
     Each step saves less for a byte than the one before: others are left out.
     """
     chosen = [(0, cost.seconds, 0)]
-    options = ((each.num_bytes, each.seconds, at) for at, each in enumerate(cost.results, 1))
+    options = ((cost.kept(at).num_bytes, cost.kept(at).seconds, at) for at in numbers)
     for num_bytes, seconds, number in sorted(options):
         if seconds >= chosen[-1][1]:
             continue
