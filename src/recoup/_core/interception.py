@@ -74,7 +74,7 @@ def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[N
             intercept.
         interceptor: called with an operator, its arguments and its keyword arguments, in its place.
     """
-    if not _registered.issuperset(funcs):
+    if not _libraries or not _registered.issuperset(funcs):
         _register(funcs)
     interceptors = _thread.interceptors
     num_around = len(interceptors)

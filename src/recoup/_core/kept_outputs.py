@@ -180,7 +180,8 @@ class KeptOutputs:
             drew = before is not None and after is not None and not same_states(before, after)
             with grad_mode(False):
                 states = after if drew else None
-                copies = number not in self.products.saved
+                # A mode is beneath what counts versions, so that changes would not be seen.
+                copies = self._is_looking or number not in self.products.saved
                 found = KeptProduct.of(func, args, kwargs, result, states, copies=copies)
         if found is not None and not isinstance(found.output, PackedMask):
             self.nodes.add(num_nodes() - 1)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.fake_values import has_values
+from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.interception import unseen
 
 _COLUMNS = 16
@@ -108,6 +108,15 @@ def _hash_of_few(integers: Tensor) -> list[float]:
     """Return a hash of the bits of a contiguous tensor, as two numbers."""
     bits = hash(ctypes.string_at(integers.data_ptr(), integers.nbytes))
     return [float(bits >> 32), float(bits & (2**32 - 1))]
+
+
+def make_tables(device: torch.device) -> None:
+    """Make the weights that nearly all sketches need, so that no step is measured with them."""
+    if is_without_values():
+        return
+    _table(_MOST_ROWS, torch.float32, device)
+    for table in (_COLUMN, _ROW):
+        _odd(table, device)
 
 
 def numbers_of(sketch: Sketch) -> list[float]:

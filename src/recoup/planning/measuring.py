@@ -31,6 +31,7 @@ from recoup._core.compile import is_compiled
 from recoup._core.devices import fingerprint, is_accelerator
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import backward_id, pair_in_force, saving
+from recoup._core.sketch import make_tables
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
@@ -62,6 +63,7 @@ def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None =
             Rule 4). None to count the work of the blocks' own.
     """
     blocks = list(blocks)
+    make_tables(step.device)
     with step.rehearsed(), timeline(step.device, records_levels=True) as line:
         meter = _Meter(step, blocks, line, code)
         with followed([module for _, module in blocks], meter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -33,22 +33,23 @@ COSTLY = {
 }  # fmt: skip
 
 
-def keeping(fn, *args, keeps=EVERY, **kwargs):
+def keeping(fn, *args, keeps=EVERY, saved=NONE, held=NONE, **kwargs):
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    products = Products(frozenset(COSTLY), keeps)
+    products = Products(frozenset(COSTLY), keeps, saved, held)
     return run_again(Call("the call", fn, args, kwargs, products=products))
 
 
 class Keeping(nn.Module):
-    def __init__(self, blocks, keeps=EVERY):
+    def __init__(self, blocks, keeps=EVERY, **residuals):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.keeps = keeps
+        self.keeps, self.residuals = keeps, residuals
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x) if self.keeps is None else keeping(block, x, keeps=self.keeps)
+            kept = {"keeps": self.keeps, **self.residuals}
+            x = block(x) if self.keeps is None else keeping(block, x, **kept)
         return x
 
 
@@ -107,14 +108,23 @@ CHOICES = {
 }
 
 
-@pytest.mark.sampled(11)
+RESIDUALS = {
+    "no residuals": {},
+    "outputs themselves": {"saved": EVERY},
+    "some residuals": {"saved": EVERY, "held": ODD},
+    "all residuals": {"held": EVERY},
+}
+
+
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("residuals", RESIDUALS)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_the_step_is_that_of_the_plain_run(name, choice, dtype):
+def test_the_step_is_that_of_the_plain_run(name, choice, residuals, dtype):
     torch.manual_seed(3)
     blocks, size = BLOCKS[name]()
-    model = Keeping(blocks, CHOICES[choice]).to(dtype)
+    model = Keeping(blocks, CHOICES[choice], **RESIDUALS[residuals]).to(dtype)
     x = torch.randn(size, dtype=dtype, requires_grad=True)
     for _ in range(2):  # the first time, the code is looked at
         plain = copy.deepcopy(model)
@@ -176,6 +186,45 @@ def test_masks_are_kept_as_bits_and_not_drawn_again(dtype):
     held = held_after(lambda: keeping(fn, x).sum())
     states = 2 * torch.get_rng_state().numel()
     assert held.num_bytes <= 33 * 65 // 8 + 1 + states + 64
+
+
+def norm(x):
+    """A convolution, a batch norm and a ReLU, of which backward needs seven values."""
+    weight = torch.linspace(-1, 1, 16 * 16 * 9).view(16, 16, 3, 3)
+    y = F.conv2d(x, weight, padding=1)
+    return F.relu(F.batch_norm(y, None, None, training=True), inplace=True)
+
+
+def test_the_second_run_ends_before_what_only_held_residuals_need():
+    x = leaf(4, 16, 16, 16).detach().float().requires_grad_()
+    for held, num_runs in ((NONE, 1), (EVERY - {0, 1}, 0)):  # all but the inputs
+        for _ in range(2):  # the first time, the code is looked at
+            y = keeping(norm, x, saved=EVERY, held=held)
+            with Operators() as ran:
+                (got,) = torch.autograd.grad(y.sin().sum(), x)
+        assert ran.of("native_batch_norm") == ran.of("relu_") == num_runs
+        (want,) = torch.autograd.grad(norm(x).sin().sum(), x)
+        assert torch.equal(got, want)
+
+
+def test_an_output_that_is_a_residual_is_kept_itself():
+    x = leaf(4, 16, 16, 16).detach().float().requires_grad_()
+    with StorageTracker() as tracker:
+        y = keeping(norm, x, saved=EVERY, held=EVERY - {0})
+        held = tracker.current_bytes
+        del y
+    with StorageTracker() as tracker:
+        y = norm(x)
+        assert held <= tracker.current_bytes
+        del y
+
+
+def test_a_held_residual_that_is_changed_is_an_error():
+    x = leaf(4, 16, 16, 16).detach().float().requires_grad_()
+    y = keeping(norm, x, saved=EVERY, held=EVERY)
+    y.mul_(2.0)
+    with pytest.raises(ChangedError, match="changed in place"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 7, 8, 9, 1000])
@@ -341,18 +390,32 @@ def in_place_through_a_view(x, w):
     return y.sin()
 
 
+@pytest.mark.parametrize("saved", [NONE, EVERY])
 @pytest.mark.parametrize("fn", [in_place_in_the_call, in_place_through_a_view])
 @pytest.mark.parametrize("around", [nullcontext, torch.autograd.graph.save_on_cpu])
-def test_an_output_changed_in_place_in_the_call(fn, around):
+def test_an_output_changed_in_place_in_the_call(fn, around, saved):
     x, w = leaf(4, 4), leaf(4, 4)
 
-    def step(call):
+    def step(call, **kept):
         with around():
-            y = call(fn, x, w)
+            y = call(fn, x, w, **kept)
         return torch.autograd.grad(y.sum(), (x, w))
 
-    for a, b in zip(step(keeping), step(lambda fn, *args: fn(*args)), strict=True):
+    for a, b in zip(step(keeping, saved=saved), step(lambda fn, *args: fn(*args)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_an_output_that_is_changed_before_a_gradient_within_the_call():
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def fn(x):
+        y = (x @ w).mul_(2.0)
+        (slope,) = torch.autograd.grad(y.exp().sum(), x, create_graph=True)
+        return (y * slope).sin()
+
+    for _ in range(2):  # the first time, the code is looked at
+        got = torch.autograd.grad(keeping(fn, x, saved=EVERY).sum(), x)[0]
+        assert torch.equal(got, torch.autograd.grad(fn(x).sum(), x)[0])
 
 
 def _batched(x):
@@ -402,7 +465,11 @@ def test_f1_an_output_changed_through_an_alias_with_a_version_of_its_own(
             WRITES[write](y)
         return torch.autograd.grad(y.sum() + z.sin().sum(), x)[0]
 
-    assert torch.equal(step(call), step(lambda fn, x: fn(x)))
+    want = step(lambda fn, x: fn(x))
+    assert torch.equal(step(call), want)
+    if call is keeping:  # if the output were kept itself, which it is not where it is no residual
+        with suppress(ChangedError, ReplayError):
+            assert torch.equal(step(lambda fn, x: keeping(fn, x, saved=EVERY)), want)
 
 
 def test_f1_an_operator_that_writes_to_what_it_is_given_runs_again():

@@ -320,7 +320,7 @@ def test_all_times_of_a_plan_are_seconds(monkeypatch, fraction):
     """The costs are divided so that whole steps take what the clock said."""
     model, x = stack(), batch()
     again = [0.5, 0.25, 0.25, 0.5, 0.25, 0.25]
-    times = Times(plain=6.0, again=again, share_of_products=0.0)  # products do not pay
+    times = Times(plain=6.0, again=again, share=0.0)  # products do not pay
     monkeypatch.setattr(priced_blocks, "times_of", lambda *args, **kwargs: times)
     whole = plan(model, x, "1 GiB")
     made = plan(model, x, whole.most_bytes if fraction else whole.least_bytes)
@@ -358,9 +358,7 @@ def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_pla
 
 def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
     """The picture of the step ends where the picture of all plans has this one."""
-    times = Times(
-        plain=3.5, again=[0.5] * 6, share_of_products=0.0
-    )  # runs again pay more than first
+    times = Times(plain=3.5, again=[0.5] * 6, share=0.0)  # runs again pay more than first
     monkeypatch.setattr(priced_blocks, "times_of", lambda *args, **kwargs: times)
     model, x = stack(), batch()
     made = plan(model, x, middle(model, x))

@@ -63,7 +63,14 @@ def _sweep(costs: Sequence[Cost], start: int, *, returns: bool) -> Iterator[Acti
         stages = range(start, split)
         load: Actions = (Load(start),) if returns else (Load(start), Drop(start))
         tapes = (*map(Tape, stages), *map(Reverse, reversed(stages)))
+        after = costs[split]
+        holds = after.is_linked and not after.is_invertible and after.offload_seconds is None
         for numbers in product(*(range(len(costs[index].results) + 1) for index in stages)):
+            kept = [
+                costs[index].kept(number) for index, number in zip(stages, numbers, strict=True)
+            ]
+            if any(each.holds_output for each in (kept if not holds else kept[:-1])):
+                continue
             runs = [Advance(index, index + 1, numbers[index - start]) for index in stages]
             for later in _sweep(costs, split, returns=False) if any(numbers) else ():
                 yield (Keep(start), *runs, *later, *load, *tapes, *back)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from recoup.schedules import (
     Advance,
     Cost,
     Invert,
+    Keep,
     Offload,
     Results,
     SelectiveTape,
@@ -35,7 +37,7 @@ def thins(draw, state):
 @st.composite
 def results(draw):
     taped = draw(SIZES)
-    return Results(taped + draw(SIZES), draw(TIMES), taped)
+    return Results(taped + draw(SIZES), draw(TIMES), taped, draw(st.booleans()))
 
 
 @st.composite
@@ -99,6 +101,26 @@ def test_choices_equal_exhaustive_search(chain):
     check_all_budgets(chain)
 
 
+def test_an_output_is_held_where_the_stage_after_keeps_it():
+    """Only then does it cost nothing, but for what it holds while that stage is reversed."""
+    holding = Results(num_bytes=1, seconds=0.25, holds_output=True)
+    stage = Cost(1.0, 10, 50, results=(holding,), lent_bytes=10)
+    last = Cost(1.0, 10, 10, reverse_bytes=90, is_fixed=True, lent_bytes=10)
+    (held,) = [p for p in frontier([stage, last]) if p.seconds == 2.25]
+    assert Advance(0, 1, 1) in held.schedule.actions
+    lends = simulate(held.schedule, costs=[stage, last]).peak_bytes
+    kept_alone = replace(holding, holds_output=False)
+    alone = [replace(stage, results=(kept_alone,)), last]
+    assert simulate(held.schedule, costs=alone).peak_bytes == lends - 10
+    for after in (replace(last, is_linked=False), replace(last, offload_seconds=0.5)):
+        assert all(p.seconds != 2.25 for p in frontier([stage, after]))
+    # Nor within a segment, whose states are not kept.
+    for point in frontier([stage, replace(stage, state_bytes=30), last]):
+        sweep = point.schedule.actions[: point.schedule.sweep_end]
+        if Advance(0, 1, 1) in sweep:
+            assert Keep(1) in sweep or Tape(1) in sweep
+
+
 def test_what_an_inverse_gives_back_is_counted_beside_the_gradients():
     stage = Cost(1.0, 5, 50, left_bytes=120, is_invertible=True, invert_seconds=0.5)
     check_all_budgets([stage, Cost(1.0, 1, 1, tape_run_bytes=100, is_fixed=True)])
@@ -110,7 +132,9 @@ def various(num_stages, seed):
     for _ in range(num_stages):
         state, more = draw.randint(1, 10**6), draw.randint(0, 10**7)
         thin = SelectiveTape(state + more // 3, 0.1, more, more // 2)
-        kept = [Results(more // part, 0.02 * part, more // (2 * part)) for part in (2, 3, 4)]
+        kept = [
+            Results(more // part, 0.02 * part, more // (2 * part), part == 3) for part in (2, 3, 4)
+        ]
         chain.append(
             Cost(
                 *(draw.random(), state, state + more, state, 2 * more, more // 2),
