@@ -35,6 +35,7 @@ from torch import Tensor
 from recoup._core.compile import never_compiled
 from recoup._core.devices import generator_states, refuse_draws, same_states
 from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.fake_values import is_without_values
 from recoup._core.interception import Interceptor, are_plain, beneath, intercepting
 from recoup._core.kept_products import KeptProduct, Products
 from recoup._core.memory_layout import Strides, strided
@@ -180,8 +181,9 @@ class KeptOutputs:
             drew = before is not None and after is not None and not same_states(before, after)
             with grad_mode(False):
                 states = after if drew else None
-                # A mode is beneath what counts versions, so that changes would not be seen.
-                copies = self._is_looking or number not in self.products.saved
+                # A mode is beneath what counts versions: changes of values would not be seen.
+                is_blind = self._is_looking and not is_without_values()
+                copies = is_blind or number not in self.products.saved
                 found = KeptProduct.of(func, args, kwargs, result, states, copies=copies)
         if found is not None and not isinstance(found.output, PackedMask):
             self.nodes.add(num_nodes() - 1)

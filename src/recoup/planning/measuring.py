@@ -18,7 +18,7 @@ Rule 4. The work of operators is counted in the same step, to divide the time of
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -30,7 +30,13 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.devices import fingerprint, is_accelerator
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import backward_id, pair_in_force, saving
+from recoup._core.saved_tensors import (
+    backward_id,
+    pair_in_force,
+    saving,
+    version_of,
+    versions_of,
+)
 from recoup._core.sketch import make_tables
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
@@ -120,14 +126,15 @@ class _Meter:
         found.is_invertible = call.is_invertible_from(at)
         self.calls.append(found)
         found.before = self._line.mark()
-        drawn_before = self._drawn()
+        drawn_before, versions = self._drawn(), versions_of(tuple(module.buffers()))
         counter = self.counter(call)
         with counter.counting():
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
         torch.clear_autocast_cache()  # which is held until backward begins, whatever blocks keep
         found.cleared = self._line.mark()
-        found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
+        found.replay_bytes = self._state_bytes if self._drawn() != drawn_before else 0
+        found.replay_bytes += _bytes_of_changed(module, versions)
         found.work = found.counted_work = counter.work
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
@@ -226,6 +233,22 @@ class _MeasuredCall(Call):
         if len(counter.products) != len(found.products):
             found.products = []  # the second run differed from the first one
         return (), None
+
+
+def _bytes_of_changed(module: nn.Module, versions: Sequence[int]) -> int:
+    """Return the bytes of the buffers of modules that have changed some of theirs.
+
+    Args:
+        module: holds these modules.
+        versions: the versions of all buffers before.
+    """
+    before = dict(zip(map(id, module.buffers()), versions, strict=False))
+    return sum(
+        buffer.nbytes
+        for each in module.modules()
+        if any(version_of(b) != before.get(id(b)) for b in each.buffers(recurse=False))
+        for buffer in each.buffers(recurse=False)
+    )
 
 
 def _bytes_of(tensors: Iterable[Tensor], left_out: Container[torch.UntypedStorage]) -> int:

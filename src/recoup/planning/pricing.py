@@ -9,10 +9,11 @@ Rule 2. The costs are chosen so that `simulate` reproduces the bytes measured at
 Rule 3. If a block saves its own output, its tape holds that output until after the block behind it
         is reversed. In the measured step, the output was freed during that backward. So the bytes
         are added to what comes after that in the backward, if the block before keeps its residuals.
-Rule 4. A block that draws random numbers keeps the random state if it is recomputed. Those bytes
-        count as beside the chain, and are subtracted from the whole tape, which needs no random
-        state (at most to zero residuals, so if a block has smaller residuals than a random state,
-        recomputing it seems cheaper than it is).
+Rule 4. A block that draws random numbers keeps the random state if it is recomputed, and one that
+        changes buffers, as a batch norm does, copies of them. Those bytes count as beside the
+        chain, and are subtracted from the whole tape, which needs neither (at most to zero
+        residuals, so if a block has smaller residuals than a random state, recomputing it seems
+        cheaper than it is).
 Rule 5. A block whose residuals do not hold its input has so much less of a tape (at least that of
         the input, though), unless the block before holds it as its own output.
 Rule 6. A block may keep the outputs of costly operators, those with the most work per byte first.
@@ -92,7 +93,8 @@ class MeasuredCall:
         after: the span from there to the next second run, or to the end.
         again_bytes: bytes of the output of its second run.
         alive_bytes: bytes of its residuals that other code holds (a cache).
-        drawn_bytes: bytes of the random states that its recomputation needs.
+        replay_bytes: bytes of the random states that its recomputation needs, and of copies of the
+            buffers that it changes.
         holders: names of attributes within the block that are tensors with a graph.
         products: the costly operators in its forward.
         listed: its residuals, in the order in which they are saved.
@@ -122,7 +124,7 @@ class MeasuredCall:
     after: Span = field(default_factory=Span)
     again_bytes: int = 0
     alive_bytes: int = 0
-    drawn_bytes: int = 0
+    replay_bytes: int = 0
     holders: tuple[str, ...] = ()
     products: list[Product] = field(default_factory=list[Product])
     listed: list[Residual] = field(default_factory=list[Residual])
@@ -174,7 +176,7 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
         moving_seconds: the time of offloading a byte; None if nothing is offloaded.
     """
     beside = _beside(measured)
-    beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
+    beside = [*(b + _replay(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
         _cost(call, between, min(before, call.state_bytes) if call.is_linked else 0, moving_seconds)
@@ -203,10 +205,10 @@ def _beside(measured: Measured) -> list[int]:
     """Return the bytes that code outside blocks keeps from each border on."""
     calls = measured.calls
     kept = [0, *accumulate(call.state_bytes if call.until_again else 0 for call in calls)]
-    drawn = [0, *accumulate(call.drawn_bytes if call.until_again else 0 for call in calls)]
+    replay = [0, *accumulate(call.replay_bytes if call.until_again else 0 for call in calls)]
     alive = [call.before.end_bytes - call.state_bytes for call in calls]
     alive.append(calls[-1].cleared.end_bytes - calls[-1].output_bytes)
-    alive = [a - d for a, d in zip(alive, drawn, strict=True)]  # See Rule 4
+    alive = [a - r for a, r in zip(alive, replay, strict=True)]  # See Rule 4
     # Memory that is freed before backward is assumed to stay.
     until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)
     levels = [0, *(max(level, 0) for level in until)]
@@ -217,7 +219,7 @@ def _cost(
     call: MeasuredCall, between_bytes: int, lent_bytes: int, moving_seconds: float | None
 ) -> Cost:
     """Return the cost of a call; the tape before it may hold part of its input (See Rule 3)."""
-    run_bytes = call.forward.peak_bytes - call.before.end_bytes - _drawn(call)
+    run_bytes = call.forward.peak_bytes - call.before.end_bytes - _replay(call)
     run_bytes = max(run_bytes, call.output_bytes)
     between_run_bytes = call.before.peak_bytes - call.before.end_bytes
     if call.until_again is None:  # no gradient goes through it
@@ -233,14 +235,14 @@ def _cost(
         )
     begin, own = call.until_again.end_bytes, call.own_bytes
     unheld = max(call.unheld_bytes - lent_bytes, 0)
-    tape_bytes = call.state_bytes + max(own - _drawn(call) - unheld, 0)
+    tape_bytes = call.state_bytes + max(own - _replay(call) - unheld, 0)
     return Cost(
         seconds=call.work,
         state_bytes=call.state_bytes,
         tape_bytes=tape_bytes,
         run_bytes=run_bytes,
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
-        reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _drawn(call),
+        reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _replay(call),
         lent_bytes=_held_longer(call.after.levels, lent_bytes),
         offload_seconds=None if moving_seconds is None else moving_seconds * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + between_bytes,
@@ -265,9 +267,9 @@ def _held_longer(levels: Sequence[int], num_bytes: int) -> int:
     return max(after + num_bytes - peak, 0)
 
 
-def _drawn(call: MeasuredCall) -> int:
-    """Return the bytes of random state that recomputing a block keeps (See Rule 4)."""
-    return min(call.drawn_bytes, call.own_bytes)
+def _replay(call: MeasuredCall) -> int:
+    """Return the bytes that recomputing a block keeps beside its input (See Rule 4)."""
+    return min(call.replay_bytes, call.own_bytes)
 
 
 def _results(call: MeasuredCall, selection: Selection) -> Results:

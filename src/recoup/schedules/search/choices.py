@@ -351,16 +351,19 @@ def _numbers_of(cost: Cost, *, is_last: bool) -> list[int]:
 def _steps_of(index: int, cost: Cost, numbers: Sequence[int]) -> list[tuple[float, int, int]]:
     """Return the results that a stage keeps, fewest bytes first, by the seconds a byte saves.
 
-    Each step saves less for a byte than the one before: others are left out.
+    Each step saves less for a byte than the one before: others are left out. If none saves time,
+    the least bytes may still need them, and must not hang on how the clock erred: all are steps.
     """
     chosen = [(0, cost.seconds, 0)]
-    options = ((cost.kept(at).num_bytes, cost.kept(at).seconds, at) for at in numbers)
-    for num_bytes, seconds, number in sorted(options):
+    options = sorted((cost.kept(at).num_bytes, cost.kept(at).seconds, at) for at in numbers)
+    for num_bytes, seconds, number in options:
         if seconds >= chosen[-1][1]:
             continue
         while len(chosen) > 1 and _rate(*chosen[-2:]) <= _rate(chosen[-1], (num_bytes, seconds, 0)):
             chosen.pop()
         chosen.append((num_bytes, seconds, number))
+    if len(chosen) == 1:
+        return [(-float(num_bytes), index, number) for num_bytes, _, number in options]
     return [(_rate(a, b), index, b[2]) for a, b in pairwise(chosen)]
 
 
