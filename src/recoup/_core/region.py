@@ -94,6 +94,7 @@ class Region(Residuals):
         )
         self.surroundings, self.index, self.way = surroundings, index, way
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
+        self.bases = [id(value._base) for value in state if isinstance(value._base, nn.Parameter)]
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
         ids = list(map(id, state))
@@ -174,6 +175,7 @@ class Region(Residuals):
             self.fill(state, needs_output=False, residuals=residuals)
 
         dropped = Residuals(self.surroundings, self.index, self.way)
+        dropped.bases = self.bases
         recording = Recording(dropped, Untaped(dropped, fill))
         with self.surroundings.restored(), grad_mode(True), recording:
             output, _ = self.stage.forward(self._inputs(state))

@@ -3,7 +3,9 @@
 NOTE [ Slots ]
 
 Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves. A
-        parameter, or a view of one, is kept, since it is alive anyway. Autograd holds the slots,
+        parameter, or a view of one, is kept, since it is alive anyway. (Not if such a view is given
+        to the region: a later run is given another tensor, which is no view. So in both runs each
+        view of that parameter has a slot.) Autograd holds the slots,
         the slots hold the region and its owner, and the region holds its slots weakly: a residual
         that autograd has dropped is not made again.
 Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
@@ -179,9 +181,11 @@ class Residuals:
 
     Attributes:
         inputs: the input of the last run that filled slots, for one that may follow.
+        bases: the parameters of which the call is given views, by their ids (See Rule 1).
     """
 
     inputs: weakref.ref[Inputs] | None = None
+    bases: Container[int] = ()
 
     def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
         self.surroundings = surroundings
@@ -275,7 +279,7 @@ class Recording(Frontier):
         residuals = self._residuals
         base = tensor._base
         if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
-            base is not None and isinstance(base, nn.Parameter)
+            base is not None and isinstance(base, nn.Parameter) and id(base) not in residuals.bases
         ):
             if self.pair is not None:
                 name = f"A parameter that {residuals.surroundings.name} uses"
@@ -386,12 +390,11 @@ class Filling:
 
     @never_compiled
     def _packed(self, tensor: Tensor) -> Tensor:
-        base = tensor._base
+        residuals, place, base = self._residuals, self._num_saves, tensor._base
         if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
-            base is not None and isinstance(base, nn.Parameter)
+            base is not None and isinstance(base, nn.Parameter) and id(base) not in residuals.bases
         ):
             return tensor
-        residuals, place = self._residuals, self._num_saves
         if self._stops:
             raise Filled(residuals)
         self._num_saves = place + 1

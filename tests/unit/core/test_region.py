@@ -256,3 +256,57 @@ def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
         monkeypatch.setattr(outcome, "accelerator", lambda found=found: found)
         with nullcontext() if size == 1 and found else pytest.raises(ReplayError):
             run(size)
+
+
+OF_VIEWS = {
+    "elementwise": lambda x: F.silu(x).sigmoid().square(),
+    "saves its input again": lambda x: x.sin().exp().sin(),
+    "norm": lambda x: F.layer_norm(x, x.shape[-1:]).tanh(),
+    "attention": lambda x: F.scaled_dot_product_attention(x.sin(), x, x),
+}
+VIEWS = {
+    "indexed": lambda p: p[None],
+    "expanded": lambda p: p.expand(2, -1, -1),
+    "transposed": lambda p: p.t()[None],
+}
+WAYS = {
+    "checkpoint": recoup.checkpoint,
+    "recompute": lambda fn, x: recoup.recompute(fn)(x),
+    "second of a chain": lambda fn, x: recoup.Sequential(nn.Identity(), Called(fn), memory="sqrt")(
+        x
+    ),
+    "first of a chain": lambda fn, x: recoup.Sequential(Called(fn), nn.Identity(), memory="log")(x),
+}
+
+
+class Called(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
+@pytest.mark.parametrize("reads", ["nothing else", "the parameter", "another view of it"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("code", OF_VIEWS)
+def test_a_region_that_is_given_a_view_of_a_parameter(code, view, way, reads):
+    """Learned queries, expanded over a batch: a later run is given what is no view of it."""
+    p = nn.Parameter(torch.randn(8, 8))
+
+    def fn(x):
+        y = OF_VIEWS[code](x)
+        if reads == "the parameter":
+            y = (y * p).sin()
+        return (y * p.t()).sin() if reads == "another view of it" else y
+
+    def step(call):
+        loss = call(fn, VIEWS[view](p)).square().sum()
+        return torch.autograd.grad(loss, p, create_graph=True)[0]
+
+    found, expected = step(WAYS[way]), step(lambda fn, x: fn(x))
+    assert torch.equal(found, expected)
+    (found,), (expected,) = (torch.autograd.grad(g.sum(), p) for g in (found, expected))
+    assert torch.equal(found, expected)
