@@ -26,8 +26,10 @@ from recoup._core.rng import is_in_second_run
 from recoup._core.save_observer import Way
 from recoup._core.saved_tensors import (
     as_leaves,
+    base_of,
     detached,
     grad_mode,
+    is_there,
     plain_version,
     requires_grad_of,
     versions_of,
@@ -94,7 +96,9 @@ class Region(Residuals):
         )
         self.surroundings, self.index, self.way = surroundings, index, way
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
-        self.bases = [id(value._base) for value in state if isinstance(value._base, nn.Parameter)]
+        bases = list(filter(is_there, map(base_of, state)))
+        if bases:
+            self.bases = [id(base) for base in bases if isinstance(base, nn.Parameter)]
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
         ids = list(map(id, state))

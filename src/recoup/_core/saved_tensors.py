@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_not, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,8 @@ num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 # Returns the version of a tensor, without a Python frame; raises for an inference tensor.
 plain_version: Callable[[Tensor], int] = attrgetter("_version")
 requires_grad_of: Callable[[Tensor], bool] = attrgetter("requires_grad")
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+is_there: Callable[[object], bool] = partial(is_not, None)
 # Within it, neither function modes nor tensor subclasses see the operators.
 without_torch_function: Any = torch._C.DisableTorchFunction
 _engine: Any = torch.autograd.Variable._execution_engine

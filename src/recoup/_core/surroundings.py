@@ -35,7 +35,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import Any, cast
@@ -49,7 +48,7 @@ from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.rng import Draws
-from recoup._core.saved_tensors import set_versions, version_of, versions_of
+from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
 
 Code = weakref.ref[Any]
 # A buffer, in the buffers of its module, with its name.
@@ -57,7 +56,6 @@ Place = tuple[dict[str, Tensor | None], str, Tensor]
 _of_modules: Any = nn.modules.module
 _hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
 _hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
-_is_there: Any = partial(operator.is_not, None)  # without a Python frame
 _training: Callable[[nn.Module], bool] = attrgetter("training")
 # Held while buffers have the values of an earlier time: threads may share a module.
 _BUFFERS = threading.RLock()
@@ -140,9 +138,9 @@ class Surroundings(Draws):
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
             if own["_parameters"]:
-                parameters += cast("Iterable[Any]", filter(_is_there, own["_parameters"].values()))
+                parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
             if own["_buffers"]:
-                buffers += cast("Iterable[Any]", filter(_is_there, own["_buffers"].values()))
+                buffers += cast("Iterable[Any]", filter(is_there, own["_buffers"].values()))
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 hooks += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
                 hooks.append(own.get("forward"))
