@@ -13,7 +13,10 @@ Rule 3. The point with the least bytes is always rehearsed, even if it is predic
         its bytes always succeed as a budget. If it took more than the point that keeps everything
         is predicted to take (where blocks keep less than their recomputation needs), that point is
         rehearsed, too.
-Rule 4. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
+Rule 4. If none fits and the one with the least bytes took more than was predicted, others may take
+        less: a few are rehearsed that are predicted to take little more than it took, whatever the
+        budget is, for the same reason.
+Rule 5. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
         even if it is predicted to take somewhat more than the budget.
 """
 
@@ -41,6 +44,7 @@ from recoup.planning.verification import DifferentStepError
 __all__ = ["Choice", "choose", "seconds_under", "verified"]
 
 _NEAR = 1.25  # budgets; what is predicted to take so much may take less
+_FEW = 3  # further rehearsals
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
@@ -225,7 +229,7 @@ def choose(
     found = num_fitting - 1 if num_fitting and fits(num_fitting - 1) else None
     fastest = len(predicted_bytes) - 1
     is_near = predicted_bytes[fastest] <= fastest_within * budget_bytes
-    if fastest >= num_fitting and is_near and fits(fastest):  # See Rule 4
+    if fastest >= num_fitting and is_near and fits(fastest):  # See Rule 5
         found = fastest
     visited: list[int] = []
     if found is None:
@@ -246,6 +250,11 @@ def choose(
     if predicted_bytes[last] < peaks[0]:
         ends.append(last)
         found = last if fits(last) else found
+    if found is None:  # See Rule 4
+        most = _NEAR * peaks[0] if peaks[0] > predicted_bytes[0] else 0
+        near = [at for at, peak in enumerate(predicted_bytes) if at and peak <= most]
+        ends += near[:: -(-len(near) // _FEW) or 1]
+        found = max((index for index in ends if fits(index)), default=None)
     if found is None:
         least = min(peaks[index] for index in (*visited, *ends))
         return Choice(None, least, least)
