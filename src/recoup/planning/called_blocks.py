@@ -92,7 +92,7 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, S
     measured = measure_blocks(step, blocks)
     modules = [module for _, module in blocks]
     called = [call.module for call in measured.calls]
-    if not called or len(_distinct(called)) == len(modules):
+    if len(_distinct(called)) == len(modules):
         return step, measured, [called]
     sequences = _sequences_of(step, modules)
     best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))

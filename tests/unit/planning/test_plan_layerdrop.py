@@ -99,6 +99,17 @@ def test_layers_that_are_left_out_keep_to_the_budget(
         assert_keeps(plan, change, lambda: square(model(x)), 6)
 
 
+def test_a_first_forward_that_leaves_all_layers_out():
+    model, x = LayerDrop(4, 0.7), torch.randn(64, 64)
+    for seed in range(100):  # until one leaves them all out
+        torch.manual_seed(seed)
+        if all(torch.rand(()) <= 0.7 for _ in range(4)):
+            break
+    torch.manual_seed(seed)
+    plan = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert plan.num_seen == 4
+
+
 def test_blocks_that_no_forward_called_are_recomputed_and_said():
     """F3"""
     model, x = LayerDrop(6, 0.0), torch.randn(256, 64)
