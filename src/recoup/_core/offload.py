@@ -10,9 +10,10 @@ Rule 1. A storage moves once, however many tensors look at it; each slot knows h
 Rule 2. A storage is held until its copy has been made, and its version is compared then. If it was
         changed meanwhile, the copy may have either value: it stays, and asking for it is an error,
         as it is where autograd keeps the tensor. What is changed later does not reach the copy.
-Rule 3. Kernels may write to a tensor that autograd has saved already: `rrelu` fills its noise. So
-        the copy of what autograd saves begins when the operator is done: at the first save after a
-        later node of the graph was made, or where forward ends.
+Rule 3. Autograd keeps memory, not values: what is written to it later unseen (by `rrelu`, which
+        fills its noise after the save, or through `.data`, as solvers fill a buffer of stages) is
+        what backward finds. So the copy of what autograd saves begins when nobody else has its
+        memory any more, and could write to it: at the first save after that, or where forward ends.
 Rule 4. Bytes in flight are those that are being copied, and those that are coming back, or have
         come back, before backward asks for them. Where a storage would exceed the bound, forward
         waits for those that left before it; backward asks for one at a time.
@@ -29,6 +30,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +40,15 @@ from recoup._core.compile import never_compiled
 from recoup._core.memory_layout import geometry_of
 from recoup._core.saved_tensors import (
     backward_id,
-    num_nodes,
     set_versions,
     version_of,
     when_backward_ends,
 )
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
+
+_storages: Any = torch._C
+_num_users: Callable[[int], int] = _storages._storage_Use_Count  # those in Python count as one
 
 
 class Away:
@@ -92,6 +97,10 @@ class _Transfer:
         """Whether the tensor with the value was changed in place."""
         return version_of(self._witness) != self._version
 
+    def is_alone(self) -> bool:
+        """Whether no tensor has its memory any more, so that nothing can write to it."""
+        return self.held is not None and _num_users(self.held._cdata) == 1
+
     def is_of(self, tensor: Tensor) -> bool:
         """Whether it has the value of `tensor` (See Rule 1)."""
         is_same = self._storage() is tensor.untyped_storage() and not self.is_changed
@@ -131,8 +140,7 @@ class Traffic:
         self._largest = 0
         self._lock = threading.RLock()
         self._sent: list[weakref.ref[_Transfer]] = []
-        self._num_begun = 0  # of those that were sent; the others wait (See Rule 3)
-        self._node = 0  # how many there were at the last save
+        self._waiting: list[weakref.ref[_Transfer]] = []  # whose copies are to begin (See Rule 3)
         self._of_storage = weakref.WeakValueDictionary[int, _Transfer]()  # by its address
         self._leaving = weakref.WeakKeyDictionary[_Transfer, Copy]()
         self._arriving = weakref.WeakKeyDictionary[_Transfer, Arrival]()
@@ -154,15 +162,14 @@ class Traffic:
         with self._lock:
             if self._failure is not None:
                 return None
-            if self._node != num_nodes():
-                self._begin()
-                self._node = num_nodes()
+            self._begin(is_due=_Transfer.is_alone)
             address = tensor.untyped_storage().data_ptr()
             transfer = self._of_storage.get(address)
             if transfer is None or not transfer.is_of(tensor):
                 transfer = _Transfer(self, tensor, name, len(self._sent))
                 self._next = len(self._sent)
                 self._sent.append(weakref.ref(transfer))
+                self._waiting.append(self._sent[-1])
                 self._of_storage[address] = transfer
                 if not at_save:
                     self._begin()
@@ -205,10 +212,16 @@ class Traffic:
 
     # -- leaving ---------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Begin the copies of what was sent, each when it may be in flight (See Rules 3 and 4)."""
-        waiting, self._num_begun = self._sent[self._num_begun :], len(self._sent)
-        for transfer in [transfer for ref in waiting if (transfer := ref()) is not None]:
+    def _begin(self, is_due: Callable[[_Transfer], bool] = bool) -> None:
+        """Begin the copies that are due, each when it may be in flight (See Rules 3 and 4)."""
+        waiting, self._waiting = self._waiting, []
+        for ref in waiting:
+            transfer = ref()
+            if transfer is None:
+                continue
+            if not is_due(transfer):
+                self._waiting.append(ref)
+                continue
             self._largest = max(self._largest, transfer.num_bytes)
             for each in [each for each, copy in self._leaving.items() if copy.has_landed()]:
                 self._let_go(each)

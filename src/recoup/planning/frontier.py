@@ -336,6 +336,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
     place = place_of(options.offload_to, step.device)
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
+        step = step.knowing_writes()
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
@@ -343,7 +344,8 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         try:
             is_told = blocks is not None or not named
             kinds = [named or others] if is_told else kinds_of_blocks(step, named)
-            priced = [price_blocks(step, kinds[0], place)] if kinds[0] else []
+            kinds = [each for kind in kinds if (each := step.unwritten(kind))]
+            priced = [price_blocks(step, kind, place) for kind in kinds[:1]]
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
             if priced and not is_told:
                 priced += _with_stem(priced[0])
@@ -352,9 +354,9 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except RuntimeError as error:
             return _keeping_all(step, room, error)
         if not priced:
-            return _keeping_all(step, room, None)
+            return _keeping_all(step, room, step.explain_writes())
         if guard is not None:
-            links = with_links(model, named) if blocks is None else []
+            links = step.unwritten(with_links(model, named)) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
                 priced.append(price_blocks(step, links, place, priced[0]))
         if options.tiles:
@@ -375,7 +377,8 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
 def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     """Return the blocks with what runs before them; nothing if that cannot run again."""
     stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
-    if not stem:
+    stem = own.step.unwritten(stem)
+    if len(stem) <= len(own.blocks):
         return []
     try:
         found = price_blocks(own.step, stem, own.place, own)

@@ -6,8 +6,8 @@ Rule 1. Backward runs as in training and accumulates into an empty `.grad`, so t
         the same memory. The previous `.grad` is restored, also that of leaves outside the model.
 Rule 2. Hooks of parameters do not run: one that steps an optimizer would train.
 Rule 3. Buffers, the attributes of modules (lists and dicts included), and the random streams of
-        torch, Python and numpy are restored. If a forward changes a parameter, an error is raised,
-        since a copy of all parameters may not fit.
+        torch, Python and numpy are restored, and the parameters that are known to be written to.
+        If another parameter has changed, that is an error.
 Rule 4. The garbage collector is disabled. It would free reference cycles at different moments on
         different ranks, so that the peaks would differ, and with them the plans.
 
@@ -23,8 +23,8 @@ Rule 7. Of tensors and numpy arrays found on the way, other than parameters, the
         restored, and of tensors the version counter too. Values are compared, because a version
         counter does not show every change (numpy, `.data` and views with a version counter of
         their own write past it).
-Rule 8. Parameters are not copied, since a copy of all of them may not fit. A parameter that was
-        given other memory gets its own back; a write to one is detected by a sum of its values.
+Rule 8. Other parameters are not copied, since a copy of all of them may not fit. A parameter that
+        was given other memory gets its own back; a write to one is detected by a sum of its values.
 Rule 9. Of generators of torch, Python and numpy found on the way the states are restored.
 """
 
@@ -52,6 +52,7 @@ from recoup._core.graph_ends import ends_of
 from recoup._core.module_marks import is_gathered
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup.errors import ReplayError
+from recoup.planning.written_parameters import ParameterCopy
 
 __all__ = [
     "ChangedParameterError",
@@ -66,7 +67,7 @@ __all__ = [
 
 
 class ChangedParameterError(ReplayError):
-    """A forward changed a parameter, which planning must not cause."""
+    """A step changed a parameter in a way that planning cannot undo."""
 
 
 class _Here(threading.local):
@@ -82,16 +83,19 @@ def is_in_rehearsal() -> bool:
 
 
 @contextmanager
-def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[None]:
+def rehearsal(
+    module: nn.Module, values: Iterable[object] = (), copies: Iterable[ParameterCopy] = ()
+) -> Generator[None]:
     """Return a context in which steps of `module` leave no trace.
 
     Args:
         module: the model.
         values: the arguments of the step, and functions that it calls: of these the modules,
             tensors and generators that they hold themselves are restored.
+        copies: the parameters that are written to, which are restored from them at the end.
 
     Raises:
-        ReplayError: a forward changed a parameter.
+        ReplayError: another parameter was changed.
         ValueError: the model has no values, outside of its FakeTensorMode.
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
@@ -115,14 +119,27 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
             _here.num_rehearsals -= 1
             _reshard(module)
             found.restore()
+            with torch.no_grad():
+                for copy in copies:
+                    _put_back(copy.parameter, copy.content, copy.version)
             torch.clear_autocast_cache()
-    changed = set(map(id, found.changed_parameters()))
+            _check_unchanged(module, versions, found.changed_parameters())
+
+
+def _check_unchanged(
+    module: nn.Module,
+    versions: Iterable[tuple[str, nn.Parameter, int]],
+    changed: Iterable[nn.Parameter],
+) -> None:
+    """Raise if a parameter has changed, also where a step has failed otherwise."""
+    others = set(map(id, changed))
     for name, parameter, version in versions:
-        if version_of(parameter) != version or id(parameter) in changed:
+        if version_of(parameter) != version or id(parameter) in others:
             raise ChangedParameterError(
-                f"Parameter `{name}` of {type(module).__name__} was changed by the forward of the "
-                "measured step (a data-dependent initialization?), which planning must not cause. "
-                "Run one forward before recoup.plan."
+                f"Parameter `{name}` of {type(module).__name__} was changed by a step that recoup "
+                "measured, past the operators of torch that it watches (through numpy, or in "
+                "compiled code), so that it has another value now. Load its value again, and let "
+                "the forward write to it by operators of torch, or make it a buffer."
             )
 
 

@@ -183,8 +183,8 @@ def plan(
         BudgetError: no plan keeps to the budget; the message and `least_bytes` give the smallest
             budget that suffices, and `frontier` has the plans that are possible.
         ValueError: an argument is invalid.
-        ReplayError: a block cannot be recomputed, a forward changes a parameter, or the results of
-            a planned step differ from those of the plain step.
+        ReplayError: a block cannot be recomputed, a forward changes a parameter past operators of
+            torch, or the results of a planned step differ from those of the plain step.
 
     Example:
         >>> import recoup, torch

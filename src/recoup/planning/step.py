@@ -6,25 +6,30 @@ import random
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from recoup._core.compile import is_compiled
 from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
+from recoup._core.dispatch_modes import InMode
 from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
+from recoup.errors import ReplayError
 from recoup.memory.timeline import Span, most_of, timeline
 from recoup.planning.arguments import explain_model
+from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
 from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
+from recoup.planning.written_parameters import ParameterCopy, WriteWatch
 
 __all__ = [
     "Forwards",
@@ -79,6 +84,7 @@ class Step:
         holds_output: whether the output is alive until backward has ended.
         seed: the seed of its random draws; None to leave the random streams as they are.
         tiled: the parts of the model that run in tiles; None if none do.
+        written: the parameters that its forward writes to, which rehearsals restore.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
@@ -90,6 +96,7 @@ class Step:
     holds_output: bool = True
     seed: int | None = None
     tiled: TiledParts | None = None
+    written: tuple[nn.Parameter, ...] = ()
     verification: Verification = field(default_factory=Verification, init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +120,36 @@ class Step:
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
-        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
+        return self._restoring([ParameterCopy(parameter) for parameter in self.written])
+
+    def knowing_writes(self) -> Step:
+        """Run a forward, and return the step with the parameters that it writes to."""
+        if any(map(is_compiled, self.model.modules())):
+            return self  # the compiler gives up what it meets under a dispatch mode
+        watch = WriteWatch(self.model)
+        with self._restoring(watch.copies), suppress(Exception), InMode(watch):
+            self.observe_forward((), Observer)  # if it fails, so will the measured step
+        return replace(self, written=tuple(copy.parameter for copy in watch.copies))
+
+    def _restoring(self, copies: list[ParameterCopy]) -> AbstractContextManager[None]:
+        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses), copies)
+
+    def unwritten(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return the blocks that may run again: forward writes to none of their parameters."""
+        written = set(map(id, self.written))
+        return [each for each in blocks if written.isdisjoint(map(id, each[1].parameters()))]
+
+    def explain_writes(self) -> ReplayError | None:
+        """Return why no blocks may run again, if forward writes to parameters."""
+        written = set(map(id, self.written))
+        names = [f"`{name}`" for name, p in self.model.named_parameters() if id(p) in written]
+        if not names:
+            return None
+        return ReplayError(
+            f"The forward writes to parameters in them ({', '.join(names[:3])}), and would do so "
+            "again. If only the first one does (a data-dependent initialization), run a forward "
+            "before recoup.plan; otherwise make them buffers, which count once."
+        )
 
     def run(
         self, seconds: list[float] | None = None, between: Callable[[], object] = bool
@@ -240,7 +276,7 @@ def rehearse(step: Step) -> Rehearsed:
         marks: list[Span] = []
         gradients = step.run(between=lambda: marks.append(line.mark()))
         marks.append(line.mark())  # before the outcome is summed up, which takes memory, too
-        outcome = outcome_of(step.model, gradients)
+        outcome = outcome_of(step.model, gradients, step.written)
         del gradients
         step.forget()
     own = most_of(marks)

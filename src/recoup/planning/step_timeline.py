@@ -179,6 +179,7 @@ def timeline(
     step = Step(model, model, example_args, example_kwargs, losses, holds_output)
     name = type(model).__name__
     with suspended(own_forwards(model)), uncollected():
+        step = step.knowing_writes()
         if plan is None:
             return StepTimeline(name, _line_of(step, None))
         baseline, plain = plan.baseline_bytes, None

@@ -103,8 +103,16 @@ class Outcome(NamedTuple):
         return alike and same_states(self.states, other.states)
 
 
-def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
-    """Return the outcome of a step from `model` and from `given`, the argument gradients."""
+def outcome_of(
+    model: nn.Module, given: Sequence[Tensor | None], written: Sequence[nn.Parameter] = ()
+) -> Outcome:
+    """Return the outcome of a step.
+
+    Args:
+        model: the model, with its gradients.
+        given: the gradients of the arguments.
+        written: the parameters that the forward writes to, which count as buffers.
+    """
     states, streams = generator_states(), {"Python": pickle.dumps(random.getstate())}
     if (numpy := sys.modules.get("numpy.random")) is not None:
         streams["numpy"] = pickle.dumps(numpy.get_state())
@@ -116,6 +124,8 @@ def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
         for place, gradient in enumerate(given):
             gradients[f"the gradient of example argument {place}"] = _summary(gradient)
         buffers = {f"buffer `{name}`": _summary(each) for name, each in model.named_buffers()}
+        for place, parameter in enumerate(written):
+            buffers[f"written parameter {place}"] = _summary(parameter)
     return Outcome(gradients, buffers, states, streams)
 
 

@@ -31,10 +31,10 @@ def offloading(
 
     Kept: what is smaller than `min_bytes`, parameters, and the bytes in flight; everything else
     that autograd saves leaves the memory of the device. Copies run behind the computation. Each
-    storage moves once, however many operators saved it, and stays until it has left. Backward
-    fetches the tensors in the reverse order, each before it is asked for. It waits only where
-    copying is slower than computing. A tensor that is still leaving when backward asks for it is
-    taken from memory.
+    storage moves once, however many operators saved it, when no other code has it any more, or
+    where the context is left. Backward fetches the tensors in the reverse order, each before it is
+    asked for. It waits only where copying is slower than computing. A tensor that is still leaving
+    when backward asks for it is taken from memory.
 
     On an accelerator, "host" is host memory, pinned where torch can, and copies run on a stream of
     their own. Tensors on the CPU, or on a device without streams (MPS), are in host memory already,

@@ -5,7 +5,7 @@ NOTE [ A module changes its class and nothing else ]
 Rule 1. The class is a subclass of the module's own, with the same name and signature, in which each
         reparametrized parameter is a property: a read of it computes (see `weight`). Parameters are
         never replaced or registered anew, so `parameters`, `state_dict` and `get_parameter` have
-        them.
+        them. Where a module is saved or loaded, a read is the parameter: some read it themselves.
 Rule 2. There is one such class for each class and set of names (NOTE [ A class on top of a module's
         own ]), and the state of one module is in its `__dict__`, and is copied and pickled with it.
 Rule 3. torch runs a recurrent layer on a list of its weights. The list that a forward runs on has
@@ -109,7 +109,8 @@ def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> di
     if names:
         members |= {
             "register_parameter": _register_parameter,
-            "_load_from_state_dict": _load,
+            "_load_from_state_dict": _raw(_load),
+            "state_dict": _raw(base.state_dict),
             "__delattr__": _delete,
             "qconfig": property(_no_qconfig, _quantize),
         }

@@ -102,6 +102,39 @@ def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
     assert len(seen) > 6
 
 
+class Assign(torch.autograd.Function):
+    """A write to a part of a buffer past its version, as solvers of ODEs write their stages."""
+
+    @staticmethod
+    def forward(ctx, buffer, value, place):
+        ctx.place = place
+        buffer.data[place] = value
+        return buffer
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.place], None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_buffer_that_is_filled_past_its_version(folder, sent, is_whole):
+    x = torch.randn(64, 64).requires_grad_()
+
+    def loss():
+        buffer, y = torch.zeros(4, 64, 64), x
+        for place in range(4):
+            buffer = Assign.apply(buffer, y.sin(), place)
+            part = buffer if is_whole else buffer[: place + 1]
+            y = (part * part.tanh()).sum(0)
+        return y.square().sum()
+
+    (wanted,) = torch.autograd.grad(loss(), x)
+    with recoup.offloading(1, folder):
+        found = loss()
+    assert_equal(torch.autograd.grad(found, x)[0], wanted)
+    assert sent.count(4 * SIZE) == (5 if is_whole else 2)  # the buffer, and what tanh returns
+
+
 def test_a_full_disk(folder, monkeypatch):
     num_written, write = [], os.pwritev
 

@@ -108,6 +108,36 @@ def test_the_parameter_is_read_by_its_names(kind, training):
     assert torch.equal(model.state_dict()["layer.weight"], raw)
 
 
+class SavesItself(nn.Linear):
+    """A layer that reads its weight to save and to load it, as those of torch_geometric do."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.loaded_over = None
+        self.register_load_state_dict_pre_hook(SavesItself.note)
+
+    def note(self, *_):
+        self.loaded_over = self.weight
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        destination[prefix + "bias"] = self.bias
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_layer_that_saves_its_weight_itself_saves_the_parameter(kind):
+    model = nn.Sequential(SavesItself())
+    layer, raw = model[0], model[0].weight
+    OURS[kind](model)
+    before = torch.get_rng_state()
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], raw)
+    assert model.state_dict(keep_vars=True)["0.weight"] is raw
+    model.load_state_dict(state, strict=False)
+    assert layer.loaded_over is raw
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_norm_is_no_noise(training, grad):
