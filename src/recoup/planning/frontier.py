@@ -42,7 +42,7 @@ from recoup.planning.blocks import Block, name_blocks, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
     kinds_of_blocks,
-    with_called_groups,
+    with_called_parts,
     with_stem,
 )
 from recoup.planning.compiled_costs import price_codes
@@ -339,7 +339,8 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
-        named = with_called_groups(step, named)
+        if blocks is None:
+            named = with_called_parts(step, named)
         try:
             is_told = blocks is not None or not named
             kinds = [named or others] if is_told else kinds_of_blocks(step, named)
