@@ -134,10 +134,10 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """Return the modules that repeat: alike ones in a list or sequence, or side by side.
 
     The search goes from the model down. Where a list or sequence holds several modules of one class
-    that have submodules, every child of it with submodules is a block, be it a list itself. If there is no such list,
-    sibling modules with submodules whose class appears more than once are blocks. If there are none
-    of these either, the modules of a sequence of more than two are, in groups (NOTE [ Groups of
-    modules ]).
+    that have submodules, every child of it with submodules is a block, be it a list itself. If
+    there is no such list, sibling modules with submodules whose class appears more than once are
+    blocks. If there are none of these either, the modules of a sequence of more than two are, in
+    groups (NOTE [ Groups of modules ]).
     """
     return (
         _first(model, _listed, "")

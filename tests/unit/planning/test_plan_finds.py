@@ -526,7 +526,11 @@ def test_lists_of_lists_are_looked_into(kind):
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     wanted = gradients()
-    names = {"list": r"layers\.\d\.[01]", "dict": r"layers\.\d\.[am]", "nested": r"layers\.\d\.0\.[01]"}
+    names = {
+        "list": r"layers\.\d\.[01]",
+        "dict": r"layers\.\d\.[am]",
+        "nested": r"layers\.\d\.0\.[01]",
+    }
     by_name = recoup.plan(model, x, loss=square, blocks=names[kind])
     found = recoup.plan(model, x, loss=square)
     assert found.least_bytes == by_name.least_bytes < 0.75 * found.points[-1].peak_bytes
