@@ -551,3 +551,46 @@ def test_layers_that_are_lists_may_be_left_out():
     model, x = Pairs("list", skips=True), torch.randn(4, 8, 16)
     plan = recoup.plan(model, x, loss=square, budget="1 GiB")
     assert {row.name for row in plan.blocks} >= {f"layers.{i}.{j}" for i in "0123" for j in "01"}
+
+
+class Potential(nn.Module):
+    """Takes forces in its forward, of blocks that have a list of modules each (MACE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interactions = nn.ModuleList(Summing(Residual(3), Residual(3)) for _ in range(3))
+
+    def forward(self, positions):
+        x = positions = positions.requires_grad_()
+        for interaction in self.interactions:
+            x = interaction(x)
+        energy = x.square().sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return energy + forces.square().sum()
+
+
+class Summing(nn.Module):
+    def __init__(self, *parts) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        return x + sum(part(x) for part in self.parts)
+
+
+def test_a_forward_that_takes_forces_has_blocks_with_lists():
+    """What is observed to find stages runs a backward of its own."""
+    torch.manual_seed(0)
+    model, x = Potential(), torch.randn(64, 3)
+    model(x).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    found = recoup.plan(model, x)
+    by_name = recoup.plan(model, x, blocks=r"interactions\.\d")
+    assert found.least_bytes == by_name.least_bytes < found.points[-1].peak_bytes
+    plan = found.plan(found.least_bytes)
+    assert [row.name for row in plan.blocks] == [f"interactions.{place}" for place in range(3)]
+    with plan.applied():
+        model(x).backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
+    assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 3
