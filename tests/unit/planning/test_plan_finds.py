@@ -558,7 +558,7 @@ class Potential(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.interactions = nn.ModuleList(Summing(Residual(3), Residual(3)) for _ in range(3))
+        self.interactions = nn.ModuleList(Summing() for _ in range(3))
 
     def forward(self, positions):
         x = positions = positions.requires_grad_()
@@ -570,9 +570,11 @@ class Potential(nn.Module):
 
 
 class Summing(nn.Module):
-    def __init__(self, *parts) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 32), nn.SiLU(), nn.Linear(32, 3)) for _ in "ab"
+        )
 
     def forward(self, x):
         return x + sum(part(x) for part in self.parts)
