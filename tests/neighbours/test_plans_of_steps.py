@@ -384,6 +384,7 @@ def test_the_way_out_leaves_out_the_block_that_cannot_run_again():
     model.blocks[2] = Numpy()
     with pytest.warns(UserWarning, match="leave block `blocks.2` out") as said:
         recoup.plan(model, batch(), budget="1 GiB", loss=loss_of)
+    assert "draws of numpy" in str(said[0].message)
     (pattern,) = re.findall('`blocks=r"(.*)"`', str(said[0].message))
     plan = recoup.plan(model, batch(), budget="1 GiB", loss=loss_of, blocks=pattern)
     others = [f"blocks.{place}" for place in range(len(model.blocks)) if place != 2]
