@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -376,6 +377,19 @@ def test_blocks_that_cannot_run_again_are_kept_and_that_is_said(block: Any):
         assert peak_of(model, step) <= plan.rehearsed_peak_bytes
     with pytest.raises(BudgetError, match="cannot be run again"):
         recoup.plan(model, x, budget=plan.rehearsed_peak_bytes // 2, loss=loss_of)
+
+
+def test_the_way_out_leaves_out_the_block_that_cannot_run_again():
+    model = net(Block)
+    model.blocks[2] = Numpy()
+    with pytest.warns(UserWarning, match="leave block `blocks.2` out") as said:
+        recoup.plan(model, batch(), budget="1 GiB", loss=loss_of)
+    assert "draws of numpy" in str(said[0].message)
+    (pattern,) = re.findall('`blocks=r"(.*)"`', str(said[0].message))
+    plan = recoup.plan(model, batch(), budget="1 GiB", loss=loss_of, blocks=pattern)
+    others = [f"blocks.{place}" for place in range(len(model.blocks)) if place != 2]
+    assert [row.name for row in plan.blocks] == others
+    assert plan.least_bytes < plan.most_bytes
 
 
 def test_a_step_that_fails_plainly_fails_with_its_own_error():

@@ -95,7 +95,8 @@ class KeptOutputs:
         products: the operators whose outputs are kept, beside those that decide.
         nodes: the numbers of the nodes of the kept products.
         may_draw: whether an operator that may draw was seen.
-        may_decide_otherwise: whether a decision hangs on numbers from outside.
+        may_decide_otherwise: whether a decision hangs, or is not seen not to hang, on numbers from
+            outside.
     """
 
     def __init__(self, name: str, products: Products, *, decides: bool, is_looking: bool) -> None:
@@ -158,7 +159,7 @@ class KeptOutputs:
         if is_plain and func in self.products.funcs:
             return self._record_product(func, args, kwargs)
         result = func(*args, **kwargs)
-        hangs = self._is_looking and self._hangs_on_outside(func, args, kwargs, result)
+        hangs = not self._is_looking or self._hangs_on_outside(func, args, kwargs, result)
         if is_plain and self._decides and (name := _decision(func, args, kwargs)):
             self.may_decide_otherwise |= hangs
             with grad_mode(False):

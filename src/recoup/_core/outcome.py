@@ -274,10 +274,10 @@ def mismatch(surroundings: Surroundings, what: str) -> ReplayError | ChangedErro
     return kind(
         f"Running {surroundings.name} again in backward did not repeat its first run: {what}."
         f"{because} Gradients would be wrong. Let it compute the same from its arguments, "
-        "parameters and torch's random numbers (pass in what changes: a clock, a counter, numbers "
-        "from elsewhere), and change what it reads after backward only. If its kernels are not "
-        "deterministic, compare=False takes what they make as it is. Or keep its residuals "
-        '(memory="linear", or no region).'
+        "parameters and torch's random numbers (pass in what changes: a clock, a counter, draws of "
+        "numpy or of Python's random), and change what it reads after backward only. If its "
+        "kernels are not deterministic, compare=False takes what they make as it is. Or keep its "
+        'residuals (memory="linear", or no region).'
     )
 
 

@@ -18,8 +18,10 @@ Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, 
         each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
         (Then another thread may draw meanwhile.) What they do otherwise shows in a residual.
-        Modules that the code calls and does not hold itself are found in that run, too; such code
-        is looked at in each first run.
+        Code may call modules that it does not hold itself, or not all that it holds: others the
+        next time. Such code is not looked at again, but in each first run modules are found as they
+        are called, decisions and draws are noted, and the buffers of a module that was not seen are
+        copied before it runs. A module with buffers counts as seen when it was called.
 Rule 6. A run that began in a dispatch mode is repeated in one: composite operators differ there.
 Rule 7. If a later run that is given what the first one decided differs from it, fails, or is not
         compared, and has decided less, it was given what is of other calls: the first run has
@@ -65,7 +67,7 @@ _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
 _decides: set[Code] = set()
 _draws: set[Code] = set()
 _counts: set[Code] = set()
-# Code that calls modules which it does not hold: it may call others the next time.
+# Code that calls modules which it does not hold (See Rule 5).
 _finds: set[Code] = set()
 
 
@@ -118,10 +120,14 @@ class Surroundings(Draws):
         )
         (training, trained), (evaluated, rest) = self._seen
         is_known = training.issuperset(trained) and evaluated.issuperset(rest)
-        self._is_looking = not is_known or not _finds.isdisjoint(self._root)
+        self._is_looking = not is_known and not (
+            training.issuperset(compress(self._code[: 1 + len(modules)], modes))
+            and evaluated.issuperset(compress(self._code[: 1 + len(modules)], others))
+        )
+        self._is_finding = not is_known or not _finds.isdisjoint(self._root)
         self.kept_outputs: KeptOutputs | None = None
-        self._may_draw = self._is_looking or not _draws.isdisjoint(self._root)
-        decides = keeps_outputs and (self._is_looking or not _decides.isdisjoint(self._root))
+        self._may_draw = self._is_finding or not _draws.isdisjoint(self._root)
+        decides = keeps_outputs and (self._is_finding or not _decides.isdisjoint(self._root))
         if decides or products is not None:
             products = products or Products()
             self.kept_outputs = KeptOutputs(
@@ -158,7 +164,7 @@ class Surroundings(Draws):
 
     def first(self) -> AbstractContextManager[None]:
         """Return a context for the first run."""
-        if self._is_looking or self.kept_outputs or not _counts.isdisjoint(self._code):
+        if self._is_finding or self.kept_outputs or not _counts.isdisjoint(self._code):
             return self._looking()
         return self.recording()
 
@@ -170,12 +176,12 @@ class Surroundings(Draws):
         with _BUFFERS if places else nullcontext():
             before = [(each, each.detach().clone()) for _, _, each in places]
             self.counted = [*before]
-            with self._finding(before, places), self.recording(), mode:
+            with self._finding(before, places) as called, self.recording(), mode:
                 yield
             self._replaced = [each for each in places if each[0].get(each[1]) is not each[2]]
-            if self._is_looking:
+            if self._is_finding:
                 self.counted = [pair for pair in before if not torch.equal(*pair)]
-                self._has_looked()
+                self._has_found(called)
 
     def has_run(self) -> None:
         """Note what the first run has left, and did otherwise than when it was looked at."""
@@ -203,43 +209,59 @@ class Surroundings(Draws):
             for place in _places_in(module)
         ]
 
+    @contextmanager
     def _finding(
         self, before: list[tuple[Tensor, Tensor]], places: list[Place]
-    ) -> AbstractContextManager[object]:
-        """Return a context that finds the modules that are called (See Rule 5).
+    ) -> Generator[set[int] | None]:
+        """A context that finds the modules that are called (See Rule 5); yields their ids.
 
         Args:
             before: takes their buffers, and the values that these have.
             places: takes the places of these.
         """
-        if not self._is_looking or self.kept_outputs is None:
-            return nullcontext()  # compiled code runs under no such mode, and looks at hooks
-        thread, known = threading.get_ident(), set(map(id, self._modules))
+        if not self._is_finding or self.kept_outputs is None:
+            yield None  # compiled code runs under no such mode, and looks at hooks
+            return
+        thread, called = threading.get_ident(), set[int]()
+        held = set(map(id, self._modules))
+        (training, _), (evaluated, _) = self._seen
 
         def begins(module: nn.Module, args: object) -> None:
-            if threading.get_ident() != thread or id(module) in known:
+            if threading.get_ident() != thread or id(module) in called:
                 return
-            known.add(id(module))
-            self._modules.append(module)
-            self._modes.append(module.training)
-            found = _places_in(module)
-            places.extend(found)
-            before.extend((each, each.detach().clone()) for _, _, each in found)
-            self._code.append(weakref.ref(module))
-            if module._parameters or module._buffers or module._modules:  # else it is a function
-                _add(_finds, self._root)
+            called.add(id(module))
+            ref, is_held = weakref.ref(module), id(module) in held
+            if not is_held:
+                self._modules.append(module)
+                self._modes.append(module.training)
+                self._code.append(ref)
+                self._seen[0 if module.training else 1][1].append(ref)
+                if module._parameters or module._buffers or module._modules:  # else a function
+                    _add(_finds, self._root)
+            is_copied = is_held and (self._is_looking or ref in _counts)
+            is_seen = ref in (training if module.training else evaluated)
+            if not is_copied and (not is_seen or ref in _counts):
+                found = _places_in(module)
+                places.extend(found)
+                before.extend((each, each.detach().clone()) for _, _, each in found)
 
-        return _removed(nn.modules.module.register_module_forward_pre_hook(begins))
+        with _removed(nn.modules.module.register_module_forward_pre_hook(begins)):
+            yield called
 
-    def _has_looked(self) -> None:
-        """Note what the first run showed about its code."""
+    def _has_found(self, called: set[int] | None) -> None:
+        """Note what the first run showed about its code, and which modules it has called."""
         changed = {id(buffer) for buffer, _ in self.counted}
         changed.update(id(buffers.get(name)) for buffers, name, _ in self._replaced)
-        for module in self._modules if changed else ():
+        left: set[Code] = set()  # with buffers that may change when they are called
+        for module, ref in zip(self._modules, self._code[1:], strict=True):
+            if not module._buffers:
+                continue
             if not changed.isdisjoint(map(id, module._buffers.values())):
-                _add(_counts, [weakref.ref(module)])
+                _add(_counts, [ref])
+            elif called is not None and id(module) not in called and ref not in self._root:
+                left.add(ref)
         kept = self.kept_outputs
-        if kept is None or kept.may_draw:
+        if kept is None or kept.may_draw or (self.has_foreign and not self._is_looking):
             _add(_draws, self._root)
         else:  # another thread has moved the generators, if they were
             self.has_foreign, self.start = False, None
@@ -247,11 +269,11 @@ class Surroundings(Draws):
             _add(_decides, self._root)
         elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
-            self._has_mode = True
+            self._has_mode |= self._is_looking
         if self.buffers and is_without_values():
             return  # it is not seen which of them the run has changed
         for known, parts in self._seen:
-            _add(known, parts)
+            _add(known, [part for part in parts if part not in left])
 
     def look_again(self) -> None:
         """Forget what is known of this code, since it has done otherwise."""

@@ -34,6 +34,7 @@ __all__ = [
     "find_leaves",
     "find_links",
     "groups_of",
+    "has_forward",
     "has_list_of_blocks",
     "kind_of",
     "modules_of",
@@ -41,6 +42,7 @@ __all__ = [
     "named_modules",
     "outermost_called",
     "outermost_of",
+    "pattern_without",
     "repeated_calls",
     "repeats",
     "run_groups",
@@ -133,10 +135,10 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """Return the modules that repeat: alike ones in a list or sequence, or side by side.
 
     The search goes from the model down. Where a list or sequence holds several modules of one class
-    that have submodules, every child of it with submodules is a block. If there is no such list,
-    sibling modules with submodules whose class appears more than once are blocks. If there are none
-    of these either, the modules of a sequence of more than two are, in groups (NOTE [ Groups of
-    modules ]).
+    that have submodules, every child of it with submodules is a block, be it a list itself. If
+    there is no such list, sibling modules with submodules whose class appears more than once are
+    blocks. If there are none of these either, the modules of a sequence of more than two are, in
+    groups (NOTE [ Groups of modules ]).
     """
     return (
         _first(model, _listed, "")
@@ -148,6 +150,11 @@ def find_blocks(model: nn.Module) -> list[Block]:
 def has_list_of_blocks(module: nn.Module) -> bool:
     """Whether `module` contains a list of several modules of one class that have submodules."""
     return bool(_first(module, _listed, ""))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called; a list or dict of modules cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def find_links(model: nn.Module) -> list[Block]:
@@ -231,6 +238,20 @@ def outermost_of(called: Sequence[nn.Module], module: nn.Module, path: str = "")
     return list(_outermost(module, lambda each, _: id(each) in ids, path))
 
 
+def pattern_without(left_out: str, blocks: Sequence[Block]) -> str:
+    """Return a regular expression for `blocks` that matches the others; "" if that is not known.
+
+    Args:
+        left_out: the name of the block that it does not match.
+        blocks: the names and modules of all blocks.
+    """
+    if any(isinstance(module, ModuleGroup) for _, module in blocks):
+        return ""  # their names are none of modules
+    others = [re.escape(name) for name, _ in blocks if name != left_out]
+    alike = "|".join(dict.fromkeys(re.sub(r"\d+", r"\\d+", name) for name in others))
+    return f"(?!{re.escape(left_out)}$)({alike})" if others else ""
+
+
 def named_modules(model: nn.Module) -> Iterator[Block]:
     """Yield the modules of a model with their names, the model first."""
     yield from cast("Iterator[Block]", model.named_modules())
@@ -282,12 +303,14 @@ def _listed(module: nn.Module, children: list[Block]) -> list[Block]:
     parts = [child for child in children if _has_parts(child[1])]
     if not isinstance(module, _CONTAINERS) or not _repeat(parts):
         return []
-    return [
-        block
-        for name, part in parts
-        for block in (isinstance(part, _CONTAINERS) and _first(part, _listed, name))
-        or [(name, part)]
-    ]
+    return [block for name, part in parts for block in _listed_within(part, name) or [(name, part)]]
+
+
+def _listed_within(part: nn.Module, path: str) -> list[Block]:
+    """Return the blocks of a list of blocks in `part`; what is in a block itself is no list."""
+    if not has_forward(part):
+        return _listed(part, _children(part, path))
+    return _first(part, _listed, path) if isinstance(part, nn.Sequential) else []
 
 
 def _listed_leaves(module: nn.Module, children: list[Block]) -> list[Block]:

@@ -47,6 +47,7 @@ from recoup.planning.blocks import (
     Block,
     ModuleGroup,
     find_leaves,
+    has_forward,
     has_list_of_blocks,
     modules_of,
     named_modules,
@@ -68,7 +69,7 @@ __all__ = [
     "blocks_that_are_called",
     "kinds_of_blocks",
     "measure_most",
-    "with_called_groups",
+    "with_called_parts",
     "with_stem",
 ]
 
@@ -118,22 +119,38 @@ def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
     return found, [] if found else outermost_called(step.model, called)
 
 
-def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
-    """Return blocks with their modules in place of groups whose sequence no forward calls.
+def with_called_parts(step: Step, blocks: list[Block]) -> list[Block]:
+    """Return blocks with modules within them in place of those that no forward calls.
 
-    One forward is run if there is such a sequence within the model (Rule 4 of NOTE [ Groups of
-    modules ]).
+    Those are lists and dicts of modules, and groups whose sequence is not called (Rule 4 of NOTE [
+    Groups of modules ]). One forward is run if there may be any, to see what it calls within them.
+    Where that is nothing (LayerDrop), what has a forward is taken.
     """
-    groups = [module for _, module in blocks if isinstance(module, ModuleGroup)]
-    sequences = [s for s in {id(g.sequence): g.sequence for g in groups}.values() if s is not None]
-    if not sequences or sequences == [step.root]:
+    called_as = {id(block): _called_as(block) for _, block in blocks}
+    within = [block for _, block in blocks if called_as[id(block)] not in (block, step.root)]
+    if not within:
         return blocks
+    sequences = [each for block in within if (each := called_as[id(block)]) is not None]
+    parts = [part for block in within for part in block.modules() if has_forward(part)]
+    observed = {id(each): each for each in (*sequences, *parts)}
     with step.rehearsed():
-        called = _distinct(_sequence(step, sequences))
-    taken = {id(part) for g in groups if id(g.sequence) not in called for part in g.parts}
-    named = named_modules(step.model)
-    alone = [(name, module) for name, module in named if id(module) in taken]
-    return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
+        called = _sequence(step, list(observed.values()))
+    replaced = [block for block in within if called_as[id(block)] not in called]
+    taken = {
+        id(part)
+        for block in replaced
+        for _, part in outermost_of(called, block) or outermost_of(parts, block)
+    }
+    left_out = _distinct(replaced)
+    alone = [(name, module) for name, module in named_modules(step.model) if id(module) in taken]
+    return [each for each in blocks if id(each[1]) not in left_out] + alone
+
+
+def _called_as(block: nn.Module) -> nn.Module | None:
+    """Return what a forward calls for a block: the sequence of a group; None if nothing can be."""
+    if isinstance(block, ModuleGroup):
+        return block.sequence
+    return block if has_forward(block) else None
 
 
 def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:

@@ -38,11 +38,11 @@ from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
 from recoup.planning.arguments import check_module
-from recoup.planning.blocks import Block, name_blocks, with_links
+from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
     kinds_of_blocks,
-    with_called_groups,
+    with_called_parts,
     with_stem,
 )
 from recoup.planning.compiled_costs import price_codes
@@ -340,10 +340,12 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
-        named = with_called_groups(step, named)
+        if blocks is None:
+            named = with_called_parts(step, named)
+        is_told, kinds = blocks is not None or not named, [named or others]
         try:
-            is_told = blocks is not None or not named
-            kinds = [named or others] if is_told else kinds_of_blocks(step, named)
+            if not is_told:
+                kinds = kinds_of_blocks(step, named)
             kinds = [each for kind in kinds if (each := step.unwritten(kind))]
             priced = [price_blocks(step, kind, place) for kind in kinds[:1]]
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
@@ -352,7 +354,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:
-            return _keeping_all(step, room, error)
+            return _keeping_all(step, room, error, kinds)
         if not priced:
             return _keeping_all(step, room, step.explain_writes())
         if guard is not None:
@@ -390,7 +392,9 @@ def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
 
 
-def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:
+def _keeping_all(
+    step: Step, room: Room, error: RuntimeError | None, kinds: Sequence[list[Block]] = ()
+) -> Frontier:
     """Return the one plan of a model of which nothing can be run again.
 
     Raises:
@@ -402,9 +406,20 @@ def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier
         if error is None:
             raise
         raise error from None
-    why = _remedy_for([]) if error is None else f"Its blocks cannot be run again. {error}"
+    why = _remedy_for([])
+    if error is not None:
+        why = f"Its blocks cannot be run again. {error}{_way_without(kinds, str(error))}"
     reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
     return Frontier([whole], room, why, reason)
+
+
+def _way_without(kinds: Sequence[list[Block]], error: str) -> str:
+    """Return how to leave out the block that an error names; "" if it names none of any kind."""
+    for blocks in kinds:
+        for name, _ in blocks:
+            if f"block `{name}`" in error and (pattern := pattern_without(name, blocks)):
+                return f' To run others again, leave block `{name}` out: `blocks=r"{pattern}"`.'
+    return ""
 
 
 def _remedy_for(blocks: Sequence[Block]) -> str:

@@ -293,8 +293,8 @@ def price_blocks(
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(
-            f"`blocks` are {names}, but forward calls none of them, or calls them within "
-            "a checkpoint of the model's own. Name other blocks, or turn that checkpointing off."
+            f"The blocks are {names}, but forward calls none of them, or calls them within a "
+            "checkpoint of the model's own. Name other `blocks`, or turn that checkpointing off."
         )
     step.verification.expect(measured.outcome, is_plain=False)
     kind = PricedBlocks(step, place, blocks, measured, sequences, [], [], [])

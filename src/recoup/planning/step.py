@@ -190,8 +190,8 @@ class Step:
         """Run a forward, and return an observer of the calls of modules.
 
         There is a graph, which a forward may ask for (hooks of tensors), but nothing is kept for
-        its backward. A forward that fails so (it runs a backward of its own) is run once more
-        without a graph, and with another observer.
+        its backward. A forward that fails so runs a backward of its own: it is run once more
+        without a graph, or else (forces) with all that it keeps, each with another observer.
 
         Args:
             modules: the modules.
@@ -199,20 +199,23 @@ class Step:
             seed: the seed of its random draws; None to leave the random streams as they are.
         """
         modules = list(modules)
-        try:
-            return self._observed(modules, observing(), seed, has_graph=True)
-        except Exception as error:  # noqa: BLE001
-            try:
-                return self._observed(modules, observing(), seed, has_graph=False)
-            except Exception:  # noqa: BLE001
-                raise error from None
+        for has_graph in (True, False):
+            with suppress(Exception):
+                keeping = saving(_NotKept) if has_graph else nullcontext()
+                return self._observed(modules, observing(), seed, keeping, has_graph=has_graph)
+        return self._observed(modules, observing(), seed, nullcontext(), has_graph=True)
 
     def _observed(
-        self, modules: list[nn.Module], observer: AnyObserver, seed: int | None, *, has_graph: bool
+        self,
+        modules: list[nn.Module],
+        observer: AnyObserver,
+        seed: int | None,
+        keeping: AbstractContextManager[None],
+        *,
+        has_graph: bool,
     ) -> AnyObserver:
         quiet: Any = torch.no_grad()
         begins, ends = quiet(observer.begins), quiet(observer.ends)
-        keeping = saving(_NotKept) if has_graph else nullcontext()
         with grad_mode(has_graph), keeping, ExitStack() as hooks:
             for module in modules:
                 for handle in (
@@ -350,10 +353,7 @@ class _NotKept:
         del tensor
 
     def get(self) -> Tensor:
-        raise ValueError(
-            "The forward runs a backward of its own, which cannot be planned with blocks that are "
-            "stages, that are skipped, or that run in tiles. Give other `blocks`, without `tiles`."
-        )
+        raise ValueError("Nothing is kept in this forward, so that no backward can run in it.")
 
 
 def _seed_all(seed: int) -> None:

@@ -487,3 +487,112 @@ def test_a_stem_before_groups_of_a_sequence():
     plans = recoup.plan(Whole(), torch.randn(8, 3, 32, 32), loss=square)
     names = [row.name for row in plans.plan(plans.least_bytes).blocks]
     assert names[-6:] == [f"layers.{place}-{place + 2}" for place in range(0, 18, 3)]
+
+
+class Pairs(nn.Module):
+    """Layers that are lists or dicts of an attention and an MLP (vit-pytorch, rtdl)."""
+
+    def __init__(self, kind: str, *, skips: bool = False) -> None:
+        super().__init__()
+        self.kind, self.skips = kind, skips
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            attention = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            pair = {"a": attention, "m": mlp, "unused": nn.Linear(16, 16)}
+            layer = nn.ModuleDict(pair) if kind == "dict" else nn.ModuleList(pair.values())
+            self.layers.append(nn.ModuleList([layer]) if kind == "nested" else layer)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.skips and random.random() < 0.5:
+                continue
+            inner = layer[0] if self.kind == "nested" else layer
+            attention, mlp, _ = inner.values() if self.kind == "dict" else inner
+            x = mlp(attention(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "nested"])
+def test_lists_of_lists_are_looked_into(kind):
+    """Nothing calls them, so blocks are what a forward calls within them."""
+    torch.manual_seed(0)
+    model, x = Pairs(kind), torch.randn(4, 8, 16)
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(1)
+        square(model(x)).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    wanted = gradients()
+    names = {
+        "list": r"layers\.\d\.[01]",
+        "dict": r"layers\.\d\.[am]",
+        "nested": r"layers\.\d\.0\.[01]",
+    }
+    by_name = recoup.plan(model, x, loss=square, blocks=names[kind])
+    found = recoup.plan(model, x, loss=square)
+    assert found.least_bytes == by_name.least_bytes < 0.75 * found.points[-1].peak_bytes
+    plan = found.plan(found.least_bytes)
+    assert [row.name for row in plan.blocks] == [
+        row.name for row in by_name.plan(found.least_bytes).blocks
+    ]
+    with plan.applied():
+        assert all(map(torch.equal, gradients(), wanted))
+    assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 8
+    assert len(recoup.plan(model, x, policy="full").blocks) == 8
+
+
+def test_layers_that_are_lists_may_be_left_out():
+    """LayerDrop: a list within which this forward calls nothing has blocks for the next."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model, x = Pairs("list", skips=True), torch.randn(4, 8, 16)
+    plan = recoup.plan(model, x, loss=square, budget="1 GiB")
+    assert {row.name for row in plan.blocks} >= {f"layers.{i}.{j}" for i in "0123" for j in "01"}
+
+
+class Potential(nn.Module):
+    """Takes forces in its forward, of blocks that have a list of modules each (MACE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interactions = nn.ModuleList(Summing() for _ in range(3))
+
+    def forward(self, positions):
+        x = positions = positions.requires_grad_()
+        for interaction in self.interactions:
+            x = interaction(x)
+        energy = x.square().sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return energy + forces.square().sum()
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 32), nn.SiLU(), nn.Linear(32, 3)) for _ in "ab"
+        )
+
+    def forward(self, x):
+        return x + sum(part(x) for part in self.parts)
+
+
+def test_a_forward_that_takes_forces_has_blocks_with_lists():
+    """What is observed to find stages runs a backward of its own."""
+    torch.manual_seed(0)
+    model, x = Potential(), torch.randn(64, 3)
+    model(x).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    found = recoup.plan(model, x)
+    by_name = recoup.plan(model, x, blocks=r"interactions\.\d")
+    assert found.least_bytes == by_name.least_bytes < found.points[-1].peak_bytes
+    plan = found.plan(found.least_bytes)
+    assert [row.name for row in plan.blocks] == [f"interactions.{place}" for place in range(3)]
+    with plan.applied():
+        model(x).backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
+    assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 3

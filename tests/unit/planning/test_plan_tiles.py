@@ -841,7 +841,7 @@ class Graphed(Plain):
         return gradient * 2
 
 
-@pytest.mark.parametrize("way", ["hook", "retain_grad", "graph of its own", "func"])
+@pytest.mark.parametrize("way", ["hook", "retain_grad", "graph of its own", "func", "grad"])
 def test_a_forward_that_needs_a_graph(way):
     model, (tokens, _) = Graphed(way).double(), batch()
     loss = shifted_loss(tokens)
@@ -856,12 +856,6 @@ def test_a_forward_that_needs_a_graph(way):
     assert model.num_calls == (way == "hook")
     for parameter, want in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, want, rtol=1e-10, atol=1e-14)
-
-
-def test_a_forward_that_runs_a_backward_is_an_error_that_says_so():
-    model, (tokens, _) = Graphed("grad"), batch()
-    with pytest.raises(ValueError, match="The forward runs a backward of its own"):
-        recoup.plan(model, tokens, loss=shifted_loss(tokens), tiles=True)
 
 
 def test_tiles_have_fewer_rows_where_bytes_ask_for_it():

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
+from recoup._core.dispatch_modes import num_dispatch_modes
 from tests.oracle import assert_same_step, run_step
 from tests.zoo import chain_of, leaf
 
@@ -56,6 +57,100 @@ def test_norms_are_counted_once(held):
     for num_steps in (1, 2):
         recoup.checkpoint(HELD[held](norm), leaf(5, 4)).square().sum().backward()
         assert int(norm.num_batches_tracked) == num_steps
+
+
+class Norms(nn.Module):
+    """Blocks with buffers, of which regions hold all, and each calls one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab")
+
+    def first(self, x):
+        return self.norms[0](x)
+
+    def second(self, x):
+        return self.norms[1](x)
+
+    def at(self, place, x):
+        return self.norms[place](x)
+
+    def by_methods(self, call, x):
+        return call(self.second, call(self.first, x))
+
+    def by_closures(self, call, x):
+        return call(lambda x: self.second(x), call(lambda x: self.first(x), x))
+
+    def by_a_module(self, call, x):
+        return call(self.norms[1], call(lambda x: self.first(x), x))
+
+    def in_a_loop(self, call, x):
+        return call(self.at, 1, call(self.at, 0, x))
+
+    def with_one_alone(self, call, x):
+        return call(self.first, x)
+
+
+@pytest.mark.parametrize(
+    "way", ["by_methods", "by_closures", "by_a_module", "in_a_loop", "with_one_alone"]
+)
+def test_modules_that_a_region_holds_and_did_not_call_are_looked_at_later(way):
+    for _ in range(3):  # models, which share the code
+        models, x = [Norms(), Norms()], leaf(8, 4).float()
+        models[1].load_state_dict(models[0].state_dict())
+        for _ in range(3):
+            for model, call in zip(models, CALLS, strict=True):
+                getattr(model, way)(call, x).square().sum().backward()
+            assert_same_state(*models)
+
+
+def assert_same_state(*models):
+    plain, other = ([*model.buffers(), *(p.grad for p in model.parameters())] for model in models)
+    for value, same in zip(plain, other, strict=True):
+        assert (value is None) == (same is None)
+        assert value is None or torch.equal(value, same)
+
+
+class Routed(nn.Module):
+    """Counts, decides and draws, and notes how many dispatch modes it runs under."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.num_modes = []
+
+    def forward(self, x):
+        self.num_modes.append(num_dispatch_modes())
+        x = self.norm(self.linear(x))
+        return x.gather(1, x.topk(2)[1]).sin().sum(1, True) + self.drop(x)
+
+
+def test_modules_that_a_helper_finds_are_exact_without_a_dispatch_mode():
+    """A region does not hold what its code reaches through another function; it finds it."""
+    now = {}
+
+    def reached(x):
+        return now["module"](x)
+
+    def helper(x):
+        return reached(x)
+
+    def through_a_helper(x):
+        return helper(x)
+
+    pairs = [[Routed(), Routed()] for _ in range(3)]
+    for pair in pairs:
+        pair[1].load_state_dict(pair[0].state_dict())
+    for pair in (pairs[place] for place in (0, 1, 2, 1, 0)):
+        x = leaf(8, 4).float()
+        ends = []
+        for now["module"], call in zip(pair, CALLS, strict=True):
+            torch.manual_seed(0)
+            call(through_a_helper, x).square().sum().backward()
+            ends.append(torch.rand(2))
+        assert torch.equal(*ends)
+        assert_same_state(*pair)
+    assert [ours.num_modes for _, ours in pairs] == [[1, 1, 0, 0], [0] * 4, [0] * 2]
 
 
 def plainly(fn, *args, **kwargs):
