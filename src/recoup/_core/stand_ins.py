@@ -11,18 +11,19 @@ Rule 3. The forward of each class has a code object of its own. The compiler rec
         object what it compiled, how often, and what it cannot compile; if all classes shared one,
         one layer that cannot be compiled would keep every other layer from being compiled.
 Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_FORWARD` (a plan's).
-        It is on top of all others. A copy or a pickle has neither it nor that attribute, and loads
-        where recoup is not installed. What copies attributes in other ways keeps both, so such a
-        stand-in looks whose forward it finds.
+        It is on top of all others, and a mixin before its base. A copy or a pickle has neither it
+        nor that attribute, and loads where recoup is not installed. What copies attributes in other
+        ways keeps both, so such a stand-in looks whose forward it finds.
 Rule 5. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
-        called, and what they raise is raised. A base that asks for arguments there has none.
+        called, and what they raise is raised. A base that asks for arguments there has none. A
+        mixin may see to it that `__init_subclass__` is not called.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,8 +49,7 @@ def new_stand_in(
     make: Maker,
     arguments: tuple[Any, ...],
     members: Callable[[], dict[str, Any]],
-    *,
-    is_copied: bool = True,
+    mixin: type | None = None,
 ) -> Kind:
     """Return the stand-in that `make` has for `base` and `arguments`: the known one, or a new one.
 
@@ -57,11 +57,10 @@ def new_stand_in(
         base: the class beneath it.
         make: a function of a module, which calls this one.
         arguments: what `make` is given after `base`; can be pickled.
-        members: returns the members of a new one; its `forward`, if any, is a function of its own,
-            or a descriptor.
-        is_copied: whether copies of a module have this class, too (See Rule 4).
+        members: returns the members of a new one; its `forward`, if any, is a function of its own.
+        mixin: a class before the base, of a stand-in that copies do not have (See Rule 4).
     """
-    step = Step(make, arguments, is_copied)
+    step = Step(make, arguments, mixin is None)
     for known in base.__subclasses__():
         if vars(known).get(_STEP) == step:
             return known
@@ -74,9 +73,10 @@ def new_stand_in(
         **members(),
     }
     forward: Any = own.get("forward")
-    if isinstance(forward, FunctionType):  # See Rule 3
+    if forward is not None:  # See Rule 3
         forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
-    return cast("Any", type(base))(base.__name__, (base,), own)
+    bases = (base,) if mixin is None else (mixin, base)
+    return cast("Any", type(base))(base.__name__, bases, own)
 
 
 def with_stand_in(kind: Kind, make: Maker, *arguments: Any, is_copied: bool = True) -> Kind:
@@ -92,6 +92,11 @@ def without_stand_in(kind: Kind, make: Maker) -> Kind:
     """Return `kind` without the stand-in of `make`."""
     own, steps = _taken_apart(kind)
     return _put_together(own, [step for step in steps if step.make is not make])
+
+
+def is_stand_in(kind: type) -> bool:
+    """Whether a class stands in for another."""
+    return _STEP in vars(kind)
 
 
 def check_has_own_forward(module: nn.Module) -> None:
@@ -120,9 +125,9 @@ def check_can_be_derived_from(kind: Kind) -> None:
 
 def _taken_apart(kind: Kind) -> tuple[Kind, list[Step]]:
     """Return a module's own class, and the steps from it to `kind`."""
-    if _STEP not in vars(kind):
+    if not is_stand_in(kind):
         return kind, []
-    own, steps = _taken_apart(cast("Kind", kind.__bases__[0]))
+    own, steps = _taken_apart(cast("Kind", kind.__bases__[-1]))
     return own, [*steps, vars(kind)[_STEP]]
 
 

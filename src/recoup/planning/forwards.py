@@ -40,7 +40,7 @@ from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
 from recoup._core.stand_ins import (
     OWN_FORWARD,
-    check_can_be_derived_from,
+    is_stand_in,
     new_stand_in,
     with_stand_in,
     without_stand_in,
@@ -62,7 +62,6 @@ __all__ = [
 ]
 
 _COMPILED = "_compiled_call_impl"
-_BENEATH = "_recoup_followed"
 _OF_A_FUNCTION = frozenset((
     "__annotations__", "__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__",
     "__type_params__",
@@ -121,8 +120,9 @@ class _WrappedForward:
     @property
     def __wrapped__(self) -> Forward:
         """The forward itself, which other code inspects for argument names."""
-        forward: Any = _class_beneath(self.module).forward
-        return self.wrapped or MethodType(forward, self.module)
+        kind: Any = type(self.module)
+        beneath = kind.forward  # a function, also where the class stands in for another
+        return self.wrapped or MethodType(beneath, self.module)
 
     @property
     def follower(self) -> Follower | None:
@@ -149,8 +149,11 @@ class _WrappedForward:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
-        # The function is called on the class: torch.export cannot trace a bound method's creation.
-        return _class_beneath(self.module).forward(self.module, *args, **kwargs)
+        module: Any = self.module
+        # torch.export can trace neither what `__wrapped__` does nor a descriptor on a class.
+        if isinstance(module, _Followed):
+            return super(_Followed, module).forward(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         return copy.deepcopy(self.__wrapped__, memo)
@@ -160,29 +163,30 @@ class _WrappedForward:
 
 
 class _OwnForward:
-    """The `forward` of a class that stands in for another (See Rule 1)."""
-
-    def __set_name__(self, kind: type[nn.Module], name: str) -> None:
-        self.kind = kind
+    """The `forward` of a module in a class that stands in for its own (See Rule 1)."""
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Forward:
         if module is None:
-            return cast("Any", super(self.kind, kind)).forward
+            return cast("Any", super(_Followed, kind)).forward
         own: _WrappedForward | None = module.__dict__.get(OWN_FORWARD)
         if own is not None and own.module is module:
             return own
-        return cast("Any", super(self.kind, module)).forward
+        return cast("Any", super(_Followed, module)).forward
+
+
+class _Followed:
+    """What is put before the class of a module that is followed."""
+
+    forward = _OwnForward()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Do what the class beneath does, unless it is its stand-in: it may change what it sees."""
+        if not is_stand_in(cls):
+            super().__init_subclass__(**options)
 
 
 def _followed_class(base: type[nn.Module]) -> type[nn.Module]:
-    members: dict[str, Any] = {"forward": _OwnForward(), _BENEATH: base}
-    return new_stand_in(base, _followed_class, (), lambda: members, is_copied=False)
-
-
-def _class_beneath(module: nn.Module) -> type[nn.Module]:
-    """Return the class whose forward a wrapper stands for; torch.export can trace that access."""
-    kind = type(module)
-    return getattr(kind, _BENEATH, kind)
+    return new_stand_in(base, _followed_class, (), dict, _Followed)
 
 
 def own_forward(forward: Forward) -> Forward:
@@ -285,7 +289,6 @@ class WrappedForwards:
                 "nothing can follow. Plan the model as it was before, or name other `blocks`."
             )
         _check_is_free(module)
-        check_can_be_derived_from(type(module))
         own = vars(module)
         key = "forward" if "forward" in own else OWN_FORWARD
         key = _COMPILED if own.get(_COMPILED) is not None else key
@@ -295,7 +298,7 @@ class WrappedForwards:
         forward = _WrappedForward(module, found, self, parts, is_followed=is_followed)
         self._forwards.append((key, forward))
         own[key] = forward
-        if key == OWN_FORWARD:
+        if key == OWN_FORWARD and not isinstance(module, _Followed):
             kind = with_stand_in(type(module), _followed_class, is_copied=False)
             object.__setattr__(module, "__class__", kind)
 

@@ -200,7 +200,8 @@ _BACKWARD_HOOKS = (
 
 
 # Attributes that forwards do not read: hooks (See `_logits`), and what else torch gives modules.
-_NOT_READ = {*vars(nn.Module()), *REPLACED_FORWARDS} - {"_parameters", "_buffers", "_modules", "training"}
+_READ = {"_parameters", "_buffers", "_modules", "training"}
+_NOT_READ = {*vars(nn.Module()), *REPLACED_FORWARDS} - _READ
 
 
 def is_linear(module: nn.Module, forward: Forward) -> bool:
