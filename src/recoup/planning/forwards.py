@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -149,11 +149,10 @@ class _WrappedForward:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
-        module: Any = self.module
         # torch.export can trace neither what `__wrapped__` does nor a descriptor on a class.
-        if isinstance(module, _Followed):
-            return super(_Followed, module).forward(*args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
+        if isinstance(self.module, _Followed):
+            return super(_Followed, self.module).forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         return copy.deepcopy(self.__wrapped__, memo)
@@ -165,19 +164,19 @@ class _WrappedForward:
 class _OwnForward:
     """The `forward` of a module in a class that stands in for its own (See Rule 1)."""
 
-    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Forward:
+    def __get__(self, module: _Followed | None, kind: type[_Followed]) -> Forward:
         if module is None:
-            return cast("Any", super(_Followed, kind)).forward
-        own: _WrappedForward | None = module.__dict__.get(OWN_FORWARD)
+            return super(_Followed, kind).forward
+        own: _WrappedForward | None = vars(module).get(OWN_FORWARD)
         if own is not None and own.module is module:
             return own
-        return cast("Any", super(_Followed, module)).forward
+        return super(_Followed, module).forward
 
 
-class _Followed:
+class _Followed(nn.Module):
     """What is put before the class of a module that is followed."""
 
-    forward = _OwnForward()
+    forward: Any = _OwnForward()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Do what the class beneath does, unless it is its stand-in: it may change what it sees."""
