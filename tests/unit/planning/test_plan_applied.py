@@ -258,3 +258,23 @@ def test_a_pickle_of_a_planned_model_loads_without_recoup(replan):
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
         data = pickle.dumps((model, x, wanted), protocol)
         subprocess.run([sys.executable, "-c", WITHOUT_RECOUP], input=data, check=True)
+
+
+def test_classes_do_not_hear_of_plans():
+    """A class may change the subclasses that it is told of, or ask them for arguments."""
+    told = []
+
+    class Told(Residual):
+        def __init_subclass__(cls, name):
+            told.append(name)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Told() for _ in range(3))), batch()
+    with plan(model, x, "1 GiB").applied():
+
+        class Patched(type(model[0]), name="patched"):
+            pass
+
+        step(model, x)
+    assert told == ["patched"]
+    assert is_plain(model)
