@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Case", "transformers_or_skip"]
+__all__ = ["MODELS", "Case", "is_plain", "transformers_or_skip"]
 
 
 class Case(NamedTuple):
@@ -24,6 +24,15 @@ class Case(NamedTuple):
 
 def transformers_or_skip() -> Any:
     return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether all modules have the forwards and the classes that they were made with."""
+    return all(
+        {"forward", "_recoup_forward"}.isdisjoint(vars(module))
+        and "_Followed" not in [kind.__name__ for kind in type(module).__mro__]
+        for module in model.modules()
+    )
 
 
 class Bottleneck(nn.Module):

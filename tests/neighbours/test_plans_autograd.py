@@ -23,6 +23,7 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError
 from tests.alive import no_collector
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, plan_for, result_of
+from tests.planned_zoo import is_plain
 
 SHARES = [0.0, 0.5]
 IDS = ["least", "middle"]
@@ -431,7 +432,7 @@ def test_copies_are_plain():
         assert peak == plain
         with plan_for(other, x).applied():
             pass
-        assert all("forward" not in vars(module) for module in other.modules())
+        assert is_plain(other)
     assert plan.is_applied
 
 
@@ -440,12 +441,15 @@ def test_a_model_is_what_it_was():
     model.head.forward = model.head.forward  # somebody else's
     before = {name: vars(module).copy() for name, module in model.named_modules()}
     state, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    shown = str(model)
     plan = plan_for(model, x).apply()
     assert list(model.state_dict()) == state
     assert [name for name, _ in model.named_parameters()] == names
+    assert isinstance(model, Net)
+    assert f"{type(model)!r} {model}" == f"{Net!r} {shown}"
+    plan.remove()
     assert type(model) is Net
     assert all(type(block) is Block for block in model.blocks)
-    plan.remove()
     for name, module in model.named_modules():
         now = vars(module)
         assert list(now) == list(before[name])

@@ -23,7 +23,7 @@ from recoup.integrations.lightning import MemoryBudget as OfLightning
 from recoup.invertible import AdditiveCoupling
 from recoup.planning.options import PlanOptions
 from tests.neighbours.planned import Net, give_steady_times
-from tests.planned_zoo import MODELS, transformers_or_skip
+from tests.planned_zoo import MODELS, is_plain, transformers_or_skip
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(dataloader|num_workers|logging interval|torch.jit|isinstance|srun|val_loader).*"
@@ -109,7 +109,8 @@ def same(found: Module, wanted: Module) -> None:
 
 def no_trace(module: nn.Module, kept: Any = ()) -> None:
     for each in module.modules():
-        assert {"forward", "log", "log_dict"}.isdisjoint(vars(each)), type(each).__name__
+        assert {"log", "log_dict"}.isdisjoint(vars(each)), type(each).__name__
+    assert is_plain(module)
 
 
 def step_bytes(module: Module) -> tuple[int, int]:
@@ -283,7 +284,8 @@ def test_transformers(tmp_path, options):
     assert plans == [callback.plan]
     assert not callback.plan.is_applied
     for each in (*found.modules(),):
-        assert type(vars(each).get("forward")).__module__.partition(".")[0] != "recoup"
+        own = [type(value) for name, value in vars(each).items() if "forward" in name]
+        assert all(kind.__module__.partition(".")[0] != "recoup" for kind in own)
         assert not each._forward_pre_hooks
 
 

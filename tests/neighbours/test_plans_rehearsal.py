@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import recoup
 from recoup.errors import BudgetError, RecoupError, ReplayError
 from tests.neighbours.planned import Block, Net, loss_of, result_of
+from tests.planned_zoo import is_plain
 
 
 def fresh() -> tuple[Net, Tensor]:
@@ -613,7 +614,7 @@ def test_arguments_on_another_device():
     model = Net()
     with pytest.raises(RuntimeError, match="device"):
         planned(model, torch.randn(64, 32, device="meta"))
-    assert all("forward" not in vars(module) for module in model.modules())
+    assert is_plain(model)
 
 
 def test_a_block_that_cannot_run_again_is_an_error():

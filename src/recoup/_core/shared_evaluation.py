@@ -36,6 +36,7 @@ from recoup._core.region import Untaped
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import as_leaves, detached, grad_mode, requires_grad_of, versions_of
 from recoup._core.slots import Filling, Owner, Recording, Residuals
+from recoup._core.stand_ins import REPLACED_FORWARDS
 from recoup.errors import ReplayError
 
 Inputs = tuple[Tensor, ...]
@@ -87,7 +88,8 @@ def lending(networks: Sequence[nn.Module]) -> Generator[None]:
         yield
         return
     with _LENDING:
-        own = [each for each in networks if "forward" not in vars(each)]  # nobody else hides it
+        # Nobody else hides the forwards of these.
+        own = [each for each in networks if REPLACED_FORWARDS.isdisjoint(vars(each))]
         try:
             for network in own:
                 vars(network)["forward"] = partial(_lent, network)

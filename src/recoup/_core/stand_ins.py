@@ -10,8 +10,13 @@ Rule 2. Stand-ins of several makers may be on top of each other, in any order. W
 Rule 3. The forward of each class has a code object of its own. The compiler records by code
         object what it compiled, how often, and what it cannot compile; if all classes shared one,
         one layer that cannot be compiled would keep every other layer from being compiled.
-Rule 4. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
-        called, and what they raise is raised. A base that asks for arguments there has none.
+Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_FORWARD` (a plan's).
+        It is on top of all others, and a mixin before its base. A copy or a pickle has neither it
+        nor that attribute, and loads where recoup is not installed. What copies attributes in other
+        ways keeps both, so such a stand-in looks whose forward it finds.
+Rule 5. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
+        called, and what they raise is raised. A base that asks for arguments there has none. A
+        mixin may see to it that `__init_subclass__` is not called.
 """
 
 from __future__ import annotations
@@ -27,17 +32,24 @@ from torch import nn
 Kind = type[nn.Module]
 Maker = Callable[..., Kind]
 _STEP = "_recoup_stand_in"
+OWN_FORWARD = "_recoup_forward"
+REPLACED_FORWARDS = frozenset(("forward", OWN_FORWARD))  # attributes of one module
 
 
 class Step(NamedTuple):
-    """A maker of stand-ins, and what it is given beside the base class."""
+    """A maker of stand-ins, what it is given beside the base class, and whether copies have it."""
 
     make: Maker
     arguments: tuple[Any, ...]
+    is_copied: bool = True
 
 
 def new_stand_in(
-    base: Kind, make: Maker, arguments: tuple[Any, ...], members: Callable[[], dict[str, Any]]
+    base: Kind,
+    make: Maker,
+    arguments: tuple[Any, ...],
+    members: Callable[[], dict[str, Any]],
+    mixin: type | None = None,
 ) -> Kind:
     """Return the stand-in that `make` has for `base` and `arguments`: the known one, or a new one.
 
@@ -46,8 +58,9 @@ def new_stand_in(
         make: a function of a module, which calls this one.
         arguments: what `make` is given after `base`; can be pickled.
         members: returns the members of a new one; its `forward`, if any, is a function of its own.
+        mixin: a class before the base, of a stand-in that copies do not have (See Rule 4).
     """
-    step = Step(make, arguments)
+    step = Step(make, arguments, mixin is None)
     for known in base.__subclasses__():
         if vars(known).get(_STEP) == step:
             return known
@@ -62,15 +75,17 @@ def new_stand_in(
     forward: Any = own.get("forward")
     if forward is not None:  # See Rule 3
         forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
-    return cast("Any", type(base))(base.__name__, (base,), own)
+    bases = (base,) if mixin is None else (mixin, base)
+    return cast("Any", type(base))(base.__name__, bases, own)
 
 
-def with_stand_in(kind: Kind, make: Maker, *arguments: Any) -> Kind:
+def with_stand_in(kind: Kind, make: Maker, *arguments: Any, is_copied: bool = True) -> Kind:
     """Return `kind` with the stand-in of `make` in it, in its place or else on top (See Rule 2)."""
     own, steps = _taken_apart(kind)
-    new = Step(make, arguments)
+    new = Step(make, arguments, is_copied)
     replaced = [new if step.make is make else step for step in steps]
-    return _put_together(own, replaced if new in replaced else [*steps, new])
+    steps = replaced if new in replaced else [*steps, new]
+    return _put_together(own, sorted(steps, key=lambda step: not step.is_copied))
 
 
 def without_stand_in(kind: Kind, make: Maker) -> Kind:
@@ -79,9 +94,15 @@ def without_stand_in(kind: Kind, make: Maker) -> Kind:
     return _put_together(own, [step for step in steps if step.make is not make])
 
 
+def is_stand_in(kind: type) -> bool:
+    """Whether a class stands in for another."""
+    return _STEP in vars(kind)
+
+
 def check_has_own_forward(module: nn.Module) -> None:
     """Raise if a stand-in could not extend the forward of `module`."""
-    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    if is_scripted or not REPLACED_FORWARDS.isdisjoint(vars(module)):
         raise ValueError(
             f"`module` has a {type(module).__name__} whose `forward` was replaced (compiled, "
             "hooked or scripted), so recoup cannot extend it. Apply this before that."
@@ -90,7 +111,7 @@ def check_has_own_forward(module: nn.Module) -> None:
 
 
 def check_can_be_derived_from(kind: Kind) -> None:
-    """Raise if subclasses of `kind` have to give arguments (See Rule 4)."""
+    """Raise if subclasses of `kind` have to give arguments (See Rule 5)."""
     if not isinstance(kind.__init_subclass__, MethodType):  # that of `object`
         return
     try:
@@ -104,9 +125,9 @@ def check_can_be_derived_from(kind: Kind) -> None:
 
 def _taken_apart(kind: Kind) -> tuple[Kind, list[Step]]:
     """Return a module's own class, and the steps from it to `kind`."""
-    if _STEP not in vars(kind):
+    if not is_stand_in(kind):
         return kind, []
-    own, steps = _taken_apart(cast("Kind", kind.__bases__[0]))
+    own, steps = _taken_apart(cast("Kind", kind.__bases__[-1]))
     return own, [*steps, vars(kind)[_STEP]]
 
 
@@ -120,9 +141,14 @@ def _reducing(base: Kind) -> Any:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, given, *rest = cast("Any", base.__reduce_ex__(self, protocol))
         kind = type(self)
+        if rest and isinstance(rest[0], dict):
+            state = cast("dict[str, Any]", rest[0])
+            rest[0] = {key: value for key, value in state.items() if key != OWN_FORWARD}
         if vars(kind).get("__reduce_ex__") is not reduce or given[:1] != (kind,):
             return made, given, *rest
-        return (_new, _taken_apart(kind), *rest)
+        own, steps = _taken_apart(kind)
+        steps = [step for step in steps if step.is_copied]
+        return ((_new, (own, steps)) if steps else (object.__new__, (own,))) + tuple(rest)
 
     return reduce
 

@@ -2,14 +2,17 @@
 
 NOTE [ A followed forward ]
 
-Rule 1. A wrapper is set as the attribute `forward` of the module, as other libraries do
-        (accelerate). The class, names, parameters and hooks of the module are not touched. The
-        wrapper looks up the forward of the class at every call, so later changes of the class take
-        effect. It has the signature, name, code and docstring of the forward that it wraps.
-Rule 2. A module that compiles its own call (`module.compile()`) stores it in another attribute.
-        The wrapper then wraps the compiled call, so that the compiler does not see the wrapper.
+Rule 1. A wrapper is kept in an attribute of the module, and a class that stands in for its own
+        returns it as `forward`, to that module alone: a module that shares the attributes (a
+        shallow copy, `higher`, DataParallel) runs its own forward. The names, parameters and hooks
+        of the module are not touched. The wrapper looks up the forward of the class at every call,
+        so later changes of the class take effect. It has the signature, name, code and docstring of
+        the forward that it wraps.
+Rule 2. Where other code has set an attribute `forward` (accelerate), or the module compiles its own
+        call (`module.compile()`), that attribute is the module's and no longer the class's matter,
+        and the wrapper takes its place. So the compiler does not see the wrapper.
 Rule 3. A module that was copied or unpickled has no follower, and neither has a model that was
-        traced (torch.export, torch.jit.trace, torch.fx).
+        traced (torch.export, torch.jit.trace, torch.fx). Files load where recoup is not installed.
 Rule 4. If other code replaces `forward` later, that replacement stays, and the wrapper within it
         only calls the original forward from then on.
 Rule 5. The owner of a follower (a plan) can be found from the modules. An owner may suspend
@@ -35,6 +38,13 @@ from recoup._core.compile import is_traced, uncompiled
 from recoup._core.module_marks import is_gathered
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
+from recoup._core.stand_ins import (
+    OWN_FORWARD,
+    is_stand_in,
+    new_stand_in,
+    with_stand_in,
+    without_stand_in,
+)
 from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
 
 __all__ = [
@@ -84,7 +94,7 @@ class _WrappedForward:
     Args:
         module: the module.
         wrapped: the attribute of the module that it replaces; None for the forward of the class.
-        group: the wrapped forwards that it belongs to; None after their end, and in a copy.
+        group: the wrapped forwards that it belongs to; None after their end.
         parts: the groups of modules that run in place of the modules of a sequence.
         is_followed: whether the follower is called, and not only for the groups.
     """
@@ -110,12 +120,13 @@ class _WrappedForward:
     @property
     def __wrapped__(self) -> Forward:
         """The forward itself, which other code inspects for argument names."""
-        forward: Any = type(self.module).forward
-        return self.wrapped or MethodType(forward, self.module)
+        kind: Any = type(self.module)
+        beneath = kind.forward  # a function, also where the class stands in for another
+        return self.wrapped or MethodType(beneath, self.module)
 
     @property
     def follower(self) -> Follower | None:
-        """The active follower; None after the end, in a copy, and while it is suspended."""
+        """The active follower; None after the end, and while it is suspended."""
         return None if self.group is None else self.group.follower
 
     def __getattr__(self, name: str) -> Any:
@@ -132,21 +143,49 @@ class _WrappedForward:
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return uncompiled(_follow_in_a_graph)(self, args, kwargs)
-        return _follow(self, args, kwargs)
+            return uncompiled(_follow_in_a_graph)(self, follower, args, kwargs)
+        return _follow(self, follower, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
-        # The function is called on the class: torch.export cannot trace a bound method's creation.
+        # torch.export can trace neither what `__wrapped__` does nor a descriptor on a class.
+        if isinstance(self.module, _Followed):
+            return super(_Followed, self.module).forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _WrappedForward:
-        wrapped = copy.deepcopy(self.wrapped, memo)
-        return _WrappedForward(copy.deepcopy(self.module, memo), wrapped, None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return copy.deepcopy(self.__wrapped__, memo)
 
     def __reduce__(self) -> Any:
-        return _WrappedForward, (self.module, self.wrapped, None)  # See Rule 3
+        return getattr, (partial(self.__wrapped__), "func")  # that is what it wraps (See Rule 3)
+
+
+class _OwnForward:
+    """The `forward` of a module in a class that stands in for its own (See Rule 1)."""
+
+    def __get__(self, module: _Followed | None, kind: type[_Followed]) -> Forward:
+        if module is None:
+            return super(_Followed, kind).forward
+        own: _WrappedForward | None = vars(module).get(OWN_FORWARD)
+        if own is not None and own.module is module:
+            return own
+        return super(_Followed, module).forward
+
+
+class _Followed(nn.Module):
+    """What is put before the class of a module that is followed."""
+
+    forward: Any = _OwnForward()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Do what the class beneath does, unless it is its stand-in: it may change what it sees."""
+        if not is_stand_in(cls):
+            super().__init_subclass__(**options)
+
+
+def _followed_class(base: type[nn.Module]) -> type[nn.Module]:
+    return new_stand_in(base, _followed_class, (), dict, _Followed)
 
 
 def own_forward(forward: Forward) -> Forward:
@@ -156,16 +195,15 @@ def own_forward(forward: Forward) -> Forward:
     return forward
 
 
-def _follow_in_a_graph(forward: _WrappedForward, args: Args, kwargs: Kwargs) -> Any:
+def _follow_in_a_graph(
+    forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs
+) -> Any:
     if forward.group is not None:
         forward.group.warn_once(_COMPILED_AROUND)
-    return _follow(forward, args, kwargs)
+    return _follow(forward, follower, args, kwargs)
 
 
-def _follow(forward: _WrappedForward, args: Args, kwargs: Kwargs) -> Any:
-    follower = forward.follower
-    if follower is None:
-        return forward.run(*args, **kwargs)
+def _follow(forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs) -> Any:
     run = forward.__wrapped__
     if forward.parts and are_groups_of(forward.parts, forward.module):
         run = partial(run_groups, forward.parts)
@@ -251,13 +289,17 @@ class WrappedForwards:
             )
         _check_is_free(module)
         own = vars(module)
-        key = _COMPILED if own.get(_COMPILED) is not None else "forward"
+        key = "forward" if "forward" in own else OWN_FORWARD
+        key = _COMPILED if own.get(_COMPILED) is not None else key
         found = own.get(key)
         while isinstance(found, _WrappedForward) and (found.group is None or found.group.has_ended):
             found = found.wrapped
         forward = _WrappedForward(module, found, self, parts, is_followed=is_followed)
         self._forwards.append((key, forward))
         own[key] = forward
+        if key == OWN_FORWARD and not isinstance(module, _Followed):
+            kind = with_stand_in(type(module), _followed_class, is_copied=False)
+            object.__setattr__(module, "__class__", kind)
 
     def end(self) -> None:
         """Restore the forwards of the modules."""
@@ -269,10 +311,12 @@ class WrappedForwards:
                 continue  # See Rule 4
             if forward.wrapped is not None:
                 own[key] = forward.wrapped
-            elif key == "forward":
-                del own[key]
-            else:
+            elif key == _COMPILED:
                 own[key] = None
+            else:
+                del own[key]
+                kind = without_stand_in(type(forward.module), _followed_class)
+                object.__setattr__(forward.module, "__class__", kind)
         self._forwards.clear()
 
 
@@ -297,7 +341,7 @@ def _check_is_free(module: nn.Module) -> None:
 
 def _groups_of(module: nn.Module) -> Iterator[WrappedForwards]:
     """Yield the groups that `module` belongs to, also within wrappers of other libraries."""
-    for key in (_COMPILED, "forward"):
+    for key in (_COMPILED, "forward", OWN_FORWARD):
         found = vars(module).get(key)
         while found is not None:
             if isinstance(found, _WrappedForward) and found.group is not None:

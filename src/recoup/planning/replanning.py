@@ -40,6 +40,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -201,7 +202,7 @@ class PlansByShape:
         """Serve the calls of the model, whose forwards `group` has wrapped, until `end`."""
         self._group = group
         if self._entries[0].plan.planned.root is not None:
-            hook = _Hook(self)
+            hook = _Hook(self._model, self)
             self._hook = self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def end(self) -> None:
@@ -346,22 +347,19 @@ class PlansByShape:
 
 
 class _Hook:
-    """The hook of a model that has the plan chosen (See Rule 4); a copy does nothing."""
+    """The hook of a model that has the plan chosen (See Rule 4); for and in a copy, nothing."""
 
-    def __init__(self, plans: PlansByShape | None = None) -> None:
-        self._plans = plans
+    def __init__(self, model: nn.Module, plans: PlansByShape) -> None:
+        self._model, self._plans = model, plans
 
-    def __call__(self, _: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if self._plans is not None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if module is self._model:
             serve = PlansByShape.serve
             serve = uncompiled(serve) if torch.compiler.is_compiling() else serve
             serve(self._plans, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook()
-
     def __reduce__(self) -> Any:
-        return _Hook, ()
+        return getattr, (nullcontext(), "__exit__")  # takes as many arguments; loads everywhere
 
 
 class PlanMaker(NamedTuple):

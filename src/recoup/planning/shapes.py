@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import ge
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +18,8 @@ from recoup.memory import format_bytes
 from recoup.planning.forwards import Args
 
 __all__ = ["ArgumentShapes", "ArgumentSizes", "shapes_of"]
+
+_MOST_VALUES = 1024  # that are looked at within the objects of an argument
 
 
 class ArgumentShapes(NamedTuple):
@@ -150,4 +153,32 @@ class ArgumentSizes:
 
 def _argument_bytes(args: Args, kwargs: Mapping[str, Any]) -> dict[int | str, int]:
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {key: sum(tensor.nbytes for tensor in flatten(value)[0]) for key, value in given}
+    return {key: sum(tensor.nbytes for tensor in _tensors_in(value)) for key, value in given}
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value, and those in attributes of objects in it."""
+    tensors, tree = flatten(value)
+    found, waiting, seen = [*tensors], tree.others(), set[int]()
+    for each in waiting:  # which grows
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif id(each) not in seen and len(waiting) < _MOST_VALUES:
+            seen.add(id(each))
+            waiting += _entries_of(each)
+    return found
+
+
+def _entries_of(value: Any) -> Iterable[Any]:
+    """Return the values in a container, or the attributes of an object, without code of its own."""
+    if isinstance(value, (nn.Module, type, FunctionType, ModuleType)):
+        return ()
+    entries: Any = value
+    if not isinstance(value, (dict, list, tuple)):
+        try:
+            entries = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return ()
+    if len(entries) > _MOST_VALUES:
+        return ()
+    return cast("dict[Any, Any]", entries).values() if isinstance(entries, dict) else entries

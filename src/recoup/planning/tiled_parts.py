@@ -30,6 +30,7 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_watched
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_transformed
+from recoup._core.stand_ins import REPLACED_FORWARDS
 from recoup._core.summed_gradients import summed_loss
 from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
@@ -199,7 +200,8 @@ _BACKWARD_HOOKS = (
 
 
 # Attributes that forwards do not read: hooks (See `_logits`), and what else torch gives modules.
-_NOT_READ = {*vars(nn.Module()), "forward"} - {"_parameters", "_buffers", "_modules", "training"}
+_READ = {"_parameters", "_buffers", "_modules", "training"}
+_NOT_READ = {*vars(nn.Module()), *REPLACED_FORWARDS} - _READ
 
 
 def is_linear(module: nn.Module, forward: Forward) -> bool:

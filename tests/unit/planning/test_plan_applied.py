@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import logging
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError
+from tests.planned_zoo import is_plain
 from tests.unit.planning.test_plan import Residual, batch, peak_of, plan, stack, step
 
 
@@ -23,10 +29,6 @@ class Pair(nn.Module):
 
     def forward(self, x):
         return self.decoder(self.encoder(x))
-
-
-def is_plain(model: nn.Module) -> bool:
-    return all("forward" not in vars(module) for module in model.modules())
 
 
 def sizes_of(plan) -> list[object]:
@@ -161,8 +163,6 @@ def test_the_plan_of_a_chain_that_is_taken_off_is_made_again():
 
 def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
     """N9: accelerate wraps `forward` and sets `__wrapped__`."""
-    import functools
-
     model, x = stack(), batch()
     planned = plan(model, x, "1 GiB").apply()
     ours = model.forward
@@ -198,3 +198,83 @@ def test_a_lack_of_memory_names_the_way_out(is_first):
             model(x).sum().backward()
     (note,) = caught.value.__notes__
     assert "let a plan leave more `headroom`, or set" in note
+
+
+def in_a_subclass(model: nn.Module) -> nn.Module:
+    """Copy a model as `higher` does: into a subclass, attribute by attribute."""
+    kind = type(model)
+
+    class Patched(kind):
+        pass
+
+    Patched.forward = lambda self, *args: kind.forward(self, *args)
+    other = Patched.__new__(Patched)
+    for name, value in vars(model).items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+SHALLOW = {
+    "copy": copy.copy,
+    "DataParallel": nn.Module._replicate_for_data_parallel,
+    "higher": in_a_subclass,
+    "deepcopy of a copy": lambda model: copy.deepcopy(copy.copy(model)),
+}
+
+
+@pytest.mark.parametrize("how", SHALLOW)
+def test_a_shallow_copy_runs_its_own_forward(how):
+    model, x = stack(), batch()
+    made = plan(model, x, "1 GiB").apply()
+    other, parts = SHALLOW[how](model), [nn.Linear(32, 5), nn.Tanh()]
+    vars(other)["_modules"] = {str(place): part for place, part in enumerate(parts)}
+    wanted = nn.Sequential(*parts)(x)
+    assert torch.equal(other(x), wanted)
+    assert made.is_applied
+    made.remove()
+    assert type(model) is nn.Sequential
+    assert torch.equal(other(x), wanted)
+
+
+WITHOUT_RECOUP = """
+import pickle, sys
+sys.modules["recoup"] = None
+model, x, wanted = pickle.load(sys.stdin.buffer)
+model(x).sum().backward()
+assert model[0].weight.grad.equal(wanted)
+assert all("_recoup" not in name for each in model.modules() for name in vars(each))
+"""
+
+
+@pytest.mark.parametrize("replan", [False, True])
+def test_a_pickle_of_a_planned_model_loads_without_recoup(replan):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(16, 4)
+    model[2].forward = functools.partial(nn.Linear.forward, model[2])  # as other libraries do
+    model(x).sum().backward()
+    wanted = model[0].weight.grad
+    model.zero_grad()
+    recoup.plan(model, x, budget="1 GiB", replan=replan).apply()
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        data = pickle.dumps((model, x, wanted), protocol)
+        subprocess.run([sys.executable, "-c", WITHOUT_RECOUP], input=data, check=True)
+
+
+def test_classes_do_not_hear_of_plans():
+    """A class may change the subclasses that it is told of, or ask them for arguments."""
+    told = []
+
+    class Told(Residual):
+        def __init_subclass__(cls, name):
+            told.append(name)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Told() for _ in range(3))), batch()
+    with plan(model, x, "1 GiB").applied():
+
+        class Patched(type(model[0]), name="patched"):
+            pass
+
+        step(model, x)
+    assert told == ["patched"]
+    assert is_plain(model)

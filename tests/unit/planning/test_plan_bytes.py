@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 import warnings
 from itertools import pairwise
 
@@ -255,6 +256,35 @@ def test_a_batch_larger_than_planned_is_said_once():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(torch.randn(128, 8, 16))
+
+
+class Batch:
+    """A batch that holds itself and its tensors in a store, as those of torch_geometric do."""
+
+    def __init__(self, x):
+        self.store = types.SimpleNamespace(mapping={"x": x}, parent=self, rest=[*range(10**4)])
+
+    def __getattr__(self, name):
+        raise RuntimeError("this is the user's code")
+
+
+class OfBatches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in "four"))
+
+    def forward(self, batch):
+        return self.blocks(batch[0].store.mapping["x"]).square().mean()
+
+
+def test_a_larger_batch_in_an_object_is_said():
+    model = OfBatches()
+    with recoup.plan(model, [Batch(torch.randn(4, 16))], budget="1 GiB").applied():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model([Batch(torch.randn(4, 16))])
+        with pytest.warns(UserWarning, match="given 512 B of arguments, 2 times as much"):
+            model([Batch(torch.randn(8, 16))])
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64])
