@@ -456,13 +456,25 @@ class OfForces(nn.Module):
         return x + torch.autograd.grad(y.sin().sum(), y)[0]
 
 
-@pytest.mark.parametrize("kind", [Counting, Popping, Flipping, OfForces])
+@pytest.mark.parametrize("kind", [Counting, Popping, Flipping])
 def test_a_stem_that_cannot_run_again_is_no_block(kind):
     model = Stemmed(16, is_split=True)
     model.pool = nn.Sequential(kind(), nn.AvgPool2d(2))
     plans = recoup.plan(model, torch.randn(4, 3, 32, 32), loss=square)
     names = [row.name for row in plans.plan(plans.least_bytes).blocks]
     assert names == [f"layers.{place}" for place in range(8)]
+
+
+def test_a_stem_that_runs_a_backward_of_its_own_is_blocks():
+    torch.manual_seed(0)
+    model, x = Stemmed(16, is_split=True), torch.randn(4, 3, 32, 32)
+    model.pool = nn.Sequential(OfForces(), nn.AvgPool2d(2))
+    wanted = gradients_of(model, x)
+    plans = recoup.plan(model, x, loss=square)
+    plan = plans.plan(plans.least_bytes)
+    assert [row.name for row in plan.blocks][:5] == ["conv", "norm", "act", "pool", "layers.0"]
+    with plan.applied():
+        assert all(map(torch.equal, gradients_of(model, x), wanted))
 
 
 def test_a_stem_before_groups_of_a_sequence():
