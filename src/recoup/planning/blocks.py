@@ -154,7 +154,8 @@ def has_list_of_blocks(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called; a list or dict of modules cannot."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    own: object = getattr(type(module), "forward", None)  # code of torch.jit has none of its class
+    return own is not nn.Module.forward or "forward" in vars(module)
 
 
 def find_links(model: nn.Module) -> list[Block]:
