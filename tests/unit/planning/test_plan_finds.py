@@ -608,3 +608,13 @@ def test_a_forward_that_takes_forces_has_blocks_with_lists():
         model(x).backward()
     assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
     assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_code_of_torch_jit_within_lists_is_left_alone():
+    """It takes no hooks, and nothing can follow it."""
+    model = Pairs("list")
+    for layer in model.layers:
+        layer[1] = torch.jit.script(layer[1])
+    plan = recoup.plan(model, torch.randn(4, 8, 16), loss=square, budget="1 GiB")
+    assert [row.name for row in plan.blocks] == [f"layers.{place}.0" for place in range(4)]
