@@ -179,7 +179,7 @@ def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: 
     try:
         with step.rehearsed():
             called = _sequence(step, [*others, begin], step.seed)
-    except Exception:  # noqa: BLE001 - of the model: it may run a backward of its own
+    except Exception:  # noqa: BLE001 - of the model, or a module takes no hooks
         return []
     if begin not in called:
         return []

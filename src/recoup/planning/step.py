@@ -218,6 +218,8 @@ class Step:
         begins, ends = quiet(observer.begins), quiet(observer.ends)
         with grad_mode(has_graph), keeping, ExitStack() as hooks:
             for module in modules:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks
                 for handle in (
                     module.register_forward_pre_hook(begins, with_kwargs=True),
                     module.register_forward_hook(ends, with_kwargs=True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -457,20 +456,6 @@ class OfForces(nn.Module):
         return x + torch.autograd.grad(y.sin().sum(), y)[0]
 
 
-def test_a_stem_that_runs_a_backward_of_its_own_is_planned():
-    torch.manual_seed(0)
-    model, x = Stemmed(16, is_split=True), torch.randn(4, 3, 32, 32)
-    model.pool = nn.Sequential(OfForces(), nn.AvgPool2d(2))
-    gradients = []
-    plans = recoup.plan(model, x, loss=square)
-    for applied in (nullcontext(), plans.plan(plans.least_bytes).applied()):
-        model.zero_grad()
-        with applied:
-            square(model(x)).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
 @pytest.mark.parametrize("kind", [Counting, Popping, Flipping])
 def test_a_stem_that_cannot_run_again_is_no_block(kind):
     model = Stemmed(16, is_split=True)
@@ -478,6 +463,18 @@ def test_a_stem_that_cannot_run_again_is_no_block(kind):
     plans = recoup.plan(model, torch.randn(4, 3, 32, 32), loss=square)
     names = [row.name for row in plans.plan(plans.least_bytes).blocks]
     assert names == [f"layers.{place}" for place in range(8)]
+
+
+def test_a_stem_that_runs_a_backward_of_its_own_is_blocks():
+    torch.manual_seed(0)
+    model, x = Stemmed(16, is_split=True), torch.randn(4, 3, 32, 32)
+    model.pool = nn.Sequential(OfForces(), nn.AvgPool2d(2))
+    wanted = gradients_of(model, x)
+    plans = recoup.plan(model, x, loss=square)
+    plan = plans.plan(plans.least_bytes)
+    assert [row.name for row in plan.blocks][:5] == ["conv", "norm", "act", "pool", "layers.0"]
+    with plan.applied():
+        assert all(map(torch.equal, gradients_of(model, x), wanted))
 
 
 def test_a_stem_before_groups_of_a_sequence():
@@ -611,3 +608,13 @@ def test_a_forward_that_takes_forces_has_blocks_with_lists():
         model(x).backward()
     assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
     assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_code_of_torch_jit_within_lists_is_left_alone():
+    """It takes no hooks, and nothing can follow it."""
+    model = Pairs("list")
+    for layer in model.layers:
+        layer[1] = torch.jit.script(layer[1])
+    plan = recoup.plan(model, torch.randn(4, 8, 16), loss=square, budget="1 GiB")
+    assert [row.name for row in plan.blocks] == [f"layers.{place}.0" for place in range(4)]
