@@ -62,9 +62,11 @@ def new_stand_in(
     """
     step = Step(make, arguments, mixin is None)
     for known in base.__subclasses__():
-        if vars(known).get(_STEP) == step:
+        own = vars(known)
+        # Other code may have set the forward of a class that has none of its own.
+        if own.get(_STEP) == step and (mixin is None or "forward" not in own):
             return known
-    own: dict[str, Any] = {
+    made: dict[str, Any] = {
         _STEP: step,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -72,11 +74,11 @@ def new_stand_in(
         "__reduce_ex__": _reducing(base),
         **members(),
     }
-    forward: Any = own.get("forward")
+    forward: Any = made.get("forward")
     if forward is not None:  # See Rule 3
         forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     bases = (base,) if mixin is None else (mixin, base)
-    return cast("Any", type(base))(base.__name__, bases, own)
+    return cast("Any", type(base))(base.__name__, bases, made)
 
 
 def with_stand_in(kind: Kind, make: Maker, *arguments: Any, is_copied: bool = True) -> Kind:

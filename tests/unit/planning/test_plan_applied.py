@@ -214,6 +214,20 @@ def in_a_subclass(model: nn.Module) -> nn.Module:
     return other
 
 
+def test_a_forward_that_other_code_sets_on_the_class_of_a_planned_module():
+    """As a counter of calls does, and puts it back: later plans are followed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.Tanh()) for _ in range(1)))
+    model.extend(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+    x = torch.randn(16, 8)
+    with recoup.plan(model, x, budget="1 GiB", loss=torch.sum).applied():
+        kind = type(model[0])
+        forward = kind.forward
+        kind.forward = lambda self, *args: forward(self, *args)
+        kind.forward = forward
+    assert recoup.plan(model, x, loss=torch.sum).least_bytes > 0
+
+
 SHALLOW = {
     "copy": copy.copy,
     "DataParallel": nn.Module._replicate_for_data_parallel,
