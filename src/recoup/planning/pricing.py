@@ -136,6 +136,11 @@ class MeasuredCall:
     code_again: BlockCode | None = None
 
     @property
+    def needed_work(self) -> float:
+        """The counted work until the last residual is saved, where a second run ends."""
+        return max((each.work for each in self.listed), default=0.0)
+
+    @property
     def own_bytes(self) -> int:
         """Bytes of its residuals, without the shared ones and those that other code holds."""
         if self.until_again is None:
@@ -285,8 +290,7 @@ def _results(call: MeasuredCall, selection: Selection) -> Results:
 
 def selections(call: MeasuredCall) -> list[Selection]:
     """Return what may be kept together for the second run, the fewest bytes first."""
-    products = call.products
-    end = max((each.work for each in call.listed), default=0.0)
+    products, end = call.products, call.needed_work
     needed = [i for i, product in enumerate(products) if product.start < end]
     ranked = sorted(needed, key=lambda i: -products[i].work / max(products[i].num_bytes, 1))
     whole = call.residuals.end_bytes - (call.until_again.end_bytes if call.until_again else 0)
@@ -317,8 +321,7 @@ def _selection(
     call: MeasuredCall, chosen: tuple[int, ...], held: frozenset[int], last: float
 ) -> Selection:
     """Return a selection of products and residuals, where the second run ends after some work."""
-    end = max((each.work for each in call.listed), default=0.0)
-    products = [call.products[number] for number in chosen]
+    end, products = call.needed_work, [call.products[number] for number in chosen]
     small = sum(
         each.num_bytes
         for place in held
