@@ -96,7 +96,7 @@ def run_tests(results: Path, device: str, limit: float) -> bool:
         command += ["-p", "no:benchmark"]  # which warns of xdist, where it is installed
         command += [f"--junitxml={report}", "--tb=short"]
         if importlib.util.find_spec("xdist") is not None:
-            command += ["-n", "4"]
+            command += ["-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))]
         start = time.monotonic()
         is_well = run("tests", command, limit)
         found = {

@@ -41,11 +41,11 @@ _KEY_NAME = "TESTING_ONLY_GenericMode"
 _key: Any = _dispatcher._dispatch_key_parse(_KEY_NAME)
 _include: Callable[[Any, bool], None] = _dispatcher._dispatch_tls_set_dispatch_key_included
 with _dispatcher._AutoDispatchBelowAutograd():
-    _excluded: Any = _dispatcher._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(_key)
+    hidden_keys: Any = _dispatcher._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(_key)
 # Returns a context in which operators have no part in the graph, and no interceptor (See Rule 4);
 # not a function of ours, for speed.
 unseen: Callable[[], AbstractContextManager[None]] = functools.partial(
-    _dispatcher._ExcludeDispatchKeyGuard, _excluded
+    _dispatcher._ExcludeDispatchKeyGuard, hidden_keys
 )
 _forward_mode: Any = forward_ad
 # Whether the compiler traces: its tensors without values are no plain ones (See Rule 5).

@@ -44,7 +44,14 @@ from torch import Tensor
 from recoup._core.devices import accelerator
 from recoup._core.memory_layout import strided
 from recoup._core.saved_tensors import backward_id, num_nodes
-from recoup._core.sketch import Sketch, all_numbers_of, difference, sketch_of, tolerance_of
+from recoup._core.sketch import (
+    Sketch,
+    all_numbers_of,
+    are_equal,
+    difference,
+    sketch_of,
+    tolerance_of,
+)
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
 
@@ -293,6 +300,8 @@ class _Later:
 
     def __call__(self) -> None:
         """Compare all (See Rule 7)."""
+        if are_equal((first.sketch, second) for first, second, _ in self._pending):  # type: ignore[misc]
+            return
         sketches = [each for first, second, _ in self._pending for each in (first.sketch, second)]
         numbers = all_numbers_of(sketches)  # type: ignore[arg-type]
         both = zip(self._pending, numbers[::2], numbers[1::2], strict=True)

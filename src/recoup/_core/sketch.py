@@ -16,6 +16,10 @@ Rule 3. Kernels may round otherwise in a second run: threads add in another orde
         precision that is so much that two rows of like weights might change places unseen. So these
         have 17 columns: a row of a tensor that moves comes to stand in others.
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
+Rule 5. On a CUDA device, launching a kernel takes longer than reading a few megabytes. So what is
+        left of a large tensor there is a weighted sum of each of some thousand rows, one kernel
+        (twice as fast as sums of columns), of integers a sum of each row of words. Two runs mostly
+        make the same bits. Only if they do not are the sums folded into a sketch.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core.fake_values import has_values, is_without_values
-from recoup._core.interception import unseen
+from recoup._core.interception import hidden_keys, unseen
 
 _COLUMNS = 16
 _OF_HALVES = 17  # columns (See Rule 3)
@@ -44,7 +48,9 @@ _PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first, which st
 _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
 _WORDS = 2**12  # in a row
 _MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
-_DEVICE_WORDS = 2**22
+_DEVICE_WORDS = 2**23
+_DEVICE_ROWS = 2**13  # of a tensor at most
+_DEVICE_WIDTH = 2**9  # entries of a row at least
 _COLUMN, _ROW = range(2)  # tables of odd numbers
 _NEXT = 0x5851F42D4C957F2D  # odd, and so invertible: what the words before a piece are times
 # Times a weight, at least 2.5: more than the product of two weights, 2.25, so that no sum is zero.
@@ -89,7 +95,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_values(tensor):
         return None
     hidden = _plainly() if type(tensor) in _PLAIN else nullcontext()  # from modes
-    with _no_functions(), hidden, unseen(), _without_autocast():
+    with _no_functions(), hidden, _alone():
         if not tensor.numel() or not tensor.untyped_storage().nbytes() or tensor._is_zerotensor():
             return None
         if tensor.dtype in _OWN and tensor.is_cpu and tensor.numel() <= _FEW:
@@ -98,7 +104,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         if dtype in _EXACT and tensor.is_cpu and tensor.nbytes <= _FEW_BYTES:
             return _hash_of_few(_flat(tensor).contiguous())
         if dtype in _OWN and tensor.is_contiguous():
-            found = _sums(tensor.view(-1) if not tensor.is_neg() else tensor.resolve_neg().view(-1))
+            found = _sums(tensor.resolve_neg().view(-1))
         else:
             found = _sums_of_any(tensor)
     return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
@@ -121,7 +127,7 @@ def make_tables(device: torch.device) -> None:
 
 def numbers_of(sketch: Sketch) -> list[float]:
     """Return the numbers of a sketch, and wait for them if they are on a device."""
-    return sketch if isinstance(sketch, list) else cast("Any", sketch.cpu()).tolist()
+    return sketch if isinstance(sketch, list) else cast("Any", _folded(sketch).cpu()).tolist()
 
 
 def all_numbers_of(sketches: Sequence[Sketch]) -> list[list[float]]:
@@ -132,11 +138,26 @@ def all_numbers_of(sketches: Sequence[Sketch]) -> list[list[float]]:
         if not isinstance(each, list):
             kinds.setdefault((each.dtype, each.device), []).append(place)
     for places in kinds.values():
-        alike = [cast("Tensor", sketches[place]) for place in places]
-        numbers = numbers_of(torch.cat(alike))
+        alike = [_folded(cast("Tensor", sketches[place])) for place in places]
+        numbers = cast("Any", torch.cat(alike).cpu()).tolist()
         for place, each in zip(places, alike, strict=True):
             found[place], numbers = numbers[: each.numel()], numbers[each.numel() :]
     return found
+
+
+def are_equal(pairs: Iterable[tuple[Sketch, Sketch]]) -> bool:
+    """Whether the two sketches of each pair are the same bits; waits once for all of a type."""
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for first, second in pairs:
+        if isinstance(first, list) or isinstance(second, list):
+            if first is not second and first != second:
+                return False
+        else:
+            alike = kinds.setdefault((first.dtype, first.device), ([], []))
+            alike[0].append(first)
+            alike[1].append(second)
+    each = (map(torch.cat, alike) for alike in kinds.values())
+    return all(torch.equal(*(both.view(torch.uint8) for both in alike)) for alike in each)
 
 
 def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
@@ -173,7 +194,12 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps ** 0.75
 
 
-_without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
+_hiding: Any = hidden_keys
+for _name, _key in torch._C.DispatchKey.__members__.items():
+    if _name.startswith("Autocast"):
+        _hiding |= torch._C.DispatchKeySet(_key)
+# Returns a context without autograd, interceptors and autocast.
+_alone = functools.partial(cast("Any", torch._C)._ExcludeDispatchKeyGuard, _hiding)
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009
 _is_autocast = torch.is_autocast_enabled
 _no_functions: Any = torch._C.DisableTorchFunctionSubclass
@@ -190,11 +216,11 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
     if not flat.dtype.is_floating_point:
         return _hash_of(flat)
     columns = _OF_HALVES if flat.dtype in _HALVES else _COLUMNS
-    if flat.dtype in _HALVES and not flat.is_cpu:
+    if flat.dtype in _HALVES and flat.is_cuda:
         return _sums(flat, columns)
-    # Kernels of the CPU are slow in half precision, and there are few of smaller types.
+    # Kernels of the CPU are slow in half precision, and sums in it overflow.
     pieces = cast("Iterable[Tensor]", flat.split(_PIECE if flat.is_cpu else _DEVICE_PIECE))
-    parts = [_sums(piece.float(), columns) for piece in pieces]
+    parts = [_folded(_sums(piece.float(), columns)) for piece in pieces]
     weights = _row(len(parts), torch.float32, flat.device)
     return parts[0] if len(parts) == 1 else weights.mm(torch.stack(parts))[0]
 
@@ -213,6 +239,9 @@ def _hash_of(integers: Tensor) -> Tensor:
     pieces: tuple[Tensor, ...] = cast("Any", words).split(most)
     for piece in pieces:
         num_rows, num_left = divmod(piece.numel(), _WORDS)
+        if not raw.is_cpu and found is None and not num_left and num_words <= most:
+            rows = piece.view(num_rows, _WORDS)
+            return (rows * _odd(_COLUMN, raw.device)).sum(1)  # See Rule 5
         parts = [_weighed(piece[piece.numel() - num_left :], _COLUMN)] if num_left else []
         if num_rows:
             rows = piece[: piece.numel() - num_left].view(num_rows, _WORDS)
@@ -241,15 +270,50 @@ def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
     num, kind = flat.numel(), (flat.dtype, flat.device)
     if num < columns:
         return torch.cat((flat, flat.new_zeros(columns - num)))
+    if num > columns * _MOST_ROWS and flat.is_cuda:
+        return _sums_of_rows(flat)
     width = columns * _ROWS if num > columns * _MOST_ROWS else columns
     num_rows, num_left = divmod(num, width)
-    rows = flat[: num_rows * width] if num_left else flat
-    found = _row(num_rows, *kind).mm(rows.view(num_rows, width))
+    rows = (flat[: num_rows * width] if num_left else flat).view(num_rows, width)
+    found = _product(_row(num_rows, *kind), rows)
     if num_left:  # some entries count twice, and none of them for nothing
         found = found.add_(flat[num - width :], alpha=_OF_THE_LAST)
     if width > columns:
-        found = _row(_ROWS, *kind).mm(found.view(_ROWS, columns))
+        found = _row(_ROWS, found.dtype, flat.device).mm(found.view(_ROWS, columns))
     return found[0]
+
+
+def _sums_of_rows(flat: Tensor) -> Tensor:
+    """Return the weighted sums of rows of many entries (See Rule 5)."""
+    num = flat.numel()
+    width = max(_DEVICE_WIDTH, 2 ** math.ceil(math.log2(num / _DEVICE_ROWS)))
+    num_rows, num_left = divmod(num, width)
+    rows = flat.as_strided((num_rows, width), (width, 1))
+    found = _product(rows, _column(width, flat.dtype, flat.device))
+    if num_left:
+        last = flat.as_strided((1, width), (width, 1), flat.storage_offset() + num - width)
+        found = torch.cat((found, _product(last, _column(width, flat.dtype, flat.device))))
+    return found.view(-1)
+
+
+def _product(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return a product with a matrix of one column, of halves in single precision."""
+    if rows.dtype in _HALVES:
+        return cast("Any", torch).mm(rows, weights, out_dtype=torch.float32)
+    return rows.mm(weights)
+
+
+@functools.lru_cache(2**12)
+def _column(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _table(num, dtype, device)[:, None]
+
+
+def _folded(sketch: Tensor) -> Tensor:
+    """Return the few numbers of a sketch on a device (See Rule 5)."""
+    if sketch.dtype is torch.uint8 or sketch.numel() <= _FEW:
+        return sketch
+    with _alone():
+        return _weighed(sketch, _ROW) if sketch.dtype is torch.int64 else _sums(sketch)
 
 
 @functools.cache

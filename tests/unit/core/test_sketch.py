@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from recoup._core.sketch import difference, numbers_of, sketch_of, tolerance_of
+from recoup._core.sketch import (
+    _sums_of_rows,
+    are_equal,
+    difference,
+    numbers_of,
+    sketch_of,
+    tolerance_of,
+)
 
 # One row is 16 entries, a block 4096; tensors of more than 32768 are read in blocks.
 SIZES = [1, 15, 16, 17, 4096, 32768, 32769, 34_817, 34_833, 16 * 4096 + 5, 40 * 4096, 262_288]
@@ -77,6 +84,24 @@ def test_rounding_is_within_the_tolerance(size, dtype):
     eps = torch.finfo(dtype).eps
     second = first * (1 + eps * torch.randint(-1, 2, (size,)).to(first.real.dtype))
     assert off(first, second) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [32_769, 2**18, 9 * 2**18 + 77])
+def test_sums_of_rows_show_each_entry_and_the_length_of_a_difference(size, dtype):
+    """Which devices make, and fold into few numbers when these are read."""
+    first, change = values(size, dtype), torch.randn(size, dtype=dtype)
+    sketch = _sums_of_rows(first)
+    assert 64 < sketch.numel() < 2**14
+    assert are_equal([(sketch, _sums_of_rows(first.clone()))])
+    for place in (0, size // 2, size - 1):
+        second = first.clone()
+        second[place] += 1
+        assert not are_equal([([1.0], [1.0]), (sketch, _sums_of_rows(second))])
+        found = difference(sketch, _sums_of_rows(second))
+        assert 0.2 < found * math.sqrt(size) < 15
+    by = float(change.norm() / first.norm())
+    assert by / 3 < difference(sketch, _sums_of_rows(first + change)) < 3 * by
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, 1e30])
