@@ -17,14 +17,14 @@ from recoup.planning.verification import Verification, outcome_of
 class Buffered(nn.Module):
     """Two parameters, one with a large gradient, and a buffer."""
 
-    def __init__(self, buffer):
+    def __init__(self, buffer, dtype):
         super().__init__()
-        self.large, self.small = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+        self.large, self.small = (nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(2))
         self.register_buffer("buffer", buffer)
 
 
 def outcome(large, small=None, buffer=None):
-    model = Buffered(torch.zeros(3) if buffer is None else buffer)
+    model = Buffered(torch.zeros(3) if buffer is None else buffer, large.dtype)
     model.large.grad = large
     model.small.grad = torch.zeros(64) if small is None else small
     return outcome_of(model, [])
@@ -67,7 +67,7 @@ def test_noise_of_one_gradient_is_allowed_of_all():
 def test_noise_of_16_bits_may_be_several_hundredths():
     """On an H200, gradients of keys in a Llama of 16 layers moved by 0.02 of their length."""
     values = torch.ones(64, dtype=torch.bfloat16)
-    for again, allowed, different in ((1.0, 1.008, 1.03), (1.02, 1.05, 1.1)):
+    for again, allowed, different in ((1.0, 1.008, 1.02), (1.02, 1.02, 1.05)):
         found = verification(outcome(values, values))
         found.expect_again(outcome(again * values, values))
         assert found.difference(outcome(values, allowed * values)) is None
