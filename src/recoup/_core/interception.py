@@ -15,6 +15,8 @@ Rule 4. Hooks of ours run within the operators of others. What they compute is h
 Rule 5. Interceptors see plain tensors alone. What the compiler traces, what a transform of
         torch.func or forward-mode autograd wraps, sparse and nested tensors, and those of other
         classes pass by, and so does what their operators run.
+Rule 6. Kernels may run operators themselves (a fused dropout draws its mask), as a mode does not
+        see either. They run beneath autograd, which shows in the keys that are excluded.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ Interceptor = Callable[[Any, Any, dict[str, Any]], Any]
 _dispatcher: Any = torch._C
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _key: Any = _dispatcher._dispatch_key_parse(_KEY_NAME)
+_autograd_key = torch._C.DispatchKey.AutogradFunctionality
+_is_excluded: Callable[[Any], bool] = _dispatcher._dispatch_tls_is_dispatch_key_excluded
 _include: Callable[[Any, bool], None] = _dispatcher._dispatch_tls_set_dispatch_key_included
 with _dispatcher._AutoDispatchBelowAutograd():
     hidden_keys: Any = _dispatcher._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(_key)
@@ -111,8 +115,9 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
         if not interceptors:
             _include(_key, False)
         try:
-            passes_by = is_transformed() or _forward_mode._current_level >= 0 or _is_traced()
-            if interceptor is None or passes_by or not are_plain(args, kwargs):
+            passes_by = _is_excluded(_autograd_key)  # See Rule 6
+            passes_by = passes_by or is_transformed() or _forward_mode._current_level >= 0
+            if interceptor is None or passes_by or _is_traced() or not are_plain(args, kwargs):
                 return func(*args, **kwargs)
             return interceptor(func, args, kwargs)
         finally:

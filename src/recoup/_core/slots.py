@@ -25,20 +25,23 @@ Rule 6. A second run whose output is not needed stops at the last slot that auto
         them, are not called for any other.) Code that catches it is stopped at its next save. A
         tensor that nothing has made or written to yet may be filled after it is saved, by the
         kernel that it is given to; the run then goes on to its next save. So it does if draws are
-        left to make.
+        left to make. (A mask counts as made: that of a dropout on CUDA has no history, and often it
+        is the last save.)
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
+from recoup._core.devices import generator_states, hash_of
 from recoup._core.outcome import Frontier, Outcome, compare, mismatch
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
@@ -182,10 +185,13 @@ class Residuals:
     Attributes:
         inputs: the input of the last run that filled slots, for one that may follow.
         bases: the parameters of which the call is given views, by their ids (See Rule 1).
+        drawn: hashes of the random states where a save comes before one that is held, by its place:
+            a later run may end there, with the draws left out that only held ones need.
     """
 
     inputs: weakref.ref[Inputs] | None = None
     bases: Container[int] = ()
+    drawn: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
         self.surroundings = surroundings
@@ -303,6 +309,9 @@ class Recording(Frontier):
             if self.num_held > _MOST_HELD:
                 self.follow(number)
         residuals.slots.append(weakref.ref(slot))
+        if self._held and len(residuals.slots) in self._held:
+            now = hash_of(generator_states())
+            residuals.drawn = {**residuals.drawn, len(residuals.slots) - 1: now}
         if num >= _WORTH_A_STOP:
             residuals.is_worth_a_stop = True
         if current.observer is not None:
@@ -408,11 +417,17 @@ class Filling:
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))
-        if place == self._last and residuals.surroundings.has_drawn_as_far:
+        if 0 <= self._last <= place and self._has_drawn_as_far(place):
             self._stops = True
             if _is_settled(tensor) or any(tensor is each for each in self._inputs):
                 raise Filled(residuals)
         return value
+
+    def _has_drawn_as_far(self, place: int) -> bool:
+        if self._residuals.surroundings.has_drawn_as_far:
+            return True
+        drawn = self._residuals.drawn.get(place)
+        return drawn is not None and drawn == hash_of(generator_states())
 
     def _another(self, slot: Slot, tensor: Tensor) -> Exception:
         return mismatch(
@@ -436,7 +451,9 @@ _DRAWN_ELSEWHERE = (
 
 def _is_settled(tensor: Tensor) -> bool:
     """Whether an operator has made a tensor, or has written to it (See Rule 6)."""
-    return tensor.grad_fn is not None or (not tensor.is_inference() and tensor._version > 0)
+    if tensor.grad_fn is not None or tensor.dtype is torch.bool:
+        return True
+    return not tensor.is_inference() and tensor._version > 0
 
 
 def _last_of(residuals: Residuals) -> int:

@@ -73,6 +73,25 @@ def test_what_comes_after_the_last_save_is_not_run(width, num_runs, monkeypatch)
     assert operators.names.count("tanh") == 1
 
 
+def test_a_mask_without_history_ends_a_second_run():
+    """As the dropouts of CUDA make, of which the sum of a residual block need not run again."""
+    x, layer = leaf(8, 64), nn.Linear(64, 64).double()
+
+    def block(x):
+        return x + torch.native_dropout(layer(x), 0.1, True)[0]
+
+    torch.manual_seed(1)
+    (wanted,) = torch.autograd.grad(block(x).square().sum(), x)
+    for _ in range(2):
+        torch.manual_seed(1)
+        y = recoup.checkpoint(block, x)
+        with Operators() as operators:
+            (found,) = torch.autograd.grad(y.square().sum(), x)
+        assert torch.equal(found, wanted)
+        assert operators.names.count("native_dropout") == 1
+        assert operators.names.count("add") == 1  # of gradients
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_region_around_regions_stops_before_the_last_of_them(dropout):
     """Also where that region draws: its draws are left to itself."""

@@ -207,6 +207,40 @@ def test_the_second_run_ends_before_what_only_held_residuals_need():
         assert torch.equal(got, want)
 
 
+def test_a_draw_that_only_a_held_mask_needs_is_not_made_again():
+    """The last dropout of a block, as CUDA's kernel does it."""
+    layer, x = nn.Linear(256, 256).double(), leaf(64, 256)
+
+    def fn(x):
+        y = torch.native_dropout(layer(x.sin()), 0.3, True)[0]
+        return x + torch.native_dropout(layer(y.sin()), 0.3, True)[0]
+
+    for _ in range(2):  # the first time, the code is looked at
+        results = []
+        for call in (lambda fn, x: keeping(fn, x, keeps=NONE, held={5}), lambda fn, x: fn(x)):
+            torch.manual_seed(1)
+            y = call(fn, x)
+            torch.rand(3)
+            with Operators() as ran:
+                results.append((*torch.autograd.grad(y.square().sum(), x), torch.rand(2)))
+            assert ran.of("native_dropout") == (1 if len(results) == 1 else 0)
+        assert all(map(torch.equal, *results))
+
+
+def test_operators_within_kernels_are_no_products():
+    """Such as the draw within a fused dropout; or the numbers of others would be off by one."""
+    layer, x = nn.Linear(256, 256).double(), leaf(64, 256)
+
+    def fn(x):
+        return layer(torch.native_dropout(layer(x), 0.3, True)[0]).sin()
+
+    for _ in range(2):  # the first time, the code is looked at
+        y = keeping(fn, x, keeps={1})
+        with Operators() as ran:
+            y.sum().backward()
+        assert ran.of("addmm") == 1
+
+
 def test_an_output_that_is_a_residual_is_kept_itself():
     x = leaf(4, 16, 16, 16).detach().float().requires_grad_()
     with StorageTracker() as tracker:
