@@ -235,18 +235,21 @@ def of_model(name: str, device: str) -> Iterator[tuple[str, dict]]:
     most = frontier.points[-1].peak_bytes
     for place in range(1, NUM_BUDGETS):
         yield "budgets", planned(least + (most - least) * place // (NUM_BUDGETS - 1))
-    rivals = {FULL: torch_checkpoint}
-    if name not in NOT_COMPILED:
-        ways = {f"compiled, {each}": compiled_blocks(each, BACKEND) for each in COMPILER_BUDGETS}
-        rivals |= ways
-    for way, change in rivals.items():
-        row = training.row(way, change)
-        yield "speeds", row
-        with contextlib.suppress(BudgetError):  # then nothing stands beside it
-            budget = int(row["allocated_bytes"] / room)
-            yield "speeds", planned(budget, f"recoup.plan, bytes of {way}")
+
+    def beside(rivals: dict[str, Callable[[Case], Forward]]) -> Iterator[tuple[str, dict]]:
+        for way, change in rivals.items():
+            row = training.row(way, change)
+            yield "speeds", row
+            with contextlib.suppress(BudgetError):  # then nothing stands beside it
+                budget = int(row["allocated_bytes"] / room)
+                yield "speeds", planned(budget, f"recoup.plan, bytes of {way}")
+
+    yield from beside({FULL: torch_checkpoint})
     for way, change in SKETCHES.items():
         yield "sketches", training.row(way, change)
+    if name not in NOT_COMPILED:  # last, since it takes longest
+        ways = {f"compiled, {each}": compiled_blocks(each, BACKEND) for each in COMPILER_BUDGETS}
+        yield from beside(ways)
 
 
 def suite(device: str, models: Sequence[str] = tuple(MODELS)) -> Iterator[tuple[str, list[dict]]]:
