@@ -4,31 +4,22 @@ NOTE [ One executor ]
 
 Rule 1. Stages that a schedule always treats alike are given as one stage: a segment of `sqrt` is
         one region, and its states are not handed over one by one (see `schedules/grouping`).
-Rule 2. The last state may itself be a value that is not kept: a second run of the last stage makes
-        it again, together with the residuals, in one run.
+Rule 2. Within a region that is inverted, its owner has every residual, and stages run plainly.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from recoup._core.chain_run import Run
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.fake_values import PLAIN
-from recoup._core.lazy_values import Source, as_value
-from recoup._core.memory_layout import geometry_of, laid_out
-from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.region import Stage
-from recoup._core.saved_tensors import check_hooks_work, storage_id
+from recoup._core.saved_tensors import check_hooks_work
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
-from recoup._core.surroundings import Surroundings
 from recoup.errors import ScheduleError
 from recoup.schedules import Schedule
 
@@ -63,13 +54,12 @@ class Executor:
         check_hooks_work()
         return Run(self.prepared, self.guard)
 
-    def execute(self, stages: Sequence[Stage], state: State, *, keeps_last: bool = True) -> Result:
+    def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
 
         Args:
             stages: the stages.
             state: the input of the first one.
-            keeps_last: whether the last state is kept; else it is a value, too (See Rule 2).
 
         Returns:
             The last state and, for each stage, its second output (a log-determinant), if any.
@@ -80,51 +70,15 @@ class Executor:
                 f"{len(stages)}. Make a schedule for {len(stages)} stages."
             )
         check_hooks_work()
-        if answers.answer is not None:  # the region around it owns every residual
-            beside: list[Any] = []
-            for stage in stages:
-                state, value = stage.forward(state)
-                beside.append(value)
-            return state, beside
-        sweep = uncompiled(_sweep) if is_watched() else _sweep
-        return sweep(Run(self.prepared, self.guard), stages, state, keeps_last)
+        sweep = uncompiled(Executor._sweep) if is_watched() else Executor._sweep
+        return sweep(self, stages, state)
 
-
-def _sweep(run: Run, stages: Sequence[Stage], state: State, keeps_last: bool) -> Result:
-    last, beside = run.sweep(stages, state)
-    if not keeps_last:
-        given = set(map(storage_id, state))
-        last = tuple([_as_value(run, place, each, given) for place, each in enumerate(last)])
-    return last, beside
-
-
-def _as_value(run: Run, place: int, value: Tensor, given: set[int]) -> Tensor:
-    """Return `value` marked as a value, if it is a plain tensor with new memory (See Rule 2)."""
-    if type(value) not in PLAIN or value.is_sparse or storage_id(value) in given:
-        return value
-    source = _Output(run, value)
-    run.outputs.append((place, weakref.ref(source)))
-    # An alias: user code may hold the returned tensor, so it must not be marked itself.
-    return as_value(value.view_as(value), source)
-
-
-class _Output(Source):
-    """A tensor of the last state, made by running the last stage again (See Rule 2)."""
-
-    def __init__(self, run: Run, output: Tensor) -> None:
-        super().__init__(f"What {run.stages[-1].name} returned", run.lock)
-        self._run = run
-        self._geometry = geometry_of(output)
-        self._outcome: Outcome = {}
-        if run.stages[-1].compares:
-            self._outcome = outcome_of([(0, output, output._version)], ())
-
-    def take(self, output: Tensor, surroundings: Surroundings) -> None:
-        # Outer hooks may have returned the inputs in another memory layout.
-        output = laid_out(output, self._geometry)
-        if self._outcome:
-            compare(self._outcome, [(0, output)], (), surroundings)
-        self.give(output)
-
-    def make(self) -> None:
-        self._run.fill_slots(len(self._run.stages) - 1)
+    def _sweep(self, stages: Sequence[Stage], state: State) -> Result:
+        run = None if answers.answer is not None else Run(self.prepared, self.guard)  # See Rule 2
+        beside: list[Any] = []
+        for stage in stages:
+            state, value = stage.forward(state) if run is None else run.enter(stage, state)
+            beside.append(value)
+        if run is not None:
+            run.end(state)
+        return state, beside

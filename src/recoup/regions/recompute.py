@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from recoup._core.call import Call, run_to_value
+from recoup._core.call import Call, run_again
 from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup.regions.checkpoint import name_of
@@ -96,4 +96,4 @@ def call_recomputed(
         compares: whether what later runs make is compared with the first.
     """
     name = f"the checkpointed call of {name_of(fn if module is None else module)}"
-    return run_to_value(Call(name, fn, args, kwargs, module, compares=compares))
+    return run_again(Call(name, fn, args, kwargs, module, compares=compares), keeps_output=False)
