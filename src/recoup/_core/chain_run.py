@@ -40,12 +40,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup._core.drift_guard import DriftComparison, DriftGuard, check_can_run_alone
-from recoup._core.inverted_region import InvertedRegion
 from recoup._core.lazy_values import keep
 from recoup._core.offload import Away, Traffic
 from recoup._core.outcome import mismatch
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.region import Region, Stage, changes_kept_input
+from recoup._core.region import InvertedRegion, Region, Stage, changes_kept_input
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
