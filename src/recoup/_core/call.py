@@ -26,14 +26,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recoup._core.captured import parts_of
+from recoup._core.captured import copied, is_left_alone, parts_of
 from recoup._core.compile import is_watched, uncompiled
-from recoup._core.fake_values import PLAIN
 from recoup._core.kept_products import Products
 from recoup._core.lazy_values import Source, as_value, keep
-from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.memory_layout import geometry_of, laid_out
-from recoup._core.module_marks import is_in_place, mark_of
+from recoup._core.module_marks import check_pair, has_inverse, is_in_place, mark_of
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
 from recoup._core.region import Region, changes_kept_input
@@ -49,7 +46,7 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
-from recoup._core.snapshots import copied, is_left_alone
+from recoup._core.tensors import PLAIN, geometry_of, laid_out
 from recoup.errors import ReplayError, ScheduleError
 
 

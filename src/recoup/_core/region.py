@@ -33,10 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
-from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.rng import is_in_second_run
-from recoup._core.save_observer import Way
 from recoup._core.saved_tensors import (
+    Way,
     as_leaves,
     base_of,
     detached,
@@ -49,6 +48,7 @@ from recoup._core.saved_tensors import (
 from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings
+from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
 

@@ -43,11 +43,12 @@ from torch import Tensor, nn
 from recoup._core.compile import never_compiled
 from recoup._core.devices import generator_states, hash_of
 from recoup._core.outcome import Frontier, Outcome, compare, mismatch
-from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    Way,
     backward_id,
+    current,
     grad_mode,
     num_nodes,
     pair_in_force,
