@@ -16,11 +16,9 @@ from recoup.planning.largest import largest
 from recoup.planning.plan import applied_plans
 from recoup.planning.search import plan
 from recoup.planning.step_timeline import timeline
+from recoup.regions.blocks import offloading, recomputing
 from recoup.regions.checkpoint import checkpoint
-from recoup.regions.offloading import offloading
-from recoup.regions.recompute import recompute
-from recoup.regions.recomputed_modules import Recompute, recompute_
-from recoup.regions.recomputing import recomputing
+from recoup.regions.recompute import Recompute, recompute, recompute_
 from recoup.regions.sequential import Sequential
 from recoup.regions.tiled import tiled, tiled_loss
 from recoup.weights import weight_dropout, weight_noise, weight_norm

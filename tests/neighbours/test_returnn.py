@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recoup._core.storage_tracking import StorageTracker
-from recoup.regions.recomputing import recomputing
+from recoup.regions.blocks import recomputing
 
 STATE = torch.get_rng_state().numel()
 SMALL = 64  # losses and seeds

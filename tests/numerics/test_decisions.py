@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.dispatch_modes import num_dispatch_modes
-from recoup._core.interception import _thread
+from recoup._core.operators import _thread, num_dispatch_modes
 from tests.alive import held_after
 from tests.deciding import (
     Router,

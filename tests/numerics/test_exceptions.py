@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
 from recoup import weights
-from recoup._core import save_observer
+from recoup._core import saved_tensors as save_observer
 from recoup._core.saved_tensors import pair_in_force
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain
 from recoup.weights.steps import local

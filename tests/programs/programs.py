@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recoup._core.allocations import Allocations
+from recoup._core.storage_tracking import Allocations
 from tests.planned_zoo import transformers_or_skip
 
 VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(196))]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import recoup
-from recoup._core.allocations import Allocations
+from recoup._core.storage_tracking import Allocations
 from tests.programs.programs import VOCABULARY, llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

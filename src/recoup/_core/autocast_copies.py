@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from recoup._core.memory_layout import Geometry, Strides, geometry_of
 from recoup._core.saved_tensors import version_of
+from recoup._core.tensors import Geometry, Strides, geometry_of
 
 Cast = Callable[[Tensor], Tensor]  # makes the copy again of the value
 T = TypeVar("T", bound=Tensor)

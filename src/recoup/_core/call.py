@@ -12,11 +12,12 @@ Rule 4. A call of a module can be inverted if the module has an inverse of its f
         the stage before made all tensors in that argument. The inverse gets the other arguments as
         forward does. What the call returned beside its state (an early latent) is kept for it; a
         log-determinant is not.
+Rule 5. The result of a single call may be a value that is not kept, either: a later run makes it
+        again, together with the residuals, in one run.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 import weakref
@@ -25,13 +26,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recoup._core.captured import parts_of
+from recoup._core.captured import copied, is_left_alone, parts_of
 from recoup._core.compile import is_watched, uncompiled
-from recoup._core.executor import Executor
 from recoup._core.kept_products import Products
-from recoup._core.lazy_values import keep
-from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.module_marks import is_in_place, mark_of
+from recoup._core.lazy_values import Source, as_value, keep
+from recoup._core.module_marks import check_pair, has_inverse, is_in_place, mark_of
+from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
 from recoup._core.region import Region, changes_kept_input
 from recoup._core.saved_tensors import (
@@ -42,12 +42,12 @@ from recoup._core.saved_tensors import (
     copies_of,
     is_transformed,
     pair_in_force,
+    storage_id,
 )
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
-from recoup._core.snapshots import copied, is_left_alone
+from recoup._core.tensors import PLAIN, geometry_of, laid_out
 from recoup.errors import ReplayError, ScheduleError
-from recoup.schedules import constant
 
 
 class Call:
@@ -251,6 +251,7 @@ class LoneRegion(Region):
         super().__init__(call, call.tensors)
         self._stops = stops
         self.lock = threading.RLock()
+        self._values: list[tuple[int, weakref.ref[_Output]]] = []  # among the outputs
         self._kept: list[Packed] = []
         pair = pair_in_force()
         name = f"The input of {call.name}"
@@ -258,13 +259,26 @@ class LoneRegion(Region):
             is_plain = type(value) is Tensor
             self._kept.append(Kept(value, name, pair) if is_plain else keep(value, name, pair))
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call, *, keeps_output: bool) -> Any:
         """Run the call for the first time, and return its result."""
-        self.record(call.tensors, self)
+        state, _ = self.record(call.tensors, self)
         if self.changes_input and not call.is_in_place:
             raise changes_kept_input(call)
-        output, call.output = call.output, None  # it may hold a reference to the call
-        return output
+        if keeps_output:
+            output, call.output = call.output, None  # it may hold a reference to the call
+            return output
+        given = set(map(storage_id, call.tensors))
+        values = [self._as_value(place, each, given) for place, each in enumerate(state)]
+        return call.take_output(tuple(values))
+
+    def _as_value(self, place: int, tensor: Tensor, given: set[int]) -> Tensor:
+        """Return an output as a value, if it is a plain tensor with new memory (See Rule 5)."""
+        if type(tensor) not in PLAIN or tensor.is_sparse or storage_id(tensor) in given:
+            return tensor
+        source = _Output(self, tensor)
+        self._values.append((place, weakref.ref(source)))
+        # An alias: user code may hold the returned tensor, so it must not be marked itself.
+        return as_value(tensor.view_as(tensor), source)
 
     def fill_slots(self, index: int) -> None:
         """Run the call again from its input."""
@@ -276,15 +290,44 @@ class LoneRegion(Region):
                 is_plain = type(value) is Tensor or not isinstance(value, nn.Parameter)
                 values.append(value.detach() if is_plain else value)
             state = tuple(values)
-        self.fill(state, needs_output=not self._stops)
+        wanted = [pair for pair in self._values if pair[1]() is not None] if self._values else []
+        output = self.fill(state, needs_output=bool(wanted) or not self._stops)
+        for place, ref in wanted:
+            source = ref()
+            if source is not None:
+                source.take(output[place])
 
 
-def run_again(call: Call, *, stops: bool = True) -> Any:
+class _Output(Source):
+    """An output of a call, made by running it again (See Rule 5)."""
+
+    def __init__(self, region: LoneRegion, output: Tensor) -> None:
+        super().__init__(f"What {region.stage.name} returned", region.lock)
+        self._region = region
+        self._geometry = geometry_of(output)
+        self._outcome: Outcome = {}
+        if region.stage.compares:
+            self._outcome = outcome_of([(0, output, output._version)], ())
+
+    def take(self, output: Tensor) -> None:
+        """Take what a later run has made."""
+        # Outer hooks may have returned the inputs in another memory layout.
+        output = laid_out(output, self._geometry)
+        if self._outcome:
+            compare(self._outcome, [(0, output)], (), self._region.surroundings)
+        self.give(output)
+
+    def make(self) -> None:
+        self._region.fill_slots(0)
+
+
+def run_again(call: Call, *, stops: bool = True, keeps_output: bool = True) -> Any:
     """Run `call` without keeping its residuals; backward runs it again.
 
     Args:
         call: the call to run.
         stops: whether the second run may end with the last residual.
+        keeps_output: whether operators may keep its result; else it is a value (See Rule 5).
     """
     if is_transformed():
         check_hooks_work()
@@ -292,20 +335,5 @@ def run_again(call: Call, *, stops: bool = True) -> Any:
         call.forward(call.tensors)
         return call.output
     if is_watched():
-        return uncompiled(_run_again)(call, stops)
-    return LoneRegion(call, stops=stops).run(call)
-
-
-def _run_again(call: Call, stops: bool) -> Any:
-    return LoneRegion(call, stops=stops).run(call)
-
-
-def run_to_value(call: Call) -> Any:
-    """Run `call` as `run_again` does, without keeping its result either."""
-    state, _ = _executor().execute((call,), call.tensors, keeps_last=False)
-    return call.take_output(state)
-
-
-@functools.cache
-def _executor() -> Executor:
-    return Executor(constant(["recompute"]))
+        return uncompiled(run_again)(call, stops=stops, keeps_output=keeps_output)
+    return LoneRegion(call, stops=stops).run(call, keeps_output=keeps_output)

@@ -33,20 +33,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from recoup._core.drift_guard import DriftComparison, DriftGuard, check_can_run_alone
-from recoup._core.inverted_region import InvertedRegion
 from recoup._core.lazy_values import keep
 from recoup._core.offload import Away, Traffic
 from recoup._core.outcome import mismatch
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.region import Region, Stage, changes_kept_input
+from recoup._core.region import InvertedRegion, Region, Stage, changes_kept_input
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
@@ -56,18 +54,9 @@ from recoup._core.saved_tensors import (
     storage_id,
 )
 from recoup._core.slots import State
-from recoup._core.surroundings import Surroundings
 from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
-
-
-class Output(Protocol):
-    """A tensor of the last state that a second run of the last stage makes again."""
-
-    def take(self, output: Tensor, surroundings: Surroundings) -> None:
-        """Take the tensor that a second run has made."""
-        ...
 
 
 class Run:
@@ -88,7 +77,6 @@ class Run:
         self._regions: list[Region | None] = []  # of the stages that may run again
         self._kept: dict[int, tuple[Packed, ...]] = {}  # states, by the stage they enter
         self._storages: set[int] = set()  # of these states
-        self.outputs: list[tuple[int, weakref.ref[Output]]] = []
         self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
         self._has_ended = False
         self._num_wanted = 0  # stages, the last of which autograd may still ask for (See Rule 10)
@@ -101,21 +89,8 @@ class Run:
 
     # -- forward ---------------------------------------------------------------------------
 
-    def sweep(self, stages: Sequence[Stage], state: State) -> tuple[State, list[Any]]:
-        """Execute the part of the schedule that belongs to forward (See Rule 1).
-
-        Returns:
-            The last state and, for each stage, its second output (a log-determinant), if any.
-        """
-        beside: list[Any] = []
-        for stage in stages:
-            state, value = self.enter(stage, state)
-            beside.append(value)
-        self.end(state)
-        return state, beside
-
     def enter(self, stage: Stage, state: State) -> tuple[State, Any]:
-        """Run the next stage, taped or advanced over according to the schedule."""
+        """Run the next stage, taped or advanced over according to the schedule (See Rule 1)."""
         schedule, index = self._schedule, len(self.stages)
         self.stages.append(stage)
         self._regions.append(None)
@@ -234,8 +209,6 @@ class Run:
 
     def _release_above(self, index: int) -> None:
         """Free what the last stages keep for runs of theirs, if nobody asks any more (Rule 10)."""
-        if any(ref() is not None for _, ref in self.outputs):
-            return  # the last stage makes them again
         while self._num_wanted > index + 1:
             region = self._regions[self._num_wanted - 1]
             if region is not None:
@@ -345,17 +318,8 @@ class Run:
     # -- what actions do -------------------------------------------------------------------
 
     def _fill(self, index: int, state: State, region: Region) -> State:
-        is_last = index + 1 == len(self.stages)
-        is_wanted = is_last and any(ref() is not None for _, ref in self.outputs)
-        needs_output = is_wanted or index in self._schedule.tapes_that_go_on
-        output = region.fill(state, needs_output=needs_output)
-        if not is_last:
-            return output
-        for place, ref in self.outputs:
-            source = ref()
-            if source is not None and output:
-                source.take(output[place], region.surroundings)
-        return ()  # nothing is run from the last state
+        needs_output = index in self._schedule.tapes_that_go_on
+        return region.fill(state, needs_output=needs_output)
 
     def _advance(self, index: int) -> None:
         region, state = self._region_at(index)

@@ -1,19 +1,39 @@
-"""Helpers that keep torch.compile out of code that it must not trace.
+"""What keeps torch.compile out of code that it must not trace, and what it is told about the rest.
 
 torch.compile replaces frames while a compiled module runs, including those of hooks that such a
 module calls. Our hooks read versions and addresses of real tensors, which a trace would freeze.
+
+NOTE [ Three passes ]
+
+Rule 1. The compiler first follows the code and writes down the operators that it calls. Then it
+        runs these operators once to record the graph of forward and backward, in which a composite
+        operator consists of those that its Python code calls. Then the partitioner decides what
+        forward saves, and what backward computes again.
+Rule 2. The partitioner reads policies of torch's checkpoint off the nodes of the graph. Nodes that
+        exist are given one, since a checkpoint around them gives its own to those it sees made.
+Rule 3. With a budget of 0 the partitioner saves nothing but the inputs, whatever the policies are.
+        So nodes to save bring a budget along that is a little more than 0.
+Rule 4. A checkpoint in the code is a graph of its own within the first pass. Code in there may
+        change nothing from before, and no tensor made in there may be used outside of it.
+Rule 5. What code between two places makes is computed again if each of them calls an operator of
+        ours: the second one gives a policy to the nodes that were recorded since the first. Unlike
+        a checkpoint, that saves nothing between one such piece of code and the next.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import sys
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 _uncompiled: dict[Any, Any] = {}
@@ -104,3 +124,123 @@ def break_graph(reason: str) -> None:
     """
     dynamo: Any = torch._dynamo
     dynamo.graph_break(msg=reason)
+
+
+T = TypeVar("T")
+_LEAST_BUDGET = 1e-6
+
+
+def is_followed() -> bool:
+    """Whether the compiler follows this code (See Rule 1), and torch.export does not."""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler._is_exporting_flag
+
+
+def saved(run: Callable[[], T]) -> T:
+    """Call `run`; if a graph is recorded, forward saves what it makes for backward."""
+    graph = _recorded()
+    if graph is None:
+        return run()
+    last = _last(graph)
+    result = run()
+    for node in _since(last, graph):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # See Rule 2
+        if _budget() == 0:
+            node.meta["memory_budget"] = _LEAST_BUDGET  # See Rule 3
+    return result
+
+
+def num_recorded() -> int:
+    """Return the number of nodes in the graph that is recorded; 0 if there is none."""
+    graph = _recorded()
+    return 0 if graph is None else len(graph.nodes)
+
+
+def _last(graph: Any) -> Any:
+    return next(iter(reversed(graph.nodes)), None)
+
+
+def _since(last: Any, graph: Any) -> Iterator[Any]:
+    return itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+
+
+def _recorded() -> Any:
+    from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode  # it takes long
+
+    mode: Any = get_innermost_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def _budget() -> float:
+    from torch._functorch import config
+
+    return config.activation_memory_budget
+
+
+def is_in_checkpoint() -> bool:
+    """Whether the compiler follows code within a checkpoint (See Rule 4)."""
+    from torch._dynamo.current_scope_id import current_scope_id
+
+    return current_scope_id() > 1
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler.
+is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def unchecked(run: Callable[..., T], *args: Any) -> T:
+    """Call `run`, which the compiler lets change objects from before a checkpoint (See Rule 4)."""
+    dynamo: Any = torch._dynamo
+    return dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(run, *args)
+
+
+class ComputedAgain:
+    """A context in code that the compiler follows: backward computes again what it makes (Rule 5).
+
+    It follows none of ours that can be cut off, and needs none: nothing is changed.
+    """
+
+    def __enter__(self) -> None:
+        _register()
+        torch.ops.recoup.again_from_here(_anchor)
+
+    def __exit__(self, *error: object) -> None:
+        torch.ops.recoup.again_until_here(_anchor)
+
+
+_anchor = torch.tensor(0, device="cpu")  # an operator without tensors is not taken to pieces
+_begun: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_registered: list[Any] = []  # torch takes back what a library registered when that is freed
+
+
+@functools.cache
+def _register_once() -> None:
+    library, fx = torch.library.Library("recoup", "FRAGMENT"), cast("Any", torch.fx)
+    _registered.append(library)
+    for name, run in (("again_from_here", _from_here), ("again_until_here", _until_here)):
+        library.define(f"{name}(Tensor anchor) -> ()")
+        library.impl(name, run, "CompositeImplicitAutograd")
+        fx.node.has_side_effect(getattr(torch.ops.recoup, name).default)
+
+
+def _register() -> None:
+    _register_once()
+
+
+_register._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@never_compiled
+def _from_here(anchor: Tensor) -> None:
+    graph = _recorded()
+    if graph is not None:
+        _begun.setdefault(graph, []).append(_last(graph))
+
+
+@never_compiled
+def _until_here(anchor: Tensor) -> None:
+    graph = _recorded()
+    if graph is not None:
+        begun = _begun.get(graph)
+        for node in _since(begun.pop() if begun else None, graph):
+            if node.op == "call_function":
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)

@@ -32,18 +32,22 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from recoup._core.compile import never_compiled
 from recoup._core.devices import generator_states, refuse_draws, same_states
-from recoup._core.dispatch_modes import DispatchMode, InMode
-from recoup._core.fake_values import is_without_values
-from recoup._core.interception import Interceptor, are_plain, beneath, intercepting
-from recoup._core.kept_products import KeptProduct, Products
-from recoup._core.memory_layout import Strides, strided
-from recoup._core.operators import has_schema, traits_of
-from recoup._core.packed_masks import PackedMask
+from recoup._core.kept_products import KeptProduct, PackedMask, Products
+from recoup._core.operators import (
+    InMode,
+    OperatorMode,
+    Interceptor,
+    are_plain,
+    beneath,
+    has_schema,
+    intercepting,
+    traits_of,
+)
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import grad_mode, num_nodes, pair_in_force
 from recoup._core.storage_tracking import storages_of
+from recoup._core.tensors import Strides, is_without_values, strided
 
 # A conversion of more elements to integers is a quantization, which chooses no way.
 _MOST_CONVERTED = 2**16
@@ -148,7 +152,7 @@ class KeptOutputs:
     def _passing(self, run: Interceptor) -> AbstractContextManager[Any]:
         """Return a context in which operators go through `run` (See Rule 5)."""
         if self._is_looking:
-            return InMode(_Mode(run))
+            return InMode(OperatorMode(run))
         funcs = self.products.funcs
         return intercepting(_with_deciding(funcs) if self._decides else funcs, run)
 
@@ -228,23 +232,6 @@ class KeptOutputs:
                 func(*args, **kwargs)
         given = functools.partial(_given, kept, name, func)
         return beneath(func, args, kwargs, given) if call[-1] else given(args, kwargs)
-
-
-class _Mode(DispatchMode):
-    """A mode in which operators go through `run`."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, run: Interceptor) -> None:
-        super().__init__()
-        self._run = run
-
-    @never_compiled
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator."""
-        return self._run(func, args, kwargs or {})
 
 
 @functools.cache

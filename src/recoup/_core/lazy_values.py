@@ -44,13 +44,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from recoup._core.autocast_copies import Cast, cast_of
 from recoup._core.compile import never_compiled
-from recoup._core.fake_values import PLAIN
 from recoup._core.pytree import tensors_in
-from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
     Pair,
+    Way,
+    current,
     is_in_backward,
     is_transformed,
     pair_in_force,
@@ -62,6 +62,7 @@ from recoup._core.saved_tensors import (
     version_of,
     when_backward_ends,
 )
+from recoup._core.tensors import PLAIN
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
 _plainly = torch._C.DisableTorchFunctionSubclass

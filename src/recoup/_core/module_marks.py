@@ -1,11 +1,11 @@
-"""Marks of modules and callables: attributes that say how they are to be run."""
+"""What modules say of themselves: how they run, and how they are inverted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_gathered(module: nn.Module) -> bool:
@@ -43,3 +43,73 @@ def marks_of(callables: Iterable[Any], name: str) -> list[Any]:
         else:
             marks.append(getattr(fn, name, False))
     return marks
+
+
+Direction = Literal["forward", "inverse"]
+
+
+def has_inverse(link: object) -> bool:
+    """Whether an object defines `inverse`; a base class may mark its own as missing."""
+    method = getattr(link, "inverse", None)
+    return callable(method) and not getattr(method, "is_missing", False)
+
+
+def check_pair(
+    returned: Any, num_samples: int, direction: Direction, name: str, *, num_early: int = 0
+) -> tuple[Any, Tensor]:
+    """Return `returned`, or raise if it is not a value and its log-determinant.
+
+    A module that forgets the log-determinant returns one tensor, which would be unpacked along the
+    batch: for two samples without an error.
+
+    Args:
+        returned: the result of an invertible module.
+        num_samples: the number of samples in its input batch.
+        direction: the method that returned it.
+        name: the name of the module in error messages.
+        num_early: how many latents it splits off early; the value is a tuple if there are any.
+
+    Raises:
+        ValueError: `returned` is anything else.
+    """
+    wrong = _why_not_pair(returned, num_samples, num_early)
+    if wrong is None:
+        return returned
+    raise ValueError(
+        f"`{direction}` of {name} returned {wrong}. Return (value, log_det): the value with the "
+        f"{num_samples} samples of the batch, and its log-determinant, real and of shape "
+        f"({num_samples},), on the device of the value; `x.new_zeros(len(x))` where the volume "
+        "does not change."
+    )
+
+
+def _why_not_pair(returned: Any, num_samples: int, num_early: int) -> str | None:
+    """Return a description of `returned` if it is not such a pair, or None."""
+    if not _is_sequence(returned) or len(returned) != 2:
+        return _shown(returned)
+    value, log_det = returned
+    parts: Sequence[Any] = value if num_early and _is_sequence(value) else (value,)
+    if num_early and len(parts) != num_early + 1:
+        return f"{_shown(value)} as the value, where {num_early + 1} parts are due"
+    for part in parts:
+        if not isinstance(part, Tensor) or part.shape[:1] != (num_samples,):
+            return f"{_shown(part)} as the value"
+    if not isinstance(log_det, Tensor):
+        return f"{_shown(log_det)} as the log-determinant"
+    is_real = log_det.is_floating_point() or not (
+        log_det.is_complex() or parts[0].is_floating_point()  # integer values allow integers
+    )
+    if log_det.shape != (num_samples,) or not is_real or log_det.device != parts[0].device:
+        return f"{_shown(log_det)} on {log_det.device} as the log-determinant"
+    return None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)} values" if _is_sequence(value) else f"a {kind}"

@@ -37,13 +37,13 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.memory_layout import geometry_of
 from recoup._core.saved_tensors import (
     backward_id,
     set_versions,
     version_of,
     when_backward_ends,
 )
+from recoup._core.tensors import geometry_of
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
 

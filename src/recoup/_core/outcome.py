@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 
 from recoup._core.devices import accelerator
-from recoup._core.memory_layout import strided
 from recoup._core.saved_tensors import backward_id, num_nodes
 from recoup._core.sketch import (
     Sketch,
@@ -53,6 +52,7 @@ from recoup._core.sketch import (
     tolerance_of,
 )
 from recoup._core.surroundings import Surroundings
+from recoup._core.tensors import strided
 from recoup.errors import ChangedError, ReplayError
 
 

@@ -40,8 +40,8 @@ from recoup._core.devices import (
     set_generator_states,
     with_seed,
 )
-from recoup._core.fake_values import is_without_values
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
+from recoup._core.tensors import is_without_values
 from recoup.errors import RecoupError, ReplayError
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The seam: the saved-tensor hooks through which recoup handles what autograd saves.
+"""The seam: the hooks through which recoup handles what autograd saves, and who is told of it.
 
 NOTE [ The pair beneath ]
 
@@ -15,11 +15,13 @@ Rule 4. Only the top of the stack of pairs can be read. Each pair of ours record
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, is_not, methodcaller
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -333,3 +335,31 @@ def changed_in_place(name: object) -> ChangedError:
         f"{name} was changed in place between forward and backward, so backward would see other "
         "values than forward did. Run backward before changing it, or change a clone."
     )
+
+
+Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
+
+
+class SaveObserver(Protocol):
+    """An object that is called for each saved tensor that is not kept."""
+
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
+        """Note that autograd holds `slot` in place of `tensor`."""
+        ...
+
+
+class _Current(threading.local):
+    observer: SaveObserver | None = None
+
+
+current = _Current()
+
+
+@contextmanager
+def observed_by(observer: SaveObserver) -> Generator[SaveObserver | None]:
+    """Call `observer` in this context; entering it returns the previous observer."""
+    previous, current.observer = current.observer, observer
+    try:
+        yield previous
+    finally:
+        current.observer = previous

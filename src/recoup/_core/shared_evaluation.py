@@ -30,13 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.pytree import Tree, flatten
-from recoup._core.region import Untaped
 from recoup._core.rng import SeededCall
-from recoup._core.saved_tensors import as_leaves, detached, grad_mode, requires_grad_of, versions_of
-from recoup._core.slots import Filling, Owner, Recording, Residuals
+from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
+from recoup._core.slots import Filling, Owner, Recording, Residuals, untaped
 from recoup._core.stand_ins import REPLACED_FORWARDS
+from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ReplayError
 
 Inputs = tuple[Tensor, ...]
@@ -314,19 +313,8 @@ class Evaluations:
     def _untaped(
         self, network: Network, inputs: Inputs, then: Then, evaluation: _Evaluation
     ) -> Any:
-        first = evaluation.residuals
-        dropped = Residuals(first.surroundings, first.index, first.way)
-        inputs = evaluation.leaves(inputs)
-
-        def run() -> Any:
-            return _run(network, inputs, then, evaluation.call)
-
-        def fill(residuals: Residuals) -> None:
-            with Filling(residuals, inputs):
-                run()
-
-        with grad_mode(True), Recording(dropped, Untaped(dropped, fill)):
-            return run()
+        run = partial(_run, network, evaluation.leaves(inputs), then, evaluation.call)
+        return untaped(evaluation.residuals, run)
 
     def _only_run(self, network: Network, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.fake_values import has_values, is_without_values
-from recoup._core.interception import hidden_keys, unseen
+from recoup._core.operators import hidden_keys, unseen
+from recoup._core.tensors import has_values, is_without_values
 
 _COLUMNS = 16
 _OF_HALVES = 17  # columns (See Rule 3)

@@ -35,7 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,13 @@ from torch import Tensor, nn
 from recoup._core.compile import never_compiled
 from recoup._core.devices import generator_states, hash_of
 from recoup._core.outcome import Frontier, Outcome, compare, mismatch
-from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    Way,
     backward_id,
-    changed_in_place,
+    current,
+    grad_mode,
     num_nodes,
     pair_in_force,
     pop_down_to,
@@ -63,6 +64,7 @@ from recoup._core.saved_tensors import (
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
 
+T = TypeVar("T")
 State = tuple[Tensor, ...]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
@@ -140,25 +142,7 @@ class Slot:
 _new_slot: Callable[[type[Slot]], Slot] = object.__new__
 
 
-class _KeptParameter:
-    """A parameter, or a view of one, that a region has saved."""
-
-    __slots__ = ("surroundings", "tensor", "version")
-
-    surroundings: Surroundings
-    tensor: Tensor
-    version: int
-
-    @never_compiled
-    def get(self) -> Tensor:
-        """Return the tensor; raise if it was changed in place since it was saved."""
-        if self.tensor._version != self.version:
-            name = f"A parameter that {self.surroundings.name} uses"
-            raise changed_in_place(name)
-        return self.tensor
-
-
-_new_kept: Callable[[type[_KeptParameter]], _KeptParameter] = object.__new__
+_new_kept: Callable[[type[Kept]], Kept] = object.__new__
 
 
 def _no_slot() -> None:
@@ -281,18 +265,18 @@ class Recording(Frontier):
         self.waiting, self.saved, self.inputs, self.outcome = {}, [], (), {}
 
     @never_compiled
-    def _packed(self, tensor: Tensor) -> Slot | Kept | _KeptParameter:
+    def _packed(self, tensor: Tensor) -> Slot | Kept:
         residuals = self._residuals
         base = tensor._base
         if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
             base is not None and isinstance(base, nn.Parameter) and id(base) not in residuals.bases
         ):
+            name = f"A parameter that {residuals.surroundings.name} uses"
             if self.pair is not None:
-                name = f"A parameter that {residuals.surroundings.name} uses"
                 return Kept(tensor, name, self.pair)
-            kept = _new_kept(_KeptParameter)
-            kept.tensor, kept.version = tensor, tensor._version
-            kept.surroundings = residuals.surroundings
+            kept = _new_kept(Kept)  # as it is: a view that is detached would be no view of it
+            kept._packed, kept._name, kept._unpack = tensor, name, None
+            kept._version = tensor._version
             return kept
         if len(residuals.slots) in self._held:
             residuals.slots.append(_no_slot)
@@ -440,6 +424,33 @@ class Filling:
         num_first = len(self._residuals.slots)
         what = f"it saved {self._num_saves} values where the first run saved {num_first}"
         return mismatch(self._residuals.surroundings, what)
+
+
+class _Untaped:
+    """The owner of the residuals of a run that keeps none: it runs again if code asks for them."""
+
+    def __init__(self, residuals: Residuals, run: Callable[[], Any]) -> None:
+        self._residuals, self._run = weakref.ref(residuals), run
+        self.lock = threading.RLock()
+
+    def fill_slots(self, index: int) -> None:
+        residuals = self._residuals()
+        if residuals is not None:
+            with Filling(residuals, ()):
+                self._run()
+
+
+def untaped(first: Residuals, run: Callable[[], T]) -> T:
+    """Run a call again with grad mode on, and keep nothing.
+
+    Args:
+        first: the residuals of its first run.
+        run: runs it, and may run it again: code within may take a gradient.
+    """
+    dropped = Residuals(first.surroundings, first.index, first.way)
+    dropped.bases = first.bases
+    with grad_mode(True), Recording(dropped, _Untaped(dropped, run)):
+        return run()
 
 
 _DRAWN_ELSEWHERE = (

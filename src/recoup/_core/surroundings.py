@@ -45,12 +45,12 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import accelerator, autocast_kinds, unrepeated
-from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
-from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
+from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run_plainly
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
+from recoup._core.tensors import has_values, is_without_values
 
 Code = weakref.ref[Any]
 # A buffer, in the buffers of its module, with its name.
@@ -245,7 +245,7 @@ class Surroundings(Draws):
                 places.extend(found)
                 before.extend((each, each.detach().clone()) for _, _, each in found)
 
-        with _removed(nn.modules.module.register_module_forward_pre_hook(begins)):
+        with nn.modules.module.register_module_forward_pre_hook(begins):
             yield called
 
     def _has_found(self, called: set[int] | None) -> None:
@@ -315,7 +315,7 @@ class Surroundings(Draws):
         if self.kept_outputs is not None:
             mode = self.kept_outputs.repeating()
         elif self._has_mode and not num_dispatch_modes():
-            mode = InMode(PassingMode())
+            mode = InMode(OperatorMode(run_plainly))
         buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
         variables = _variables(self._context) if self._context else nullcontext()
         with _with(self._settings), variables, _BUFFERS if buffers or replaced else nullcontext():
@@ -384,14 +384,6 @@ def _variables(context: contextvars.Context) -> Generator[None]:
     finally:
         for variable, token in reversed(tokens):
             variable.reset(token)
-
-
-@contextmanager
-def _removed(handle: Any) -> Generator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _places_in(module: nn.Module) -> list[Place]:

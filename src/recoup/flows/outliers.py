@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from recoup._arguments import check_type
-from recoup._core.tensor_arguments import check_tensors
+from recoup._core.tensors import check_tensors
 from recoup.flows.flow import Flow
 
 __all__ = ["coded_bits_per_dim", "complexity_ratio", "typicality"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recoup._arguments import check_flag, check_real, shown
 from recoup._core.storage_tracking import bytes_of
-from recoup._core.tensor_arguments import check_place
+from recoup._core.tensors import check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import (
     as_dense,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from recoup._arguments import check_whole
-from recoup._core.tensor_arguments import check_place
+from recoup._core.tensors import check_place
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.shapes import check_channels, num_positions, per_channel
 

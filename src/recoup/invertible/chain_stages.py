@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup._core.log_det_pairs import check_pair, has_inverse
+from recoup._core.module_marks import check_pair, has_inverse
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError
 from recoup.invertible.adapted import Adapted, Backwards

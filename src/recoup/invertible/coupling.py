@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.tensor_arguments import check_modules
+from recoup._core.tensors import check_modules
 from recoup.invertible.contract import InvertibleModule
 
 __all__ = ["Condition", "Coupling", "Partition"]

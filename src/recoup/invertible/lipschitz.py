@@ -15,7 +15,7 @@ from torch.nn import functional
 from recoup._arguments import check_flag, check_real, check_whole
 from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import grad_mode
-from recoup._core.tensor_arguments import check_place
+from recoup._core.tensors import check_place
 
 __all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
 

@@ -13,7 +13,7 @@ from recoup._arguments import check_real, check_whole
 from recoup._core.autocast_off import without_autocast
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.saved_tensors import grad_mode
-from recoup._core.tensor_arguments import check_modules
+from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.lipschitz import one_weight_a_call

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from recoup._arguments import check_callable
-from recoup._core.save_observer import Way
+from recoup._core.saved_tensors import Way
 from recoup.memory.saved_by_operator import saved_tensors_of
 from recoup.memory.tables import aligned
 

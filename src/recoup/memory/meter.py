@@ -11,8 +11,8 @@ import torch
 from recoup._arguments import check_callable, check_whole
 from recoup._core import devices
 from recoup._core.devices import Peaks
-from recoup._core.fake_values import check_is_in_its_mode, is_without_values
 from recoup._core.pytree import tensors_in
+from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.memory.size import format_bytes, shown_beside
 from recoup.memory.timeline import Timeline, timeline
 

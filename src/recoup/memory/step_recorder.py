@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_compiled
 from recoup._core.devices import Peaks
 from recoup._core.graph_ends import nodes_of, when_node_runs
-from recoup._core.save_observer import Way, observed_by
-from recoup._core.saved_tensors import num_nodes
+from recoup._core.saved_tensors import Way, num_nodes, observed_by
 from recoup.memory.module_names import ModulePath, RunningModules, names_of
 from recoup.memory.step_line import Stretch
 from recoup.memory.timeline import Span, Timeline

@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from recoup._core.allocations import Allocations, can_follow
 from recoup._core.devices import (
     NO_PEAKS,
     Peaks,
@@ -19,8 +18,8 @@ from recoup._core.devices import (
     reset_peaks,
     synchronize,
 )
-from recoup._core.fake_values import is_without_values
-from recoup._core.storage_tracking import StorageTracker
+from recoup._core.storage_tracking import Allocations, StorageTracker, can_follow
+from recoup._core.tensors import is_without_values
 
 __all__ = ["Span", "Timeline", "most_of", "timeline"]
 

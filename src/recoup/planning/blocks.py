@@ -24,8 +24,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from recoup._core.log_det_pairs import has_inverse
-from recoup._core.module_marks import is_gathered, mark_of
+from recoup._core.module_marks import has_inverse, is_gathered, mark_of
 
 __all__ = [
     "Block",

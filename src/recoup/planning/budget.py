@@ -22,10 +22,9 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import nn
 
-from recoup._core.callable_chain import executor_for
 from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.drift_guard import Drift, DriftGuard
-from recoup._core.executor import Executor
+from recoup._core.executor import Executor, executor_for
 from recoup._core.pytree import flatten
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from recoup._core.compile import with_own_code
-from recoup._core.dispatch_modes import compiles_nothing
+from recoup._core.operators import compiles_nothing
 from recoup._core.pytree import flatten
 from recoup._core.storage_tracking import storages_of
 from recoup.planning.forwards import Args, Forward, Kwargs

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
 from recoup._arguments import check_callable, shown
 from recoup._core.compile import never_compiled
 from recoup._core.devices import generators_restored
-from recoup._core.dispatch_modes import DispatchMode
+from recoup._core.operators import DispatchMode
 from recoup._core.pytree import flatten, tensors_in
 from recoup.errors import RecoupError
 from recoup.memory import format_bytes

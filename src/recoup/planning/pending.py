@@ -40,10 +40,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.allocations import can_follow
 from recoup._core.devices import is_accelerator, memory_counts
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
+from recoup._core.storage_tracking import can_follow
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline

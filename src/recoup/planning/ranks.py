@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.dispatch_modes import DispatchMode
+from recoup._core.operators import DispatchMode
 from recoup._core.pytree import tensors_in
 from recoup._core.rng import is_in_second_run
 from recoup.schedules import Cost

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from recoup._core.devices import is_accelerator
-from recoup._core.fake_values import is_without_values
+from recoup._core.tensors import is_without_values
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlannedModel

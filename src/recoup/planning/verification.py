@@ -42,8 +42,8 @@ from torch import Tensor, nn
 
 from recoup._core import devices
 from recoup._core.devices import States, generator_states, same_states
-from recoup._core.fake_values import has_values, is_without_values
 from recoup._core.sketch import numbers_of, sketch_of
+from recoup._core.tensors import has_values, is_without_values
 from recoup.errors import ReplayError
 
 __all__ = ["DifferentStepError", "Outcome", "Verification", "has_room", "outcome_of"]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from recoup._core.compile import never_compiled
-from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.kept_products import is_mask
+from recoup._core.operators import DispatchMode, InMode
 from recoup._core.pytree import tensors_in
-from recoup._core.save_observer import Way, observed_by
+from recoup._core.saved_tensors import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.errors import RecoupError
 

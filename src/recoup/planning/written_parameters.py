@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.dispatch_modes import DispatchMode
-from recoup._core.operators import has_schema, traits_of
+from recoup._core.operators import DispatchMode, has_schema, traits_of
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import version_of
 from recoup._core.storage_tracking import storages_of

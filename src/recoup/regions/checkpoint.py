@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 
 from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
-from recoup._core.compiled_graphs import is_followed
+from recoup._core.compile import is_followed
 
 __all__ = ["checkpoint", "checkpoint_in_graph", "name_of"]
 

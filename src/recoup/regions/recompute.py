@@ -1,20 +1,21 @@
-"""`recoup.recompute`: functions whose outputs are recomputed in backward instead of kept."""
+"""`recoup.recompute`, `Recompute`, `recompute_`: outputs recomputed in backward, not kept."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 
-from recoup._core.call import Call, run_to_value
-from recoup._core.compile import is_traced, is_watched, uncompiled
-from recoup._core.compiled_graphs import ComputedAgain, is_followed
+from recoup._core.call import Call, run_again
+from recoup._core.compile import ComputedAgain, is_followed, is_traced, is_watched, uncompiled
+from recoup._core.stand_ins import check_has_own_forward, new_stand_in, with_stand_in
 from recoup.regions.checkpoint import name_of
 
-__all__ = ["call_recomputed", "is_plain", "recompute"]
+__all__ = ["Recompute", "call_recomputed", "is_plain", "recompute", "recompute_"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,4 +97,139 @@ def call_recomputed(
         compares: whether what later runs make is compared with the first.
     """
     name = f"the checkpointed call of {name_of(fn if module is None else module)}"
-    return run_to_value(Call(name, fn, args, kwargs, module, compares=compares))
+    return run_again(Call(name, fn, args, kwargs, module, compares=compares), keeps_output=False)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Recompute(nn.Module):
+    """A module whose output is not kept, even if the next operator would save it.
+
+    The form of `recoup.recompute` for ``nn.Sequential`` and other containers. Kept: the tensors in
+    the arguments, unless these are such outputs themselves, and 5 KB of random state if it draws.
+    Backward pays one more run. Without gradients it only calls `fn`, and so it does in a graph of
+    torch.compile or torch.export: a compiler chooses itself what it keeps.
+
+    Its state is that of `fn`, under names that begin with "fn."; `recompute_` leaves the names of a
+    model as they are.
+
+    Args:
+        fn: a function or a module, for which the rules of `recoup.recompute` hold. To pickle a
+            `Recompute`, its function must be one that can be pickled.
+
+    Raises:
+        ValueError: when `fn` cannot be called, or is a class.
+
+    Example:
+        >>> import recoup, torch
+        >>> from torch import nn
+        >>> gelu = recoup.Recompute(nn.GELU())
+        >>> model = nn.Sequential(nn.Linear(8, 32), gelu, nn.Linear(32, 8))
+        >>> model(torch.ones(2, 8)).sum().backward()  # the output of `gelu` was not kept
+        >>> recoup.Recompute(torch.tanh)
+        Recompute(tanh)
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        if not callable(fn) or isinstance(fn, type):
+            raise ValueError(
+                f"`fn` is {fn!r}, but must be a function or a module (an instance, not a class)."
+            )
+        self.fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `fn` without keeping its output."""
+        if _is_left_alone():
+            return self.fn(*args, **kwargs)
+        return call_recomputed(self.fn, args, kwargs)
+
+    def extra_repr(self) -> str:
+        """Return the name of a function; a module is shown as a part."""
+        if isinstance(self.fn, nn.Module):
+            return ""
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+
+def recompute_(model: M, *types: type[nn.Module]) -> M:
+    """Let modules of these types, wherever in `model`, not keep their outputs, as `Recompute` does.
+
+    It changes `model` in place, and nothing but the classes of these modules: each gets a subclass
+    of its own class with the same name, so names in the `state_dict`, ``isinstance``, hooks, copies
+    and pickles are as before. Kept and paid: as for `recoup.recompute`. It is worth it for what is
+    cheap to run and large: activations, dropout, norms.
+
+    Args:
+        model: the model, a tree of modules, which may itself be of one of the types.
+        types: types of modules, such as ``nn.GELU, nn.Dropout, nn.LayerNorm``; modules of a type
+            that is derived from one of them are meant, too. Those that are recomputed already stay
+            as they are.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ValueError: when a type is not one of modules or `model` contains none of it, or when a
+            module has no forward of its class. Then nothing is changed.
+
+    Example:
+        >>> import recoup, torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 8))
+        >>> recoup.recompute_(model, nn.GELU, nn.Dropout)[1]
+        GELU(approximate='none', recomputed)
+        >>> model(torch.ones(2, 8)).sum().backward()  # keeps the outputs of the linear layers
+    """
+    if not isinstance(cast("object", model), nn.Module):
+        raise ValueError(f"`model` is {model!r}, but must be an nn.Module (an instance).")
+    if not types:
+        raise ValueError("`types` is empty. Give types of modules, such as nn.GELU, nn.Dropout.")
+    modules = [*cast("Iterable[nn.Module]", model.modules())]
+    given: tuple[Any, ...] = types
+    for kind in given:
+        if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+            raise ValueError(f"`types` contains {kind!r}, but must be types of modules.")
+        if not any(isinstance(module, kind) for module in modules):
+            there = sorted({type(module).__name__ for module in modules})
+            raise ValueError(
+                f"`types` contains {kind.__name__}, but {type(model).__name__} has no module of "
+                f"that type. There are: {', '.join(there)}."
+            )
+    chosen = [module for module in modules if isinstance(module, types)]
+    for module in chosen:
+        _check_forward(module)
+    for module in chosen:
+        module.__class__ = with_stand_in(type(module), _recomputed_class)
+    return model
+
+
+def _is_left_alone() -> bool:
+    """Whether a module runs as if it were not recomputed; a compiler chooses what to keep."""
+    return torch.compiler.is_compiling() or is_plain()
+
+
+def _check_forward(module: nn.Module) -> None:
+    check_has_own_forward(module)
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"`types` choose a {type(module).__name__}, which has no forward: the modules in it "
+            "are called one by one. Choose their types."
+        )
+
+
+def _recomputed_class(base: type[nn.Module]) -> type[nn.Module]:
+    return new_stand_in(base, _recomputed_class, (), lambda: _members(base))
+
+
+def _members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_left_alone():
+            return base.forward(self, *args, **kwargs)
+        return call_recomputed(MethodType(base.forward, self), args, kwargs, self)
+
+    def extra_repr(self: nn.Module) -> str:
+        return ", ".join(part for part in (base.extra_repr(self), "recomputed") if part)
+
+    return {"forward": forward, "extra_repr": extra_repr}

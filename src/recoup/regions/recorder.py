@@ -33,15 +33,20 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.lazy_values import Value, marked, read_anew
-from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
+from recoup._core.operators import (
+    DispatchMode,
+    OperatorTraits,
+    has_schema,
+    map_instances,
+    traits_of,
+)
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Packed, Pair
 from recoup._core.sketch import sketch_of
 from recoup.errors import ReplayError
-from recoup.regions.operator_draws import Draws
 from recoup.regions.recorded_block import (
+    Draws,
     Layout,
     Memory,
     MemorySource,

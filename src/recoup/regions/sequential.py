@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from recoup._arguments import check_flag, check_type
-from recoup._core.callable_chain import Otherwise, run_through, value_of, ways_of
-from recoup._core.compile import break_graph
-from recoup._core.compiled_graphs import is_followed
+from recoup._core.compile import break_graph, is_followed
 from recoup._core.drift_guard import Drift
+from recoup._core.executor import Otherwise, run_through, value_of, ways_of
 from recoup.planning.budget import HasMemoryMode, is_bytes
 from recoup.regions.checkpoint import checkpoint_in_graph
 from recoup.schedules import Way

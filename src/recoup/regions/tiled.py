@@ -24,13 +24,19 @@ from torch import Tensor
 from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
 from recoup._core.captured import captured_by
-from recoup._core.compile import break_graph, is_traced, is_watched, uncompiled
-from recoup._core.compiled_graphs import is_followed
+from recoup._core.compile import break_graph, is_followed, is_traced, is_watched, uncompiled
 from recoup._core.saved_tensors import check_hooks_work
 from recoup._core.summed_gradients import summed_loss
 from recoup.regions.checkpoint import checkpoint_in_graph, name_of
-from recoup.regions.tile_check import check_all_rows, check_once
-from recoup.regions.tiles import Cut, Reduction, Tiles, joined, tile_value
+from recoup.regions.tiles import (
+    Cut,
+    Reduction,
+    Tiles,
+    check_all_rows,
+    check_once,
+    joined,
+    tile_value,
+)
 
 __all__ = ["Tiled", "TiledLoss", "tiled", "tiled_loss"]
 

@@ -28,13 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import break_graph, never_compiled, uncompiled
-from recoup._core.compiled_graphs import (
+from recoup._core.compile import (
     ComputedAgain,
+    break_graph,
     is_followed,
+    never_compiled,
     num_recorded,
     saved,
     unchecked,
+    uncompiled,
 )
 from recoup.weights.reparametrization import Drawn
 from recoup.weights.steps import Step, leave, local

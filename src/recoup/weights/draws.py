@@ -52,9 +52,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 from recoup._core.devices import own_generator
-from recoup._core.fake_values import has_values
 from recoup._core.rng import hash_seed
 from recoup._core.saved_tensors import untransformed
+from recoup._core.tensors import has_values
 
 _CHUNK = 2**17  # entries (See Rule 1)
 _CPU = torch.device("cpu")

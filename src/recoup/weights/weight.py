@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core import rng
 from recoup._core import saved_tensors as seam
-from recoup._core.call import Call, run_to_value
+from recoup._core.call import Call, run_again
 from recoup._core.compile import never_compiled
 from recoup._core.devices import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
@@ -234,7 +234,7 @@ class ParametrizedWeight:
             # See Rule 3 of NOTE [ One formula ]. A region notes the modules among the arguments.
             run, functions = partial(_run, drawn), [each.step.function for each in drawn]
             call = Call(f"the computation of {self.name}", run, (raw, operands, functions), {})
-            weight = cast("Tensor", run_to_value(call))
+            weight = cast("Tensor", run_again(call, keeps_output=False))
             if isinstance(weight, Value):
                 weight._recoup_source.name, weight._recoup_source.stands_for = self.name, self.key
             seam.reverse_at_once(weight)

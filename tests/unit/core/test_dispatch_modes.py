@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
-from recoup._core.dispatch_modes import InMode
+from recoup._core.operators import InMode
 
 
 class Mode(TorchDispatchMode):

@@ -13,8 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import recoup
-from recoup._core.save_observer import current
-from recoup._core.saved_tensors import pair_in_force
+from recoup._core.saved_tensors import current, pair_in_force
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import recoup
 from recoup._core.call import Call, run_again
-from recoup._core.kept_products import Products
-from recoup._core.packed_masks import PackedMask
+from recoup._core.kept_products import PackedMask, Products
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.planning.work import is_costly

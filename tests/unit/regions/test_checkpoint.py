@@ -14,7 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
-from recoup._core.dispatch_modes import num_dispatch_modes
+from recoup._core.operators import num_dispatch_modes
 from tests.oracle import assert_same_step, run_step
 from tests.zoo import chain_of, leaf
 

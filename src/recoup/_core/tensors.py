@@ -1,0 +1,148 @@
+"""Tensors as recoup looks at them: whether they have values, and how they lie in memory.
+
+Masks are drawn, and kernels are chosen, in the order of memory: the same numbers in another layout
+get other masks, and are rounded otherwise. So a second run must find the layouts of the first.
+
+NOTE [ Steps without values ]
+
+Rule 1. Under a FakeTensorMode operators run without memory, and what reads a number fails. So
+        nothing is compared there, every seed is 0, and no buffer has values to give back.
+Rule 2. Bytes are those of the tensors that operators return. What a kernel allocates for a moment
+        is not seen.
+Rule 3. Times are counted instead of measured: the bytes that operators move and the operations of
+        their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from recoup._arguments import check_type, shown
+
+__all__ = ["check_modules", "check_place", "check_tensors"]
+
+# The classes of tensors that operators compute with as they are.
+PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
+_C: Any = torch._C
+
+
+def is_without_values() -> bool:
+    """Whether a FakeTensorMode is in force."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers, which operators can read here."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_without_values())
+
+
+def check_is_in_its_mode(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError if a tensor has no values, and the mode that it is of is not in force."""
+    if not is_without_values() and any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise ValueError(
+            "Tensors of a FakeTensorMode take no memory that could be counted outside of it. "
+            "Measure, or plan, within that mode; or use recoup.estimate."
+        )
+
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+Strides = tuple[int, ...]
+_strides: Callable[[Tensor], Strides] = methodcaller("stride")
+
+
+def strided(tensor: Tensor, stride: Strides) -> Tensor:
+    """Return `tensor`, or a copy, with these strides; an expanded one is left as it is."""
+    if tensor.stride() == stride or 0 in stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """Return `tensor` with the memory layout `geometry`, since slots are views of its storage."""
+    if geometry_of(tensor) == geometry:
+        return tensor
+    size, stride, offset = geometry
+    length = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    storage = tensor.new_empty(max(length, 0) if tensor.numel() else 0)
+    return storage.as_strided(size, stride, offset).copy_(tensor)
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return the size, stride and storage offset of `tensor`."""
+    return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def strides_of(tensors: Sequence[Tensor]) -> list[Strides]:
+    """Return the strides of each tensor; empty for one that has none (a sparse tensor)."""
+    try:
+        return list(map(_strides, tensors))
+    except RuntimeError:
+        return [each.stride() if each.layout is torch.strided else () for each in tensors]
+
+
+def in_order(tensors: tuple[Tensor, ...], strides: list[Strides]) -> tuple[Tensor, ...]:
+    """Return `tensors` with the dimensions in the order of `strides`, as copies where needed.
+
+    Gaps between the entries (of a slice) make no difference to what is made of a tensor.
+    """
+    if strides_of(tensors) == strides:
+        return tensors
+    return tuple(map(_in_order, tensors, strides))
+
+
+def _in_order(tensor: Tensor, strides: Strides) -> Tensor:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor
+    dims, now = range(tensor.dim()), tensor.stride()
+    if 0 not in (*strides, *now) and (
+        sorted(dims, key=strides.__getitem__) == sorted(dims, key=now.__getitem__)
+    ):
+        return tensor
+    dense = _dense(tensor.shape, strides)
+    if dense == _dense(tensor.shape, now):
+        return tensor
+    return strided(tensor, dense)
+
+
+def _dense(shape: Sequence[int], strides: Strides) -> Strides:
+    """Return the strides of what torch makes of such a tensor: without gaps, and not expanded."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+
+
+def check_tensors(**given: object) -> None:
+    """Raise ValueError unless each argument is a tensor."""
+    check_type(Tensor, "a tensor", **given)
+
+
+def check_modules(**given: object) -> None:
+    """Raise ValueError unless each argument is an `nn.Module`."""
+    check_type(nn.Module, "an nn.Module", **given)
+
+
+def check_place(device: Any = None, dtype: Any = None, *, is_real: bool = False) -> None:
+    """Raise ValueError unless the device is there, and the type is one of floating-point numbers.
+
+    Args:
+        device: the device, or None.
+        dtype: the type, or None.
+        is_real: whether complex types are left out.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f'`device` is {shown(device)}, but must be a device that is there, such as "cpu".'
+        ) from error
+    is_type = isinstance(dtype, torch.dtype)
+    if dtype is not None and not (
+        is_type and (dtype.is_floating_point or (dtype.is_complex and not is_real))
+    ):
+        raise ValueError(
+            f"`dtype` is {shown(dtype)}, but must be a floating-point type such as torch.float32."
+        )
