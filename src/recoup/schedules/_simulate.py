@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from recoup._arguments import check_real, check_type
+from recoup._arguments import check_real, check_type, check_whole
 from recoup.errors import ScheduleError
 from recoup.schedules.actions import Action, Advance, Offload, Reverse, Schedule, Tape
-from recoup.schedules.bounds import require_positive
 from recoup.schedules.costs import Cost, require_costs, require_size
 from recoup.schedules.transfers import waiting_seconds
-from recoup.schedules.walk import Walk
+from recoup.schedules.walk import Impossible, Sizes, Walk
 
 __all__ = ["Moment", "Simulation", "simulate", "trace"]
 
@@ -110,23 +109,22 @@ def simulate(
         10
     """
     check_type(Schedule, "a Schedule", schedule=schedule)
-    require_positive("schedule.num_stages", schedule.num_stages)
+    check_whole(**{"schedule.num_stages": schedule.num_stages})
     require_size("in_flight_bytes", in_flight_bytes)
     if costs is not None:
         require_costs(costs)
         _require_length("costs", len(costs), schedule.num_stages)
         if bytes_per_second is not None:  # which says what copies cost
             costs = [replace(cost, offload_seconds=0.0) for cost in costs]
-        walk = Walk.of(costs)
+        walk = Walk(costs)
     else:
-        states = _sizes("state_bytes", state_bytes, schedule.num_stages + 1)
-        walk = Walk(states, _sizes("tape_bytes", tape_bytes, schedule.num_stages))
+        *states, last = _sizes("state_bytes", state_bytes, schedule.num_stages + 1)
+        tapes = _sizes("tape_bytes", tape_bytes, schedule.num_stages)
+        sizes = zip(states, tapes, strict=True)
+        freely = {"is_invertible": True, "offload_seconds": 0.0}
+        walk = Walk([Sizes(0.0, state, tape, **freely) for state, tape in sizes], last)
     for position, action in enumerate(schedule.actions):
-        reason = walk.step(action)
-        if reason is not None:
-            raise ScheduleError(
-                f"`{schedule.name}` cannot do action {position}, {action!r}: {reason}"
-            )
+        _step(walk, action, schedule, f"action {position}, ")
     if walk.remaining:
         missing = "the sweep ends before x_" if not walk.swept else "it never reverses stage "
         number = walk.num_stages if not walk.swept else walk.remaining - 1
@@ -216,15 +214,13 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
     require_costs(costs)
     check_real(first=first)
     _require_length("costs", len(costs), schedule.num_stages)
-    walk = Walk.of(costs)
+    walk = Walk(costs)
     moments: list[Moment] = []
     owed = [0.0] * len(costs)  # time that backward pays for the tape of each stage
     clock = 0.0
     for action in _singly(schedule.actions):
         walk.peak, before = 0, walk.seconds
-        reason = walk.step(action)
-        if reason is not None:
-            raise ScheduleError(f"`{schedule.name}` cannot do {action!r}: {reason}")
+        _step(walk, action, schedule)
         spent = walk.seconds - before
         if isinstance(action, Tape):
             cost = costs[action.index]
@@ -236,6 +232,14 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
         clock += spent if walk.in_backward else first * spent
         moments.append(Moment(action, clock, walk.peak, walk.held, walk.in_backward))
     return tuple(moments)
+
+
+def _step(walk: Walk, action: Action, schedule: Schedule, place: str = "") -> None:
+    try:
+        walk.step(action)
+    except Impossible as reason:
+        message = f"`{schedule.name}` cannot do {place}{action!r}: {reason}"
+        raise ScheduleError(message) from None
 
 
 def _singly(actions: Sequence[Action]) -> Iterator[Action]:
