@@ -27,6 +27,11 @@ class Sizes(Cost):
 
     __slots__ = ()
 
+    @classmethod
+    def of(cls, state_bytes: int, tape_bytes: int) -> Sizes:
+        """Return the cost of a stage with these sizes."""
+        return cls(0.0, state_bytes, tape_bytes, is_invertible=True, offload_seconds=0.0)
+
     def __post_init__(self) -> None:
         """Check nothing: the sizes were checked, and a tape may be smaller than a state."""
 
