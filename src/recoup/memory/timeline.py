@@ -22,8 +22,6 @@ from recoup._core.devices import (
 from recoup._core.fake_values import is_without_values
 from recoup._core.storage_tracking import StorageTracker
 
-__all__ = ["Span", "Timeline", "most_of", "timeline"]
-
 
 @dataclass(slots=True)
 class Span:
