@@ -33,7 +33,8 @@ def shown(value: object) -> str:
 def is_whole(value: object, least: int = 1, most: int = _MOST) -> bool:
     """Whether a value is a whole number from `least` to `most`."""
     # A tensor has `__index__`, whatever it holds.
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or hasattr(value, "shape"):
+    is_number = isinstance(value, numbers.Integral) or not hasattr(value, "shape")
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or not is_number:
         return False
     return least <= operator.index(value) <= most
 

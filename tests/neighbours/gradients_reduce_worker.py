@@ -64,7 +64,7 @@ def counted(rank: int, alike: bool) -> list[float]:
         if alike or place % 2 == rank:
             store.add_(each, torch.ones_like(each))
     num_bytes = sum(each.nbytes for each in params)
-    names = ("all_reduce", "all_gather")
+    names = ("all_reduce", "all_gather_object")
     before = {name: getattr(dist, name) for name in names}
     num_messages = 0
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from recoup._arguments import check_flag
 from recoup.errors import GradientError
 from recoup.gradients.algebra import Algebra, check_are_stores, check_scales
+from recoup.gradients.collecting import ReplacedGrad
 from recoup.gradients.container import UNSCALED
-from recoup.gradients.replaced_grad import ReplacedGrad
 from recoup.gradients.targets import (
     check_choice,
     members_of,

@@ -18,8 +18,8 @@ from recoup.gradients.collecting import (
     Mode,
     collect,
     collecting,
+    handed_over,
 )
-from recoup.gradients.replaced_grad import handed_over
 from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import check_choice, described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer

@@ -3,10 +3,8 @@
 NOTE [ Processes agree before they reduce ]
 
 Rule 1. A collective that one process does not call hangs the others. So the processes first
-        exchange a description of what they will send, in one message of a fixed size, even if one
-        of them cannot go on; then all raise, or all send the same tensors in the same order, with
-        zeros where one has no gradient. If they do not have the same gradients, one more message
-        follows.
+        exchange a description of what they will send, even if one of them cannot go on; then all
+        raise, or all send the same tensors in the same order, with zeros where one has no gradient.
 Rule 2. The order is that of the targets, which is the same in every process.
 """
 
@@ -37,19 +35,16 @@ _UNORDERED = (
 )
 # A sparse gradient is one more than the number of its sparse dimensions.
 _ABSENT, _DENSE = 0, 255
-_SCALES: dict[Any, Any] = {-1.0: None, -2.0: UNSCALED}
-_NUMBERS = {scale: number for number, scale in _SCALES.items()}
 
 
 class _Description(NamedTuple):
-    """The description that a process sends to the others (See Rule 1), in numbers."""
+    """The description that a process sends to the others (See Rule 1)."""
 
-    has_error: float
-    declared: float
-    layouts: float
-    has_gradients: float
+    has_error: bool
+    declared: int
+    layouts: list[int]
     weight: float
-    scale: float
+    scale: float | str | None
 
 
 class Transfer(Container):
@@ -262,56 +257,47 @@ def _all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None
         (tuple(t.shape), gradients[t].dtype if t in gradients else store._dtype_for(t))
         for t in targets
     ]
-    layouts = bytes(_layout(gradients.get(each), group) for each in targets)
-    error = _why_not(store)
-    mine = _Description(
-        has_error=error is not None,
-        declared=zlib.crc32(repr((op, bucket_bytes, declared)).encode()),
-        layouts=zlib.crc32(layouts),
-        has_gradients=any(layouts),
-        weight=store.weight,
-        scale=_NUMBERS.get(store._scale, store._scale),
-    )
-    device = targets[0].device
-    everyone = _gathered(mine, device, group)
+    layouts = [_layout(gradients.get(each), group) for each in targets]
+    error: Exception | None = None
+    try:
+        _check_takes_part(store)
+    except (GradientError, ValueError) as found:
+        error = found
+    told = zlib.crc32(repr((op, bucket_bytes, declared)).encode())
+    mine = _Description(error is not None, told, layouts, store.weight, store._scale)
+    received: list[Any] = [None] * dist.get_world_size(group)
+    with torch.accelerator.device_index(targets[0].device.index):
+        dist.all_gather_object(received, mine, group=group)
     if error is not None:
         raise error
-    _check_agree(everyone)
-    if len({each.layouts for each in everyone}) > 1:
-        found = torch.tensor(list(layouts), dtype=torch.uint8, device=device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        layouts = bytes(cast("list[int]", found.tolist()))
+    everyone = cast("list[_Description]", received)
+    holders = _check_agree(everyone)
     store._num_changes += 1  # an error from here on leaves a partial reduction
     factor = 1 / len(everyone) if op == "mean" else 1.0
+    layouts = [max(each) for each in zip(*(each.layouts for each in everyone), strict=True)]
     _reduce(store, layouts, factor, bucket_bytes, group)
     store._is_local = False
     store.weight = sum(each.weight for each in everyone) * factor
-    for each in everyone:
-        if each.has_gradients:
-            store._scale = _SCALES.get(each.scale, each.scale)
+    store._scale = holders[0].scale if holders else store._scale
 
 
 # -- agreeing --------------------------------------------------------------------------------------
 
 
-def _why_not(store: Container) -> Exception | None:
-    """Return the error if this process cannot take part in a reduction, else None."""
+def _check_takes_part(store: Container) -> None:
+    """Raise if this process cannot take part in a reduction."""
+    store._check_is_whole()
     gradients, known = store._gradients, set(map(id, store.params))
     if any(id(each) not in known for each in gradients):
-        return ValueError(_UNORDERED)
+        raise ValueError(_UNORDERED)
     if is_sharded(*gradients.values()):
-        return GradientError(
+        raise GradientError(
             "The store holds DTensors, which FSDP2 has reduced already. Leave `all_reduce_` out."
         )
     if any(gradient.requires_grad for gradient in gradients.values()):
-        return GradientError(
+        raise GradientError(
             "The store holds gradients with a graph, which a reduction would cut: `detach_()` them."
         )
-    try:
-        store._check_is_whole()
-    except GradientError as error:
-        return error
-    return None
 
 
 def _layout(gradient: Tensor | None, group: Any) -> int:
@@ -322,15 +308,8 @@ def _layout(gradient: Tensor | None, group: Any) -> int:
     return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
 
 
-def _gathered(mine: _Description, device: torch.device, group: Any) -> list[_Description]:
-    sent = torch.tensor(mine, dtype=torch.float64, device=device)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group=group)
-    rows = cast("list[list[float]]", torch.stack(received).tolist())
-    return [_Description(*numbers) for numbers in rows]
-
-
-def _check_agree(everyone: Sequence[_Description]) -> None:
+def _check_agree(everyone: Sequence[_Description]) -> list[_Description]:
+    """Return the descriptions of those with gradients, or raise if the processes do not agree."""
     failed = [rank for rank, each in enumerate(everyone) if each.has_error]
     if failed:
         raise GradientError(
@@ -343,17 +322,21 @@ def _check_agree(everyone: Sequence[_Description]) -> None:
             "order, or with another `op` or `bucket_bytes`. Make the store of each process with "
             "the same parameters in the same order, and call it alike."
         )
-    if len({each.scale for each in everyone if each.has_gradients}) > 1:
+    holders = [each for each in everyone if any(each.layouts)]
+    if len({each.scale for each in holders}) > 1:
         raise GradientError(
             "The gradients of the processes do not have one scale. Call `unscale_` on all "
             "processes, or on none."
         )
+    return holders
 
 
 # -- sending ---------------------------------------------------------------------------------------
 
 
-def _reduce(store: Container, layouts: bytes, factor: float, bucket_bytes: int, group: Any) -> None:
+def _reduce(
+    store: Container, layouts: Sequence[int], factor: float, bucket_bytes: int, group: Any
+) -> None:
     dense: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for target, layout in zip(store.params, layouts, strict=True):
         if layout == _ABSENT:

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from recoup import weights
-from recoup.integrations.planning_callback import PlanningCallback
+from recoup.integrations import PlanningCallback
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
 from recoup.planning.search import plan_of

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recoup._core.pytree import flatten
-from recoup.integrations.planning_callback import PlanningCallback
+from recoup.integrations import PlanningCallback
 from recoup.planning.forwards import enclosing_checkpoints
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan

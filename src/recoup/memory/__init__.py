@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from recoup._core.devices import Peaks
-from recoup.memory.builders import load_builder
 from recoup.memory.census import Residual, Residuals, residuals
 from recoup.memory.curves import Curve, curve
 from recoup.memory.meter import Measurement, measure
-from recoup.memory.points import Point
+from recoup.memory.points import Point, load_builder
 from recoup.memory.size import format_bytes, parse_bytes
-from recoup.memory.step_line import Peak, StepLine, Stretch
+from recoup.memory.step_recorder import Peak, StepLine, Stretch
 
 __all__ = [
     "Curve",

@@ -1,20 +1,64 @@
-"""The census of residuals: the tensors that backward will need after a forward."""
+"""The census of residuals: the tensors that backward will need after a forward.
+
+NOTE [ Observing saved tensors ]
+
+Rule 1. Around the function, a pair of saved-tensor hooks is installed that records each tensor and
+        passes it on to the pair that was in force before. Autograd calls the innermost pair alone.
+        So at the next operator, a pair that other code has pushed is replaced on the stack by a
+        recording pair that wraps it. The code that pushed it pops it.
+Rule 2. Regions and values of recoup report what they do not keep. A tensor that was reported while
+        the wrapped pair packed it is not counted again.
+Rule 3. The tensors that count are those that autograd still holds when the function has returned.
+        So each object that autograd receives is referred to weakly: a slot, or the wrapper of the
+        result of the wrapped pair.
+Rule 4. Compiled code runs eagerly, since torch.compile cannot be observed. Code in this file that
+        inspects tensors runs without `__torch_function__`, so that it does not observe itself.
+Rule 5. The way of a tensor that hooks of another library pack is inferred from their result. A
+        tensor that a checkpoint replaced is recomputed. One that was moved to another device, to
+        pinned memory, into a copy of the same shape and type, or to a place that cannot be
+        inspected is offloaded. Any other is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, cast, get_args
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from recoup._arguments import check_callable
-from recoup._core.saved_tensors import Way
-from recoup.memory.saved_by_operator import saved_tensors_of
-from recoup.memory.tables import aligned
-
-__all__ = ["Residual", "Residuals", "residuals"]
+from recoup._core.captured import parts_of
+from recoup._core.compile import is_loaded, never_compiled
+from recoup._core.pytree import tensors_in
+from recoup._core.save_observer import Way, observed_by
+from recoup._core.saved_tensors import (
+    Kept,
+    Pair,
+    pair_in_force,
+    pop_pair,
+    saving,
+    without_torch_function,
+)
+from recoup._core.storage_tracking import storages_of
+from recoup.memory.module_names import ModulePath, RunningModules, names_of
+from recoup.memory.size import aligned
 
 _WAYS: tuple[Way, ...] = get_args(Way)
 _VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
+_PACKAGE = __name__.partition(".")[0]
+_CHECKPOINT = torch.utils.checkpoint.__name__
+_HOOKS_AND_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
+_MOST_FRAMES = 6  # from a hook up to the code that saves, through this file and a region
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +196,15 @@ def residuals(fn: Callable[[], object]) -> Residuals:
     Source: the hooks of `torch.autograd.graph.saved_tensors_hooks`.
     """
     check_callable(fn=fn)
-    return Residuals(tuple(Residual(*saved) for saved in saved_tensors_of(fn)))
+    recorder = _Recorder(fn)
+    try:
+        with recorder.recording():
+            result = fn()
+        found = recorder.found()
+        del result  # alive until here, since it holds the graph
+        return found
+    finally:
+        recorder.close()
 
 
 def _cut_operator(text: str, width: int) -> str:
@@ -169,3 +221,216 @@ def _cut_front(text: str, width: int) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.3f}"
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+class _Packed:
+    """The object that autograd holds in place of a tensor: the result of another pair of hooks."""
+
+    __slots__ = ("__weakref__", "_unpack", "packed", "way")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.packed = packed
+        self.way: Way = "keep"
+        self._unpack = unpack
+
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        return self._unpack(self.packed)
+
+
+@never_compiled
+def _unpack(packed: _Packed) -> Tensor:
+    return packed.get()
+
+
+class _Record(NamedTuple):
+    """A saved tensor.
+
+    Args:
+        packed: the object that autograd holds in place of it.
+        value: the operator that saved it, its shape and its type.
+        path: the module that was running.
+        way: "keep", or the way in which backward gets it instead.
+        storages: an identity and the bytes of each storage that counts.
+    """
+
+    packed: weakref.ref[Any]
+    value: str
+    path: ModulePath | None
+    way: Way
+    storages: list[tuple[object, int]]
+
+
+class _Recorder(TorchFunctionMode):
+    """A mode that records every tensor that autograd saves."""
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        super().__init__()
+        self._records: list[_Record] = []
+        self._num_observed = 0
+        # A later storage at the same address has another identity.
+        self._identities = weakref.WeakKeyDictionary[torch.UntypedStorage, object]()
+        self._modules = RunningModules(parts_of(fn)[1])
+        self._operator: str | None = None
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Return a context in which saved tensors are recorded."""
+        with (
+            torch.enable_grad(),
+            _uncompiled(),
+            saving(partial(self._pack, pair_in_force()), _unpack),
+            self._modules.followed(),
+            observed_by(self),
+            self,
+        ):
+            yield
+
+    def close(self) -> None:
+        """Release the records: packed tensors hold the hooks, and the hooks hold this mode."""
+        self._records.clear()
+        self._identities.clear()
+        self._modules = RunningModules(())
+
+    # -- running ---------------------------------------------------------------------------
+
+    @never_compiled
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and remember its name meanwhile."""
+        self._wrap_innermost()
+        outer, self._operator = self._operator, _name(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._operator = outer
+
+    def _wrap_innermost(self) -> None:
+        """Replace a pair of hooks that other code has pushed by one that wraps it (See Rule 1)."""
+        pair = pair_in_force()
+        if pair is not None and not _is_ours(pair):
+            pop_pair()
+            saving(partial(self._pack, pair), _unpack).__enter__()
+
+    # -- saving ----------------------------------------------------------------------------
+
+    @never_compiled
+    def _pack(self, beneath: Pair | None, tensor: Tensor) -> _Packed:
+        if beneath is None:
+            with without_torch_function():
+                name = f"A tensor that {self._saver()} saved"
+                packed = _Packed(Kept(tensor, name, None), Kept.get)
+                self._record(tensor, packed, "keep", [tensor])
+            return packed
+        num_observed = self._num_observed
+        packed = _Packed(beneath[0](tensor), beneath[1])
+        if self._num_observed == num_observed:  # See Rule 2
+            with without_torch_function():
+                packed.way, counted = _way_of(tensor, packed.packed, beneath)
+                self._record(tensor, packed, packed.way, counted)
+        return packed
+
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
+        """Record that autograd holds `slot` in place of `tensor`."""
+        with without_torch_function():
+            self._record(tensor, slot, way, [tensor])
+
+    def _record(self, tensor: Tensor, packed: Any, way: Way, counted: list[Tensor]) -> None:
+        self._num_observed += 1
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = f"{self._saver()} {list(tensor.shape)} {dtype}"
+        storages = [(self._identity(each), each.nbytes()) for each in storages_of(counted)]
+        self._records.append(_Record(weakref.ref(packed), value, self._modules.path, way, storages))
+
+    def _identity(self, storage: torch.UntypedStorage) -> object:
+        return self._identities.setdefault(storage, object())
+
+    def _saver(self) -> str:
+        # A local variable that holds this frame would form a reference cycle.
+        return self._operator or _saver_above(cast("Any", sys)._getframe(1))
+
+    # -- afterwards ------------------------------------------------------------------------
+
+    def found(self) -> Residuals:
+        """Return what autograd still holds; a storage counts once, for what is kept first."""
+        counted = set(map(self._identity, storages_of(self._modules.tensors())))
+        alive = [
+            record
+            for record in self._records
+            if record.packed() is not None
+            and any(size and identity not in counted for identity, size in record.storages)
+        ]
+        name_of = names_of(each.path for each in alive if each.path is not None)
+        num_bytes: dict[int, int] = {}
+        for record in sorted(alive, key=lambda record: record.way != "keep"):
+            fresh = {each: size for each, size in record.storages if each not in counted}
+            counted.update(fresh)
+            num_bytes[id(record)] = sum(fresh.values())
+        return Residuals(
+            tuple(
+                Residual(
+                    each.value,
+                    "-" if each.path is None else name_of(each.path),
+                    num_bytes[id(each)],
+                    each.way,
+                )
+                for each in alive
+            )
+        )
+
+
+@contextmanager
+def _uncompiled() -> Generator[None]:
+    """Return a context in which compiled code runs eagerly (See Rule 4)."""
+    if not is_loaded():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _HOOKS_AND_COMPILER, UserWarning)
+        yield
+
+
+def _way_of(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]:
+    """Return the way of a tensor that a pair of hooks has packed, and the tensors that count."""
+    if isinstance(packed, _Packed):  # another census around this one
+        return packed.way, [tensor]
+    held = tensors_in((packed, getattr(packed, "__dict__", None)))
+    if not set(storages_of(held)).isdisjoint(storages_of([tensor])):
+        return "keep", [tensor]
+    if "checkpoint" in getattr(pair[0], "__module__", ""):
+        return "recompute", [tensor]
+    for value in held:
+        is_copy = value.dtype is tensor.dtype and value.shape == tensor.shape
+        if value.device != tensor.device or is_copy or value.is_pinned():
+            return "offload", [tensor]
+    return ("keep", held) if held else ("offload", [tensor])
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__).strip("_").partition(".")[0]
+
+
+def _is_ours(pair: Pair) -> bool:
+    return getattr(pair[1], "__module__", "").partition(".")[0] == _PACKAGE
+
+
+def _saver_above(frame: FrameType | None) -> str:
+    """Name a saver that is no operator of torch: a Function, a checkpoint, a region of recoup."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code is Kept.__init__.__code__:
+            return frame.f_locals["name"].removeprefix("The ")
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            return "input of checkpoint"
+        if frame.f_code.co_name == "apply" and "cls" in frame.f_locals:
+            cls = frame.f_locals["cls"]  # reentrant checkpoints are Functions, too
+            return "input of checkpoint" if cls.__module__ == _CHECKPOINT else cls.__name__
+        frame = frame.f_back
+    return "an operator"

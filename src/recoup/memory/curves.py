@@ -9,25 +9,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import linear_regression
 
 import torch
 
 from recoup._arguments import (
     check_callable,
-    check_flag,
     check_type,
     check_whole,
     is_whole,
     shown,
 )
 from recoup.errors import RecoupError
-from recoup.memory.builders import build_name
 from recoup.memory.meter import check_device
-from recoup.memory.points import WITHIN_WORKER, Point, Request, measure_point
-from recoup.memory.tables import aligned
-from recoup.memory.whole_files import path_of, write_whole
-
-__all__ = ["Curve", "curve"]
+from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.size import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +73,12 @@ class Curve:
         """Return the points as text, one per line; times are those of one step."""
         header = ["depth", "memory", "peak MiB", "held MiB"]
         timed = any(point.seconds is not None for point in self.points)
-        resident = any(point.resident_bytes is not None for point in self.points)
         header += ["step ms", "CPU ms"] if timed else []
-        header += ["resident MiB"] if resident else []
         rows = [header]
         for point in self.points:
             row = [str(point.depth), str(point.memory)]
             row += [_mebibytes(point.peak_bytes), _mebibytes(point.held_bytes)]
             row += [_ms(point.seconds), _ms(point.cpu_seconds)] if timed else []
-            row += [_mebibytes(point.resident_bytes)] if resident else []
             rows.append(row)
         return "\n".join(aligned(rows, left=[1]))
 
@@ -116,6 +109,8 @@ class Curve:
         for point in self.points:
             values = [getattr(point, name) for name in names]
             writer.writerow([self.build, self.device, *values])
+        from recoup.memory.figures import path_of, write_whole
+
         return write_whole(path_of(path), text.getvalue().encode())
 
     def figure(self, path: str | os.PathLike[str]) -> Path:
@@ -134,7 +129,7 @@ class Curve:
             ImportError: if matplotlib is missing.
             ValueError: if `path` has another ending.
         """
-        from recoup.memory.figures import render
+        from recoup.memory.figures import path_of, render, write_whole
 
         points = {memory: self.of(memory) for memory in self.memories()}
         whole = path_of(path)
@@ -149,7 +144,6 @@ def curve(
     device: torch.device | str = "cpu",
     repeats: int = 3,
     num_threads: int = 1,
-    resident: bool = False,
     progress: Callable[[Point], object] | None = None,
 ) -> Curve:
     """Measure memory and time of a training step against depth, each point in a fresh process.
@@ -184,9 +178,6 @@ def curve(
         device: ``"cpu"`` or an accelerator.
         repeats: number of timed steps, of which the fastest counts; 0 for no times.
         num_threads: number of threads of torch on the CPU.
-        resident: whether to check the peak in a second way, on the CPU under Linux: by the resident
-            memory that the system reports for a separate process, in which glibc returns memory at
-            once. It is accurate if activations are much larger than 64 KiB.
         progress: a function that is called with each point once it is measured.
 
     Returns:
@@ -205,11 +196,8 @@ def curve(
     name = build_name(build)
     _check(depths, memories, repeats, num_threads)
     where = check_device(device)
-    check_flag(resident=resident)
     if progress is not None:
         check_callable(progress=progress)
-    if resident and (where.type != "cpu" or not Path("/proc/self/clear_refs").exists()):
-        raise ValueError("`resident` is True, but that is for the CPU under Linux. Leave it out.")
     if WITHIN_WORKER in os.environ:
         raise RecoupError(
             "`curve` was called while a point was being measured, most likely by the script that "
@@ -218,11 +206,8 @@ def curve(
     points: list[Point] = []
     for depth in sorted(set(depths)):
         for memory in dict.fromkeys(memories):
-            request = (name, depth, memory, str(where), repeats, num_threads)
-            answer = measure_point(Request(*request, resident=False))
-            if resident:
-                answer |= measure_point(Request(*request, resident=True))
-            points.append(Point(depth, memory, **answer))
+            request = Request(name, depth, memory, str(where), repeats, num_threads)
+            points.append(Point(depth, memory, **measure_point(request)))
             if progress is not None:
                 progress(points[-1])
     return Curve(name, str(where), tuple(points))
@@ -248,15 +233,11 @@ def _exponent(points: list[Point]) -> float:
         return math.nan
     depths = [math.log(point.depth) for point in points]
     peaks = [math.log(point.peak_bytes) for point in points]
-    mean_depth, mean_peak = sum(depths) / len(depths), sum(peaks) / len(peaks)
-    covariance = sum(
-        (depth - mean_depth) * (peak - mean_peak) for depth, peak in zip(depths, peaks, strict=True)
-    )
-    return covariance / sum((depth - mean_depth) ** 2 for depth in depths)
+    return linear_regression(depths, peaks).slope
 
 
-def _mebibytes(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,25 +1,16 @@
-"""The picture of a curve: peak memory and step time against depth."""
+"""Pictures: the style of all, the one of a curve, and files that are written whole or not."""
 
 from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from recoup._arguments import check_type
 from recoup.memory.points import Point
-
-__all__ = [
-    "COLORS",
-    "FORMATS",
-    "INK",
-    "QUIET",
-    "check_format",
-    "finish",
-    "render",
-    "rendered",
-    "require_matplotlib",
-]
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -95,7 +86,6 @@ def rendered(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # The constrained layout leaves room for the labels beside the lines, however long they are.
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.05)
     figure = Figure(size, 200, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
@@ -126,13 +116,13 @@ def _panel(
 ) -> None:
     everything = [point for each in points.values() for point in each]
     depths = sorted({point.depth for point in everything})
-    ends: list[tuple[float, str, str]] = []
     others = 0
     for index, (memory, line) in enumerate(points.items()):
         color = COLORS.get(str(memory))
         if color is None:
             color, others = _OTHERS[others % len(_OTHERS)], others + 1
         values = [value(point) for point in line]
+        name = f"{memory} slots" if isinstance(memory, int) else memory
         # Later lines are thinner and dashed, so that a line beneath another one is visible.
         axes.plot(
             [point.depth for point in line],
@@ -146,50 +136,14 @@ def _panel(
             markeredgewidth=0.8,
             clip_on=False,
             zorder=3 + index,
+            label=f"{name}  {_number(values[-1])}",
         )
-        name = f"{memory} slots" if isinstance(memory, int) else memory
-        ends.append((values[-1], f"{name}  {_number(values[-1])}", color))
     top = max(map(value, everything), default=1.0) or 1.0
     axes.set_ylim(0, 1.06 * top)
     axes.set_xlim(0, 1.02 * depths[-1])
     axes.set_xticks(_ticks(depths))
-    _label_ends(axes, ends, depths[-1], 1.06 * top)
+    axes.legend(loc="upper left", frameon=False, fontsize=9.5)
     finish(axes, f"{title} ({unit})", "Depth (blocks)")
-
-
-def _label_ends(axes: Any, ends: list[tuple[float, str, str]], depth: int, height: float) -> None:
-    """Write the name and last value of each line beside its end, without overlap."""
-    ends = sorted(ends)
-    places = _spread([last / height for last, _, _ in ends], gap=0.068)
-    for place, (last, text, color) in zip(places, ends, strict=True):
-        axes.annotate(
-            text,
-            xy=(depth, last),
-            xytext=(1.04, place),
-            textcoords="axes fraction",
-            color=color,
-            fontsize=10.5,
-            fontweight="bold",
-            va="center",
-            annotation_clip=False,
-        )
-
-
-def _spread(places: list[float], gap: float) -> list[float]:
-    """Move sorted places at least `gap` apart: those too close form a group around their mean."""
-    groups: list[list[float]] = []
-    for place in places:
-        groups.append([place])
-        while len(groups) > 1 and _span(groups[-1], gap)[0] < _span(groups[-2], gap)[1] + gap:
-            groups[-2:] = [groups[-2] + groups[-1]]
-    return [_span(group, gap)[0] + gap * i for group in groups for i in range(len(group))]
-
-
-def _span(group: list[float], gap: float) -> tuple[float, float]:
-    """Return the lowest and highest place of a group with `gap` between members, at least 0."""
-    length = gap * (len(group) - 1)
-    low = max(sum(group) / len(group) - length / 2, 0.0)
-    return low, low + length
 
 
 def _ticks(depths: list[int]) -> list[int]:
@@ -206,3 +160,26 @@ def _number(value: float) -> str:
     if value <= 0:
         return "0"
     return f"{value:.{max(2 - math.floor(math.log10(value)), 0)}f}"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def path_of(path: Any) -> Path:
+    """Return the path of a file, or raise a ValueError if it is none."""
+    check_type((str, os.PathLike), "the path of a file", path=path)
+    if not Path(path).name:
+        raise ValueError(f"`path` is {path!r}, but must be the path of a file.")
+    return Path(path)
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write a file atomically; missing folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path

@@ -16,8 +16,6 @@ from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.memory.size import format_bytes, shown_beside
 from recoup.memory.timeline import Timeline, timeline
 
-__all__ = ["Measurement", "check_device", "measure"]
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:

@@ -16,8 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from recoup._core.compile import never_compiled
 
-__all__ = ["ModulePath", "RunningModules", "names_of"]
-
 ModulePath = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified name within it
 
 

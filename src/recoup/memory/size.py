@@ -1,14 +1,13 @@
-"""Conversion between numbers of bytes and text such as ``"1.5 GiB"``."""
+"""Numbers of bytes as text, such as ``"1.5 GiB"``, and tables of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Sequence
 from fractions import Fraction
 
 from recoup._arguments import check_whole
 from recoup._core.devices import Peaks
-
-__all__ = ["format_bytes", "parse_bytes", "shown_beside"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
@@ -81,3 +80,24 @@ def shown_beside(peaks: Peaks) -> str:
         return ""
     requested, reserved = map(format_bytes, (peaks.requested, peaks.reserved))
     return f" (requested {requested}, reserved {reserved})"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Return a line for each row, with the columns `left` aligned left and the others right.
+
+    Example:
+        >>> from recoup.memory.size import aligned
+        >>> for line in aligned([["memory", "MiB"], ["linear", "12.0"], ["sqrt", "3.4"]]):
+        ...     print(line)
+        memory   MiB
+        linear  12.0
+        sqrt     3.4
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

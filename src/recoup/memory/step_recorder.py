@@ -1,4 +1,4 @@
-"""The recorder of a training step: which code runs whenever the bytes in memory change.
+"""The bytes in memory over a training step, and their recorder: what ran whenever they changed.
 
 NOTE [ What runs when bytes change ]
 
@@ -16,21 +16,132 @@ Rule 5. Global hooks of modules would make the compiler compile anew, and so cha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.devices import Peaks
+from recoup._core.devices import NO_PEAKS, Peaks
 from recoup._core.graph_ends import nodes_of, when_node_runs
 from recoup._core.saved_tensors import Way, num_nodes, observed_by
 from recoup.memory.module_names import ModulePath, RunningModules, names_of
-from recoup.memory.step_line import Stretch
+from recoup.memory.size import format_bytes
 from recoup.memory.timeline import Span, Timeline
 
-__all__ = ["BlockCall", "StepRecorder"]
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+class Stretch(NamedTuple):
+    """A part of a step in which one piece of code ran, with the bytes in memory.
+
+    Args:
+        phase: "forward", which the loss is part of, or "backward".
+        what: what ran: "forward", "loss", "backward", "backward of the loss", "runs again" (a
+            forward, in backward) or "inverse".
+        module: the qualified name of the module that ran; in backward, of the one that had made the
+            part of the graph. "-" outside any module.
+        way: how backward gets what the module needs: the way that a plan chose for its block, or
+            "keep", "recompute", "regenerate", "invert" or "offload". "" outside any module.
+        levels: the bytes in memory after each event of the allocator, beyond those before the step.
+    """
+
+    phase: Phase
+    what: str
+    module: str
+    way: str
+    levels: Sequence[int]
+
+
+class Peak(NamedTuple):
+    """The most bytes in memory at one time, and where that was.
+
+    Args:
+        num_bytes: the bytes.
+        stretch: what ran when they were reached first.
+    """
+
+    num_bytes: int
+    stretch: Stretch
+
+    def __str__(self) -> str:
+        stretch = self.stretch
+        where = "" if stretch.module == "-" else f" in {stretch.module}"
+        return f"{format_bytes(self.num_bytes)}{where} ({stretch.what})"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """The bytes in memory over one training step, as `recoup.timeline` records them.
+
+    Args:
+        name: what the step follows, such as "planned".
+        stretches: the parts of the step, in order.
+        baseline_bytes: the bytes before the step, where they count.
+        peaks: its peak as it was requested, allocated and reserved, without those.
+    """
+
+    name: str
+    stretches: tuple[Stretch, ...]
+    baseline_bytes: int = 0
+    peaks: Peaks = NO_PEAKS
+
+    def __repr__(self) -> str:
+        num_events = sum(len(stretch.levels) for stretch in self.stretches)
+        peak = format_bytes(self.peak_bytes)
+        return f"StepLine({self.name!r}, {num_events} events, peak {peak})"
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in memory at one time."""
+        return max((peak.num_bytes for peak in map(self.peak, PHASES) if peak), default=0)
+
+    def peak(self, phase: Phase) -> Peak | None:
+        """Return the peak of a phase; None if nothing was allocated or freed in it.
+
+        Args:
+            phase: "forward" or "backward".
+        """
+        found = (
+            Peak(self.baseline_bytes + max(stretch.levels), stretch)
+            for stretch in self.stretches
+            if stretch.phase == phase and stretch.levels
+        )
+        return max(found, key=lambda peak: peak.num_bytes, default=None)
+
+    def levels(self, phase: Phase) -> list[int]:
+        """Return the bytes in memory after each event of a phase.
+
+        Args:
+            phase: "forward" or "backward".
+        """
+        return [
+            self.baseline_bytes + level
+            for stretch in self._within(phase)
+            for level in stretch.levels
+        ]
+
+    def starts(self, phase: Phase) -> list[tuple[int, Stretch]]:
+        """Return the stretches of a phase, each with the index of its first event.
+
+        Args:
+            phase: "forward" or "backward".
+        """
+        found: list[tuple[int, Stretch]] = []
+        num_events = 0
+        for stretch in self._within(phase):
+            found.append((num_events, stretch))
+            num_events += len(stretch.levels)
+        return found
+
+    def _within(self, phase: Phase) -> Iterator[Stretch]:
+        return (stretch for stretch in self.stretches if stretch.phase == phase)
+
+
+# -- recording -------------------------------------------------------------------------------------
 
 _WAYS: tuple[Way, ...] = get_args(Way)
 Losses = Callable[[Any], Sequence[Tensor]]

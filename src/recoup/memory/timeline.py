@@ -21,8 +21,6 @@ from recoup._core.devices import (
 from recoup._core.storage_tracking import Allocations, StorageTracker, can_follow
 from recoup._core.tensors import is_without_values
 
-__all__ = ["Span", "Timeline", "most_of", "timeline"]
-
 
 @dataclass(slots=True)
 class Span:

@@ -24,9 +24,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from recoup.memory.size import format_bytes
-from recoup.memory.step_line import PHASES, StepLine
-
-__all__ = ["Page", "check_page", "page_of"]
+from recoup.memory.step_recorder import PHASES, StepLine
 
 _MOST_EVENTS = 4000  # of a phase, that are all drawn
 _NUM_PARTS = 1000  # of a phase that has more

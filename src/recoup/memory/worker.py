@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from recoup._core.pytree import flatten
-from recoup.memory.builders import BuildError, load_builder
 from recoup.memory.meter import measure
-from recoup.memory.points import Request
+from recoup.memory.points import BuildError, Request, load_builder
 
 Step = Callable[[], object]
 
@@ -58,25 +57,10 @@ def _build(request: Request) -> Step:
     )
 
 
-def _resident_bytes(step: Step) -> int:
-    """Return the peak of resident memory while `step` runs, beyond what was resident before."""
-
-    def highest() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = highest()
-    step()
-    return highest() - before
-
-
 def _answer(request: Request) -> dict[str, Any]:
     torch.set_num_threads(request.num_threads)
     step = _build(request)
     step()  # allocates gradients, optimizer state and workspaces
-    if request.resident:
-        return {"resident_bytes": _resident_bytes(step)}
     measured = measure(step, device=request.device, repeats=request.repeats)
     return {
         "peak_bytes": measured.peak_bytes,
@@ -96,7 +80,7 @@ def main(path: str) -> int:
         traceback.print_exc()
         answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
     Path(path).write_text(json.dumps(answer))
-    return 0 if "peak_bytes" in answer or "resident_bytes" in answer else 1
+    return 0 if "peak_bytes" in answer else 1
 
 
 if __name__ == "__main__":

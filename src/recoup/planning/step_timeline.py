@@ -13,13 +13,11 @@ from torch import nn
 
 from recoup._arguments import check_callable, check_flag
 from recoup.memory import format_bytes
-from recoup.memory.size import shown_beside
-from recoup.memory.step_line import PHASES, StepLine
-from recoup.memory.step_recorder import BlockCall, StepRecorder
-from recoup.memory.tables import aligned
+from recoup.memory.figures import path_of, write_whole
+from recoup.memory.size import aligned, shown_beside
+from recoup.memory.step_recorder import PHASES, BlockCall, StepLine, StepRecorder
 from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import Page, check_page, page_of
-from recoup.memory.whole_files import path_of, write_whole
 from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended

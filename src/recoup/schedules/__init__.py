@@ -6,8 +6,7 @@ it. Nothing in this package depends on tensors.
 
 from __future__ import annotations
 
-from recoup.schedules._binomial import binomial, log, revolve
-from recoup.schedules._constant import Way, constant
+from recoup.schedules._binomial import beta, binomial, log, num_advances, num_sweeps, revolve
 from recoup.schedules._simulate import Moment, Simulation, simulate, trace
 from recoup.schedules.actions import (
     Action,
@@ -21,11 +20,9 @@ from recoup.schedules.actions import (
     Schedule,
     Tape,
 )
-from recoup.schedules.bounds import beta, num_advances, num_sweeps
 from recoup.schedules.costs import Cost, Results, SelectiveTape
-from recoup.schedules.search.frontier import Point, frontier, optimal
-from recoup.schedules.segmented import linear, sqrt
-from recoup.schedules.two_tiers import offloaded
+from recoup.schedules.search import Point, frontier, optimal
+from recoup.schedules.segmented import Way, constant, linear, offloaded, sqrt
 
 __all__ = [
     "Action",

@@ -1,8 +1,11 @@
-"""Schedules with a number of slots: `revolve`, `binomial` and `log`.
+"""Schedules with a number of slots, `revolve`, `binomial` and `log`, and their closed forms.
 
-All three split a chain by the closed forms in `bounds`. `revolve` is the published schedule, with
-one tape at a time; `binomial` tapes each stage in the last pass over it; `log` chooses the number
-of slots from the length of the chain.
+All three split a chain by the closed forms, which are lower bounds for uniform chains. `revolve` is
+the published schedule, with one tape at a time; `binomial` tapes each stage in the last pass over
+it; `log` chooses the number of slots from the length of the chain. *Slots* are kept states, ``x_0``
+among them, beside one working state.
+
+Source of all: Griewank and Walther, "Algorithm 799: revolve" (2000).
 """
 
 from __future__ import annotations
@@ -10,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import comb
 
+from recoup._arguments import check_whole
 from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
-from recoup.schedules.bounds import best_split, beta, require_positive
-
-__all__ = ["binomial", "log", "revolve"]
 
 
 def revolve(n: int, slots: int) -> Schedule:
@@ -111,7 +113,7 @@ def log(n: int) -> Schedule:
     Source: Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse
     automatic differentiation" (1992).
     """
-    require_positive("n", n)
+    check_whole(n=n)
     slots = 1
     while beta(slots, slots) < n:
         slots += 1
@@ -127,8 +129,7 @@ def _solve(
     n: int, slots: int, one_pass: Callable[..., list[Action | _Part]], *, name: str
 ) -> Schedule:
     """Solve the whole chain, given the actions of one pass through a part and its further parts."""
-    require_positive("n", n)
-    require_positive("slots", slots)
+    check_whole(n=n, slots=slots)
     actions: list[Action] = []
     # Not recursive, because a chain of 1000 stages nests deeper than Python allows.
     waiting: list[Action | _Part] = [(0, n, slots, False)]
@@ -175,3 +176,116 @@ def _pass_of_binomial(
     earlier = (start, taped, slots, True)
     tape = [Advance(start, taped), Tape(taped)]
     return [*keep, *tape, later, Reverse(taped), Load(start), earlier]
+
+
+# -- closed forms ----------------------------------------------------------------------------------
+
+
+def beta(slots: int, sweeps: int) -> int:
+    """Return the length of the longest chain that can be reversed with these slots and sweeps.
+
+    Args:
+        slots: number of states that may be kept, ``x_0`` included.
+        sweeps: the most times that any one stage may be advanced over.
+
+    Returns:
+        The binomial coefficient of ``slots + sweeps`` over ``slots``; 0 if `sweeps` is negative.
+
+    Example:
+        >>> from recoup.schedules import beta
+        >>> beta(3, 2)
+        10
+
+    Source: Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse
+    automatic differentiation" (1992).
+    """
+    check_whole(0, slots=slots)
+    check_whole(-1, sweeps=sweeps)
+    return comb(slots + sweeps, slots) if sweeps >= 0 else 0
+
+
+def num_sweeps(n: int, slots: int) -> int:
+    """Return the least number of times that some stage must be advanced over.
+
+    Args:
+        n: number of stages.
+        slots: number of states that may be kept, ``x_0`` included.
+
+    Returns:
+        The least ``r`` with ``beta(slots, r) >= n``.
+
+    Raises:
+        ValueError: `n` or `slots` is below one.
+
+    Example:
+        >>> from recoup.schedules import num_sweeps
+        >>> num_sweeps(10, 3), num_sweeps(11, 3)
+        (2, 3)
+    """
+    check_whole(n=n, slots=slots)
+    if slots == 1:
+        return n - 1
+    sweeps = 0
+    while beta(slots, sweeps) < n:
+        sweeps += 1
+    return sweeps
+
+
+def num_advances(n: int, slots: int) -> int:
+    """Return the least number of advances with which a chain can be reversed, in closed form.
+
+    An advance is a run of one stage that brings the working state forward, without the run that
+    makes the tape. In all, a schedule that tapes every stage on its last pass runs one forward more
+    than this (`binomial`), and one that runs every stage once more for its tape runs `n` more
+    (`revolve`).
+
+    Args:
+        n: number of stages.
+        slots: number of states that may be kept, ``x_0`` included.
+
+    Returns:
+        ``r n - beta(slots + 1, r - 1)`` with ``r = num_sweeps(n, slots)``.
+
+    Raises:
+        ValueError: `n` or `slots` is below one.
+
+    Example:
+        >>> from recoup.schedules import num_advances
+        >>> num_advances(100, 13), num_advances(1000, 44)
+        (185, 1954)
+
+    Source: Griewank and Walther, "Algorithm 799: revolve" (2000).
+    """
+    sweeps = num_sweeps(n, slots)
+    return sweeps * n - beta(slots + 1, sweeps - 1)
+
+
+def best_split(n: int, slots: int) -> int:
+    """Return the distance to advance before the next state is kept that minimizes the advances.
+
+    In general several distances are optimal; this is the longest of them, which leads to the
+    least nesting of segments.
+
+    Args:
+        n: number of stages, at least 2.
+        slots: number of states that may be kept, the one at the start included.
+
+    Returns:
+        A distance from 1 to ``n - 1``.
+
+    Raises:
+        ValueError: `n` is below two or `slots` below one.
+
+    Example:
+        >>> from recoup.schedules._binomial import best_split
+        >>> best_split(10, 1), best_split(10, 3), best_split(10, 9)
+        (9, 4, 1)
+    """
+    if n < 2:
+        raise ValueError(f"`n` is {n}, but only a chain of at least 2 stages can be split")
+    sweeps = num_sweeps(n, slots)
+    if slots == 1:
+        return n - 1
+    # The part behind the split has one slot less. Neither part may be longer than its bound (beta)
+    # while the other one is shorter, or a stage is run once more than necessary.
+    return min(beta(slots, sweeps - 1), n - beta(slots - 1, sweeps - 1))

@@ -22,19 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from textwrap import wrap
 
-__all__ = [
-    "Action",
-    "Advance",
-    "Drop",
-    "Invert",
-    "Keep",
-    "Load",
-    "Offload",
-    "Reverse",
-    "Schedule",
-    "Tape",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class _OnState:

@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 
 from recoup._arguments import check_type, is_real, shown
 
-__all__ = ["Cost", "Results", "SelectiveTape", "require_size"]
-
 _T = TypeVar("_T")
 
 

@@ -14,8 +14,6 @@ from itertools import pairwise
 
 from recoup.schedules.actions import Action, Advance, Invert, Keep, Reverse, Schedule, Tape
 
-__all__ = ["groups_of", "on_groups"]
-
 
 def groups_of(schedule: Schedule) -> list[range]:
     """Return the groups of a schedule, as ranges of stages in order.

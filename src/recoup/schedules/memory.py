@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from recoup._arguments import check_whole
 from recoup.schedules._binomial import binomial, log, revolve
-from recoup.schedules._constant import Way, constant
 from recoup.schedules.actions import Schedule
-from recoup.schedules.segmented import linear, sqrt
-
-__all__ = ["Memory", "schedule_for", "shown"]
+from recoup.schedules.segmented import Way, constant, linear, sqrt
 
 # A string that is none of these is a number of bytes, such as "2 GiB".
 Memory = Literal["linear", "inputs", "sqrt", "log", "constant"] | str | int | Schedule
@@ -50,8 +48,7 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
             )
         return memory
     if isinstance(memory, int) and not isinstance(memory, bool):
-        if not 1 <= memory < 2**31:
-            raise ValueError(f"`memory` is {memory} slots, but must be at least 1.")
+        check_whole(memory=memory)
         return binomial(num_stages, memory)
     match memory:
         case "linear":

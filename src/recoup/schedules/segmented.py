@@ -1,14 +1,33 @@
-"""Schedules that tape one segment of the chain at a time: `linear` (the whole chain) and `sqrt`."""
+"""Schedules in one sweep: `linear`, `sqrt` and `offloaded` by segments, and `constant` by stages.
+
+A chain is cut into segments. The sweep keeps the input of each but the last, or offloads it, and
+backward reverses one segment at a time: `linear` has one of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import isqrt
+from typing import Literal
 
-from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
-from recoup.schedules.bounds import require_positive
+from recoup._arguments import check_type, check_whole
+from recoup.schedules._binomial import binomial
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Schedule,
+    Tape,
+)
 
-__all__ = ["linear", "segment_lengths", "sqrt"]
+Way = Literal["invert", "recompute", "keep"]
 
 
 def linear(n: int) -> Schedule:
@@ -31,8 +50,8 @@ def linear(n: int) -> Schedule:
         >>> simulation.num_forwards, simulation.peak_tapes
         (100, 100)
     """
-    require_positive("n", n)
-    return Schedule(n, tuple(_tape_and_reverse(0, n)), name="linear")
+    check_whole(n=n)
+    return _by_segments([n], Keep, _taped, name="linear")
 
 
 def sqrt(n: int) -> Schedule:
@@ -65,15 +84,8 @@ def sqrt(n: int) -> Schedule:
     Source: the two-sweep point of Griewank and Walther, "Algorithm 799: revolve" (2000); equal
     segments are Chen et al., "Training deep nets with sublinear memory cost" (2016).
     """
-    require_positive("n", n)
-    *earlier, last = pairwise((0, *accumulate(segment_lengths(n))))
-    actions: list[Action] = []
-    for start, stop in earlier:
-        actions += [Keep(start), Advance(start, stop)]
-    actions += _tape_and_reverse(*last)
-    for start, stop in reversed(earlier):
-        actions += [Load(start), Drop(start), *_tape_and_reverse(start, stop)]
-    return Schedule(n, tuple(actions), name="sqrt")
+    check_whole(n=n)
+    return _by_segments(segment_lengths(n), Keep, _taped, name="sqrt")
 
 
 def segment_lengths(n: int) -> list[int]:
@@ -88,6 +100,182 @@ def segment_lengths(n: int) -> list[int]:
     return segments
 
 
-def _tape_and_reverse(start: int, stop: int) -> list[Action]:
-    tapes: list[Action] = [Tape(index) for index in range(start, stop)]
-    return tapes + [Reverse(index) for index in reversed(range(start, stop))]
+def offloaded(n: int, to: str = "host", *, every: int = 1, slots: int | None = None) -> Schedule:
+    """Offload the input of each segment of the chain, and reverse one segment at a time in memory.
+
+    The chain is cut into segments of `every` stages, the first of them shorter where that does not
+    divide `n`. The last segment is never offloaded. Each other one is loaded when its backward
+    comes, and reversed as a chain of its own: all of its tapes at once, or by `binomial` with
+    `slots` states in memory. Copies run behind the computation, in both directions.
+
+    Kept: the tapes of one segment, or what `binomial` keeps of one; the input of every segment is
+    elsewhere. Backward pays one forward run of each stage outside the last segment, and, with
+    `slots`, those of `binomial` within segments.
+
+    Args:
+        n: number of stages.
+        to: "host" or the path of a folder, as in `recoup.offloading`.
+        every: number of stages in a segment.
+        slots: number of states in memory for the segment that is reversed; None to tape all of it.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: `n`, `every` or `slots` is below one, or `to` is no string.
+
+    Example:
+        >>> from recoup.schedules import offloaded, simulate
+        >>> simulation = simulate(offloaded(64, "/scratch", every=8))
+        >>> simulation.num_forwards, simulation.peak_tapes, simulation.peak_offloaded_bytes
+        (120, 8, 7)
+
+    Source: Stumm and Walther, "MultiStage approaches for optimal offline checkpointing" (2009).
+    """
+    check_whole(n=n, every=every)
+    check_type(str, '"host" or the path of a folder', to=to)
+    first, *others = range(n, 0, -every)[::-1]
+
+    def within(num_stages: int) -> Sequence[Action]:
+        return _taped(num_stages) if slots is None else binomial(num_stages, slots).actions
+
+    lengths = [first, *(every for _ in others)]
+    return _by_segments(
+        lengths, lambda at: Offload(at, to), within, name=f"offloaded, every {every}"
+    )
+
+
+def _by_segments(
+    lengths: Sequence[int],
+    leave: Callable[[int], Action],
+    within: Callable[[int], Sequence[Action]],
+    *,
+    name: str,
+) -> Schedule:
+    """Return the schedule that reverses segments one at a time.
+
+    Args:
+        lengths: the number of stages of each segment.
+        leave: a function from the number of a segment's input to the action that keeps it.
+        within: a function from a number of stages to the actions of a chain of its own.
+        name: the name of the schedule.
+    """
+    *earlier, last = pairwise((0, *accumulate(lengths)))
+    actions: list[Action] = []
+    for start, stop in earlier:
+        actions += [leave(start), Advance(start, stop)]
+    actions += _moved(within, *last)
+    for start, stop in reversed(earlier):
+        actions += [Load(start), Drop(start), *_moved(within, start, stop)]
+    return Schedule(last[1], tuple(actions), name=name)
+
+
+def _moved(within: Callable[[int], Sequence[Action]], start: int, stop: int) -> list[Action]:
+    """Return the actions that reverse one segment, whose input is the working state."""
+    return [
+        replace(action, start=action.start + start, stop=action.stop + start)
+        if isinstance(action, Advance)
+        else replace(action, index=action.index + start)
+        for action in within(stop - start)
+    ]
+
+
+def _taped(num_stages: int) -> list[Action]:
+    """Return the actions that tape all stages at once."""
+    stages = range(num_stages)
+    return [*map(Tape, stages), *map(Reverse, reversed(stages))]
+
+
+# -- invertible stages -----------------------------------------------------------------------------
+
+
+def constant(ways: int | Sequence[Way]) -> Schedule:
+    """Restore the input of each stage by inverting it, or in the way given for that stage.
+
+    Kept: the output of each sequence of inverted stages, the input of each recomputed stage, and
+    the tape of each kept stage; so one state in all if every stage is inverted, at any depth.
+    Backward pays one inverse of each inverted stage, which also makes its tape, and one forward
+    run of each recomputed one.
+
+    Args:
+        ways: the way of each stage, ``"invert"``, ``"recompute"`` or ``"keep"``; or the number of
+            stages, all of them inverted.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: there is no stage, or a way is not one of the three.
+
+    Example:
+        >>> from recoup.schedules import constant, simulate
+        >>> simulation = simulate(constant(100))
+        >>> simulation.num_forwards, simulation.num_inverses, simulation.peak_states
+        (100, 100, 1)
+        >>> simulate(constant(["invert", "keep", "recompute"])).num_forwards
+        4
+
+    Source: Gomez et al., "The reversible residual network" (2017).
+    """
+    ways = _checked(ways)
+    kept = _kept(ways)
+    return Schedule(len(ways), (*_sweep(ways, kept), *_backward(ways)), name="constant")
+
+
+def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
+    if not isinstance(ways, Sequence):
+        check_whole(ways=ways)
+        return ["invert" for _ in range(ways)]
+    if not ways:
+        raise ValueError("`ways` is empty, but a chain has at least one stage")
+    for index, way in enumerate(ways):
+        if way not in ("invert", "recompute", "keep"):
+            raise ValueError(
+                f"`ways[{index}]` is {way!r}, but it must be 'invert', 'recompute' or 'keep'"
+            )
+    return ways
+
+
+def _kept(ways: Sequence[Way]) -> set[int]:
+    """Return the states to keep: inputs of recomputed stages, and outputs to invert from."""
+    kept = {i for i, way in enumerate(ways) if way == "recompute"}
+    kept |= {i + 1 for i, way in enumerate(ways) if way == "invert" and not _inverted(ways, i + 1)}
+    return kept
+
+
+def _inverted(ways: Sequence[Way], index: int) -> bool:
+    return 0 <= index < len(ways) and ways[index] == "invert"
+
+
+def _sweep(ways: Sequence[Way], kept: set[int]) -> list[Action]:
+    actions: list[Action] = []
+    start = 0  # of the stages that are run without a tape and have no action yet
+    for index in range(len(ways) + 1):
+        taped = index < len(ways) and ways[index] == "keep"
+        if start < index and (index in kept or taped or index == len(ways)):
+            actions.append(Advance(start, index))
+            start = index
+        if index in kept:
+            actions.append(Keep(index))
+        if taped:
+            actions.append(Tape(index))
+            start = index + 1
+    return actions
+
+
+def _backward(ways: Sequence[Way]) -> list[Action]:
+    actions: list[Action] = []
+    for index in reversed(range(len(ways))):
+        match ways[index]:
+            case "invert":
+                if not _inverted(ways, index + 1):
+                    actions += [Load(index + 1), Drop(index + 1)]
+                actions.append(Invert(index))
+            case "recompute":
+                # The inverse of the stage before, if there is one, begins at this state.
+                drop = [] if _inverted(ways, index - 1) else [Drop(index)]
+                actions += [Load(index), *drop, Tape(index)]
+            case "keep":
+                pass
+        actions.append(Reverse(index))
+    return actions

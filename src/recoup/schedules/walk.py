@@ -17,31 +17,45 @@ from recoup.schedules.actions import (
 )
 from recoup.schedules.costs import Cost, Results, SelectiveTape
 
-__all__ = ["Walk"]
 
-# The cost of a stage of which only the sizes are known: it rules out no action.
-_ANY = Cost(0.0, 0, 0, is_invertible=True)
+class Impossible(Exception):  # noqa: N818  # it is not one until a caller has named the action
+    """The reason why an action cannot be done where it stands."""
+
+
+class Sizes(Cost):
+    """The cost of a stage of which only the sizes are known: it rules out no action."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, state_bytes: int, tape_bytes: int) -> Sizes:
+        """Return the cost of a stage with these sizes."""
+        return cls(0.0, state_bytes, tape_bytes, is_invertible=True, offload_seconds=0.0)
+
+    def __post_init__(self) -> None:
+        """Check nothing: the sizes were checked, and a tape may be smaller than a state."""
+
+    def tape(self, variant: int) -> SelectiveTape:
+        """Return the whole tape, whatever the number."""
+        return SelectiveTape(self.tape_bytes, 0.0)
+
+    def kept(self, number: int) -> Results:
+        """Return results of no size, whatever the number."""
+        return Results(0, 0.0)
 
 
 class Walk:
-    """A walk through a schedule: counts memory and time action by action."""
+    """A walk through a schedule: counts memory and time action by action.
 
-    def __init__(
-        self,
-        state_bytes: Sequence[int],
-        tape_bytes: Sequence[int],
-        costs: Sequence[Cost] | None = None,
-    ) -> None:
-        self.num_stages = len(tape_bytes)
-        self.state_bytes = state_bytes
-        self.is_costed = costs is not None
-        self.tapes_of_stage = (  # the whole tape first, then its variants
-            [(SelectiveTape(size, 0.0),) for size in tape_bytes]
-            if costs is None
-            else [tuple(map(cost.tape, range(len(cost.variants) + 1))) for cost in costs]
-        )
-        self.tapes_again = None if costs is None else [cost.tape_again for cost in costs]
-        self.costs = [_ANY] * self.num_stages if costs is None else costs
+    Args:
+        costs: the cost of each stage.
+        last_bytes: the bytes of the last state; 0 if it belongs to the caller.
+    """
+
+    def __init__(self, costs: Sequence[Cost], last_bytes: int = 0) -> None:
+        self.costs = costs
+        self.num_stages = len(costs)
+        self.state_bytes = [*(cost.state_bytes for cost in costs), last_bytes]
         self.working: int | None = 0
         self.kept: set[int] = set()
         self.offloaded: set[int] = set()
@@ -59,158 +73,134 @@ class Walk:
         self.host = self.peak_host = 0
         self._recount(0)
 
-    @classmethod
-    def of(cls, costs: Sequence[Cost]) -> Walk:
-        """Return a walk with costs; the last state counts 0, as it belongs to the caller."""
-        states = [*(cost.state_bytes for cost in costs), 0]
-        return cls(states, [cost.tape_bytes for cost in costs], costs)
-
-    def step(self, action: Action) -> str | None:
-        """Do one action; if it is impossible, return the reason instead."""
+    def step(self, action: Action) -> None:
+        """Do one action, or raise `Impossible`."""
         if self.swept and not self.in_backward and action != Keep(self.num_stages):
             self.in_backward = True
             self._work(None)
-        reason = self._refusal(action)
-        if reason is not None:
-            return reason
+        self._check_place(action)
         match action:
             case Keep(index):
+                self._check_can_leave(index)
                 self.kept.add(index)
             case Offload(index):
+                self._check_can_leave(index)
                 self._offload(index)
             case Drop(index):
+                self._check_is_there(index)
                 self._drop(index)
             case Load(index):
+                self._check_is_there(index)
                 self._work(index)
             case Advance(start, stop, results):
+                self._check_runs(start, stop, results)
                 for index in range(start, stop):
-                    kept = self._kept_results(index, results)
+                    kept = self.costs[index].kept(results)
                     self._enter(index, self.costs[index].run_bytes + kept.num_bytes)
                     if results:
                         self.results[index] = kept
                         self.held += kept.num_bytes
                     self._work(self._output(index))
             case Tape(index, variant):
-                tape = self._tape_cost(index, variant)
+                self._check_tapes(index, variant)
+                cost = self.costs[index]
+                tape = cost.tape_again if self.in_backward else cost.tape(variant)
                 taped = self.results[index].taped_bytes if index in self.results else 0
                 self._enter(index, tape.tape_run_bytes - taped)
                 self.forwards[index] += variant > 0  # backward runs it once more, in part
                 self._tape(index, tape, self._output(index))
             case Invert(index):
+                self._check_inverts(index)
                 self._invert(index)
             case Reverse(index):
                 self._reverse(index)
         self.peak = max(self.peak, self.held)
         self.peak_states = max(self.peak_states, len(self.kept))
         self.peak_tapes = max(self.peak_tapes, len(self.tapes))
-        return None
 
-    # -- refusals --------------------------------------------------------------------------
+    # -- what is impossible ----------------------------------------------------------------
 
-    def _refusal(self, action: Action) -> str | None:
-        if not self._in_range(action):
-            return f"a chain of {self.num_stages} stages has no such stage or state"
+    def _check_place(self, action: Action) -> None:
+        last = self.num_stages if isinstance(action, Keep | Drop | Load) else self.num_stages - 1
+        is_run = isinstance(action, Advance)
+        first, end = (action.start, action.stop - 1) if is_run else (action.index, action.index)
+        if not 0 <= first <= end <= last:
+            raise Impossible(f"a chain of {self.num_stages} stages has no such stage or state")
         if not self.swept and isinstance(action, Load | Invert | Reverse):
-            return f"it belongs to backward, but the sweep has not reached x_{self.num_stages}"
-        match action:
-            case Keep(index):
-                return self._needs(index) or self._present(index)
-            case Offload(index):
-                return self._needs(index) or self._present(index) or self._unmovable(index)
-            case Drop(index) | Load(index):
-                there = index in self.kept or index in self.offloaded
-                return None if there else f"it needs x_{index} kept, and it is not"
-            case Advance(start, stop, results):
-                reason = self._needs(start) or self._unfit(start, stop)
-                return reason or self._unkeepable(start, stop, results)
-            case Tape(index, variant):
-                return self._needs(index) or self._untaped(index) or self._untapable(index, variant)
-            case Invert(index):
-                reason = self._needs(index + 1) or self._untaped(index) or self._fixed(index)
-                return reason or self._uninvertible(index)
-            case Reverse(index):
-                if index != self.remaining - 1:
-                    return f"the next stage to reverse is {self.remaining - 1}"
-                return None if index in self.tapes else f"it needs a tape of stage {index}"
+            raise Impossible(
+                f"it belongs to backward, but the sweep has not reached x_{self.num_stages}"
+            )
 
-    def _in_range(self, action: Action) -> bool:
-        match action:
-            case Keep(index) | Drop(index) | Load(index):
-                return 0 <= index <= self.num_stages
-            case Advance(start, stop):
-                return 0 <= start < stop <= self.num_stages
-            case Tape(index) | Invert(index) | Reverse(index) | Offload(index):
-                return 0 <= index < self.num_stages
-
-    def _needs(self, index: int) -> str | None:
+    def _check_works_on(self, index: int) -> None:
+        """Raise unless a state is the working state."""
         if self.working == index:
-            return None
+            return
+        needed = f"it needs the working state x_{index}, "
         if self.working is not None:
-            return (
-                f"it needs the working state x_{index}, and the working state is x_{self.working}"
-            )
+            raise Impossible(f"{needed}and the working state is x_{self.working}")
+        where = "and the working state is gone where backward begins"
         if not self._links(index):
-            return (
-                f"it needs the working state x_{index}, which running stage {index - 1} again "
-                f"does not make: keep x_{index} in the sweep and load it first"
-            )
-        return (
-            f"it needs the working state x_{index}, and the working state is gone where "
-            f"backward begins: keep x_{index} in the sweep and load it first"
-        )
+            where = f"which running stage {index - 1} again does not make"
+        raise Impossible(f"{needed}{where}: keep x_{index} in the sweep and load it first")
 
-    def _present(self, index: int) -> str | None:
+    def _check_can_leave(self, index: int) -> None:
+        """Raise unless the working state can be kept or offloaded."""
+        self._check_works_on(index)
         if index in self.kept:
-            return f"x_{index} is kept already"
-        return f"x_{index} is offloaded already" if index in self.offloaded else None
+            raise Impossible(f"x_{index} is kept already")
+        if index in self.offloaded:
+            raise Impossible(f"x_{index} is offloaded already")
 
-    def _unmovable(self, index: int) -> str | None:
-        if self.is_costed and self.costs[index].offload_seconds is None:
-            return f"x_{index} cannot be offloaded"
-        return None
+    def _check_is_there(self, index: int) -> None:
+        if index not in self.kept and index not in self.offloaded:
+            raise Impossible(f"it needs x_{index} kept, and it is not")
 
-    def _untaped(self, index: int) -> str | None:
-        if index in self.tapes:
-            return f"stage {index} is taped already"
-        return f"stage {index} is reversed already" if index >= self.remaining else None
-
-    def _fixed(self, index: int) -> str | None:
-        if self.costs[index].is_fixed:
-            return f"stage {index} is fixed: it can only be taped, when it is first passed"
-        return None
-
-    def _unfit(self, start: int, stop: int) -> str | None:
+    def _check_runs(self, start: int, stop: int, results: int) -> None:
+        self._check_works_on(start)
         for index in range(start, stop):
-            if self.costs[index].is_fixed:
-                return self._fixed(index)
+            self._check_is_not_fixed(index)
             if self.in_backward and index > start and not self._links(index):
-                return f"running stage {index - 1} again does not make x_{index}"
-        return None
+                raise Impossible(f"running stage {index - 1} again does not make x_{index}")
+        if results and (self.in_backward or stop > start + 1):
+            raise Impossible("only a run of one stage in the sweep can keep results")
+        self._check_number(results, start, "kinds of results", self.costs[start].results)
 
-    def _unkeepable(self, start: int, stop: int, results: int) -> str | None:
-        if not results:
-            return None
-        if self.in_backward or stop > start + 1:
-            return "only a run of one stage in the sweep can keep results"
-        if results < 0 or (self.is_costed and results > len(self.costs[start].results)):
-            return f"stage {start} has {len(self.costs[start].results)} kinds of results"
-        return None
-
-    def _untapable(self, index: int, variant: int) -> str | None:
+    def _check_tapes(self, index: int, variant: int) -> None:
+        self._check_works_on(index)
+        self._check_is_untaped(index)
         if self.in_backward and variant:
-            return "only a tape of the sweep can be another one than the whole"
-        if variant < 0 or (self.is_costed and variant > len(self.costs[index].variants)):
-            return f"stage {index} has {len(self.costs[index].variants)} variants"
-        return self._fixed(index) if self.in_backward else None
+            raise Impossible("only a tape of the sweep can be another one than the whole")
+        self._check_number(variant, index, "variants", self.costs[index].variants)
+        if self.in_backward:
+            self._check_is_not_fixed(index)
 
-    def _uninvertible(self, index: int) -> str | None:
+    def _check_inverts(self, index: int) -> None:
+        self._check_works_on(index + 1)
+        self._check_is_untaped(index)
+        self._check_is_not_fixed(index)
         if not self.costs[index].is_invertible:
-            return f"stage {index} is not invertible"
+            raise Impossible(f"stage {index} is not invertible")
         if index in self.results:
-            return f"stage {index} has kept results, for a tape"
+            raise Impossible(f"stage {index} has kept results, for a tape")
         if not self._links(index + 1):
-            return f"x_{index + 1} is not what stage {index} returned"
-        return None
+            raise Impossible(f"x_{index + 1} is not what stage {index} returned")
+
+    def _check_number(self, number: int, index: int, what: str, there: Sequence[object]) -> None:
+        is_known = number <= len(there) or isinstance(self.costs[index], Sizes)
+        if number < 0 or not is_known:
+            raise Impossible(f"stage {index} has {len(there)} {what}")
+
+    def _check_is_untaped(self, index: int) -> None:
+        if index in self.tapes:
+            raise Impossible(f"stage {index} is taped already")
+        if index >= self.remaining:
+            raise Impossible(f"stage {index} is reversed already")
+
+    def _check_is_not_fixed(self, index: int) -> None:
+        if self.costs[index].is_fixed:
+            raise Impossible(
+                f"stage {index} is fixed: it can only be taped, when it is first passed"
+            )
 
     def _links(self, index: int) -> bool:
         return not 0 < index < self.num_stages or self.costs[index].is_linked
@@ -220,14 +210,6 @@ class Walk:
     def _output(self, index: int) -> int | None:
         """Return the index of the state that a run of a stage makes, or None."""
         return index + 1 if not self.in_backward or self._links(index + 1) else None
-
-    def _tape_cost(self, index: int, variant: int) -> SelectiveTape:
-        if self.in_backward and self.tapes_again is not None:
-            return self.tapes_again[index]
-        return self.tapes_of_stage[index][variant if self.is_costed else 0]
-
-    def _kept_results(self, index: int, number: int) -> Results:
-        return self.costs[index].kept(number) if self.is_costed else Results(0, 0.0)
 
     def _enter(self, index: int, beyond: int) -> None:
         """Count a run of a stage whose input is the working state, and which uses results up."""
@@ -266,10 +248,13 @@ class Walk:
         self.swept = self.swept or index == self.num_stages
 
     def _offload(self, index: int) -> None:
+        seconds = self.costs[index].offload_seconds
+        if seconds is None:
+            raise Impossible(f"x_{index} cannot be offloaded")
         self.offloaded.add(index)
         self.host += self.state_bytes[index]
         self.peak_host = max(self.peak_host, self.host)
-        self.seconds += self.costs[index].offload_seconds or 0.0
+        self.seconds += seconds
 
     def _drop(self, index: int) -> None:
         if index in self.offloaded:
@@ -292,16 +277,18 @@ class Walk:
         cost = self.costs[index]
         self.num_inverses += 1
         self.seconds += cost.invert_seconds
-        if cost.invert_bytes is None:
-            self.peak = max(self.peak, self.held + cost.tape_run_bytes)
-            self._tape(index, self.tapes_of_stage[index][0], index)
-            return
-        self.peak = max(self.peak, self.held + cost.invert_bytes + self._lent(index))
-        self._tape(
-            index, SelectiveTape(cost.state_bytes, 0.0), index
-        )  # its bytes were counted just now
+        tape, beyond = cost.tape(0), cost.tape_run_bytes
+        if cost.invert_bytes is not None:  # which counts the tape, but for the stage's input
+            tape = SelectiveTape(cost.state_bytes, 0.0)
+            beyond = cost.invert_bytes + self._lent(index)
+        self.peak = max(self.peak, self.held + beyond)
+        self._tape(index, tape, index)
 
     def _reverse(self, index: int) -> None:
+        if index != self.remaining - 1:
+            raise Impossible(f"the next stage to reverse is {self.remaining - 1}")
+        if index not in self.tapes:
+            raise Impossible(f"it needs a tape of stage {index}")
         cost = self.costs[index]
         if self.working is not None and self.working > index:
             self._work(None)

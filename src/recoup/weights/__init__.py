@@ -18,11 +18,9 @@ from recoup.weights.application import (
     update,
 )
 from recoup.weights.conversion import to_plain_names
-from recoup.weights.divergence import kl_divergence
-from recoup.weights.dropout import weight_dropout
-from recoup.weights.freezing import freeze_dropped
+from recoup.weights.dropout import freeze_dropped, weight_dropout
 from recoup.weights.function import Draw, apply
-from recoup.weights.noise import weight_noise
+from recoup.weights.noise import kl_divergence, weight_noise
 from recoup.weights.norm import weight_norm
 from recoup.weights.twins import twin
 

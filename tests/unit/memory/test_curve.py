@@ -11,8 +11,7 @@ import pytest
 
 from recoup.errors import RecoupError
 from recoup.memory import Curve, Point, curve
-from recoup.memory.builders import build_name
-from recoup.memory.points import WITHIN_WORKER
+from recoup.memory.points import WITHIN_WORKER, build_name
 
 BUILDERS = Path(__file__).with_name("builders.py")
 UNIT_BYTES = 256 * 1024
@@ -94,9 +93,8 @@ def test_table():
 
 
 def test_columns_that_were_not_measured_are_left_out():
-    table = by_hand(seconds=None, cpu_seconds=None, resident_bytes=2**21).table()
-    assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB  resident MiB"
-    assert table.splitlines()[1].endswith("2.00")
+    table = by_hand(seconds=None, cpu_seconds=None).table()
+    assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB"
 
 
 def test_printed():
@@ -119,7 +117,6 @@ def test_csv(tmp_path):
         "held_bytes": "0",
         "seconds": "0.004",
         "cpu_seconds": "0.003",
-        "resident_bytes": "",
     }
 
 
@@ -136,15 +133,6 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
         by_hand().to_csv(path)
     assert path.read_text() == "as it was"
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_resident_memory_agrees():
-    result = curve(f"{BUILDERS}:held_values", [64], ["linear"], repeats=0, resident=True)
-    (point,) = result.points
-    assert point.seconds is None
-    assert point.resident_bytes == pytest.approx(64 * UNIT_BYTES, rel=0.05)
 
 
 @pytest.mark.slow

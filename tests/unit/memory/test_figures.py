@@ -57,12 +57,6 @@ def test_lines_that_coincide_differ_in_every_way():
     assert len(set(figures._MARKERS)) == len(figures._MARKERS)
 
 
-def test_labels_keep_apart_and_otherwise_stay():
-    assert figures._spread([0.1, 0.5, 0.9], gap=0.1) == pytest.approx([0.1, 0.5, 0.9])
-    assert figures._spread([0.5, 0.5, 0.9], gap=0.1) == pytest.approx([0.45, 0.55, 0.9])
-    assert figures._spread([0.0, 0.0, 0.15], gap=0.1) == pytest.approx([0.0, 0.1, 0.2])
-
-
 @pytest.mark.parametrize("name", ["curve", "curve.gif", "curve.csv"])
 def test_unknown_format(tmp_path, name):
     with pytest.raises(ValueError, match=r"must end in one of \.png, \.svg, \.pdf"):

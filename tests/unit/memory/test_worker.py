@@ -23,7 +23,7 @@ def ask(monkeypatch, tmp_path):
 
     def answer(build, depth=2, memory="linear", *, repeats=0):
         name = build if ":" in build else f"{BUILDERS}:{build}"
-        request = Request(name, depth, memory, "cpu", repeats, 1, resident=False)
+        request = Request(name, depth, memory, "cpu", repeats, 1)
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(request))))
         path = tmp_path / "answer.json"
         code = worker.main(str(path))

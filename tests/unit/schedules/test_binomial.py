@@ -54,7 +54,7 @@ def test_binomial_of_a_long_chain_takes_few_actions():
 
 
 def test_binomial_refuses_counts_below_one():
-    with pytest.raises(ValueError, match=r"`slots` is 0, but it must be at least 1"):
+    with pytest.raises(ValueError, match=r"`slots` is 0, but must be a whole number, at least 1"):
         binomial(3, 0)
-    with pytest.raises(ValueError, match=r"`n` is -1, but it must be at least 1"):
+    with pytest.raises(ValueError, match=r"`n` is -1, but must be a whole number, at least 1"):
         binomial(-1, 2)

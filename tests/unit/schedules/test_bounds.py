@@ -10,7 +10,7 @@ from recoup.schedules import (
     num_sweeps,
     simulate,
 )
-from recoup.schedules.bounds import best_split
+from recoup.schedules._binomial import best_split
 from tests.unit.schedules.oracles import least_advances, persistent_schedules
 
 
@@ -65,9 +65,9 @@ def test_persistent_schedules_are_distinct_and_can_be_executed():
 
 @pytest.mark.parametrize("function", [num_sweeps, num_advances])
 def test_counts_below_one_are_refused(function):
-    with pytest.raises(ValueError, match=r"`n` is 0, but it must be at least 1"):
+    with pytest.raises(ValueError, match=r"`n` is 0, but must be a whole number, at least 1"):
         function(0, 1)
-    with pytest.raises(ValueError, match=r"`slots` is 0, but it must be at least 1"):
+    with pytest.raises(ValueError, match=r"`slots` is 0, but must be a whole number, at least 1"):
         function(3, 0)
 
 

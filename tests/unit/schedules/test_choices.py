@@ -22,7 +22,7 @@ from recoup.schedules import (
     optimal,
     simulate,
 )
-from recoup.schedules.search.frontier import fastest
+from recoup.schedules.search import fastest
 from tests.unit.schedules.exhaustive import every_simulation
 
 SIZES = st.integers(0, 6)

@@ -102,7 +102,7 @@ def test_optimal_is_as_good_as_the_known_curve(n, tape, row):
 @pytest.fixture
 def coarse(monkeypatch):
     """Count bytes in 128 levels, as for a chain of a hundred stages."""
-    monkeypatch.setattr("recoup.schedules.search.frontier._WORK", 0)
+    monkeypatch.setattr("recoup.schedules.search._WORK", 0)
 
 
 @pytest.mark.sampled(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recoup.schedules import Advance, Cost, Load, Offload, binomial, offloaded, revolve, simulate
-from recoup.schedules.transfers import waiting_seconds
+from recoup.schedules._simulate import waiting_seconds
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 64])
@@ -89,7 +89,7 @@ def test_what_a_simulation_of_waits_needs():
 @pytest.mark.parametrize("name", ["n", "every", "slots"])
 def test_wrong_counts(name):
     arguments = {"n": 4, "every": 2, "slots": 1, name: 0}
-    with pytest.raises(ValueError, match=f"`{name}` is 0, but it must be at least 1"):
+    with pytest.raises(ValueError, match=f"`{name}` is 0, but must be a whole number, at least 1"):
         offloaded(arguments.pop("n"), **arguments)
     with pytest.raises(ValueError, match=f"`{name}` is 1.5, but must be a whole number"):
         offloaded(**{"n": 4, "every": 2, "slots": 1, name: 1.5})

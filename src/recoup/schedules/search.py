@@ -13,13 +13,10 @@ from recoup._arguments import check_real
 from recoup.errors import ScheduleError
 from recoup.schedules._simulate import simulate
 from recoup.schedules.actions import Schedule
+from recoup.schedules.choices import Chain
 from recoup.schedules.costs import Cost, require_costs
-from recoup.schedules.search.choices import Chain
-from recoup.schedules.search.persistent import persistent
-from recoup.schedules.search.recurrences import Table, least_bytes
+from recoup.schedules.recurrences import Table, least_bytes, persistent
 from recoup.schedules.segmented import linear
-
-__all__ = ["Candidate", "Point", "fastest", "frontier", "optimal"]
 
 # Bytes are rounded to at least this many levels, and to as many as the work of a search allows.
 _NUM_LEVELS = 160

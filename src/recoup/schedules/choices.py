@@ -33,8 +33,6 @@ from typing import Literal, NamedTuple
 
 from recoup.schedules.costs import Cost, SelectiveTape
 
-__all__ = ["Chain", "Choice"]
-
 _Kind = Literal["tape", "results", "keep", "offload", "invert"]
 _MOST_STAGES = 8  # that keep results in one segment, whose tapes are then there at once
 _MOST_SELECTIONS = 10  # of results, for each segment
