@@ -11,7 +11,7 @@ from torch import nn
 from recoup._arguments import check_real, check_whole
 from recoup.flows.networks import ConvNetwork, DenseNetwork, check_layers
 from recoup.invertible import ActNorm, InvertibleConv1x1, InvertibleModule, Logit, Normalize
-from recoup.invertible.shapes import sizes_of
+from recoup.invertible.contract import sizes_of
 
 __all__ = ["Steps", "check_counts", "check_images", "check_shape", "first_layers"]
 

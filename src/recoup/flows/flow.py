@@ -24,8 +24,8 @@ from recoup.flows.latents import (
     temperature_of_each,
 )
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
-from recoup.invertible.chain_memory import HasChain
-from recoup.invertible.shapes import sizes_of
+from recoup.invertible.chain import HasChain
+from recoup.invertible.contract import sizes_of
 
 __all__ = ["Flow"]
 
@@ -105,9 +105,6 @@ class Flow(HasChain):
         self.num_classes = num_classes
         self.base = Base(Normal(0.0, 1.0) if base is None else base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
-
-    def _parts_with_chains(self) -> Sequence[HasChain]:
-        return (self.dequantize,) if isinstance(self.dequantize, VariationalDequantize) else ()
 
     @property
     def levels(self) -> int | None:

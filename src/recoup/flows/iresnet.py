@@ -21,8 +21,8 @@ from recoup.invertible import (
     LipSwish,
     Squeeze,
 )
+from recoup.invertible.contract import sizes_of
 from recoup.invertible.residual import LogDet
-from recoup.invertible.shapes import sizes_of
 from recoup.schedules.memory import Memory
 
 __all__ = ["IResNet"]

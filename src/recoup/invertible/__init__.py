@@ -5,12 +5,11 @@ from __future__ import annotations
 from recoup._core.drift_guard import DriftGuard
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.adapters import adapt
-from recoup.invertible.additive import AdditiveCoupling
-from recoup.invertible.affine import AffineCoupling
 from recoup.invertible.chain import Chain
 from recoup.invertible.check import Finding, InvertibleReport, check_invertible
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.conv1x1 import InvertibleConv1x1, InvertibleConv1x1LU
+from recoup.invertible.coupling import AdditiveCoupling, AffineCoupling
 from recoup.invertible.dequantize import Dequantize, VariationalDequantize
 from recoup.invertible.lipschitz import LipschitzConv2d, LipschitzLinear, LipSwish
 from recoup.invertible.mixture import MixtureCoupling

@@ -7,8 +7,7 @@ from torch import Tensor, distributed, nn
 
 from recoup._arguments import check_whole
 from recoup._core.tensor_arguments import check_place
-from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, num_positions, per_channel
+from recoup.invertible.contract import InvertibleModule, check_channels, num_positions, per_channel
 
 __all__ = ["ActNorm"]
 

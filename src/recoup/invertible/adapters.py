@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Transform
 
 from recoup._arguments import shown
-from recoup.invertible.adapted import Adapted, Backwards
 from recoup.invertible.chain import Chain
 from recoup.invertible.closed_forms import (
     check_bijective,
@@ -24,9 +23,9 @@ from recoup.invertible.closed_forms import (
     why_not_built,
     why_not_lazy,
 )
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.contract import Adapted, InvertibleModule
 
-__all__ = ["adapt", "context_of"]
+__all__ = ["Backwards", "adapt", "context_of"]
 
 
 def adapt(transform: Any) -> InvertibleModule:
@@ -90,6 +89,31 @@ def adapt(transform: Any) -> InvertibleModule:
         "FrEIA, a torch.distributions.Transform, or an InvertibleModule. For a whole flow use "
         "recoup.train_in; for a layer of your own derive from recoup.invertible.InvertibleModule."
     )
+
+
+class Backwards(Adapted):
+    """A layer from latent to data, for flows that are trained on their samples.
+
+    Args:
+        layer: the layer, which has its place in another chain.
+    """
+
+    def __init__(self, layer: InvertibleModule) -> None:
+        networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
+        why_not = "" if layer.inverts_in_backward else "its inverse is an iteration"
+        super().__init__(layer, networks, getattr(layer, "why_not", why_not))
+        self.takes_context = layer.takes_context
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in."""
+        return getattr(self.transform, "has_started", True)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform.inverse(x, *(() if context is None else (context,)))
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(y, *(() if context is None else (context,)))
 
 
 class _OfTorch(Adapted):
@@ -179,11 +203,7 @@ class _OfFrEIA(Adapted):
             places = _places_of(transform.dims_c)
         self._places = list(zip(places, transform.dims_c, strict=True))
         super().__init__(transform, networks_of(transform), why_not(transform))
-
-    @property
-    def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the module has conditions."""
-        return bool(self._places)
+        self.takes_context = bool(self._places)
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         return self._run(x, context, rev=False)

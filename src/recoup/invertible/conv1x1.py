@@ -11,8 +11,7 @@ from torch.nn import functional
 from recoup._arguments import check_type, check_whole
 from recoup._core.autocast_off import without_autocast
 from recoup._core.tensor_arguments import check_place
-from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, num_positions
+from recoup.invertible.contract import InvertibleModule, check_channels, num_positions
 
 __all__ = ["InvertibleConv1x1", "InvertibleConv1x1LU"]
 

@@ -14,8 +14,7 @@ from recoup._arguments import check_type
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
-from recoup.invertible.chain import Chain
-from recoup.invertible.chain_memory import HasChain
+from recoup.invertible.chain import Chain, HasChain
 from recoup.invertible.contract import InvertibleModule
 
 __all__ = ["Dequantize", "VariationalDequantize", "check_levels"]

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recoup._arguments import check_real
-from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, num_positions, per_channel
+from recoup.invertible.contract import InvertibleModule, check_channels, num_positions, per_channel
 
 __all__ = ["Logit", "Normalize"]
 

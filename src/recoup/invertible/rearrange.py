@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from recoup._arguments import check_type, check_whole
-from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, check_not_batch, sizes_of, zero_log_det
+from recoup.invertible.contract import (
+    InvertibleModule,
+    check_channels,
+    check_not_batch,
+    sizes_of,
+    zero_log_det,
+)
 
 __all__ = ["Flatten", "Flip", "Permute", "Split", "Squeeze"]
 
