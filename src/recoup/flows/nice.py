@@ -21,7 +21,7 @@ from recoup.invertible import (
     Normalize,
     Permute,
 )
-from recoup.invertible.dequantize import check_levels
+from recoup.invertible.preprocess import check_levels
 from recoup.schedules.memory import Memory
 
 __all__ = ["NICE"]

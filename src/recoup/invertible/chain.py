@@ -14,7 +14,6 @@ from recoup._core.devices import generators_restored
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.slots import State
 from recoup.errors import ConvergenceError
-from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain_stages import (
     ModuleStage,
     StageGroup,
@@ -24,6 +23,7 @@ from recoup.invertible.chain_stages import (
     to_output,
     to_state,
 )
+from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import Adapted, InvertibleModule
 from recoup.planning.budget import HasMemoryMode, is_bytes
 from recoup.schedules import Schedule, Way

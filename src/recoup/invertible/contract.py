@@ -26,6 +26,7 @@ from recoup._core.shared_evaluation import evaluate, lending
 __all__ = [
     "Adapted",
     "InvertibleModule",
+    "at_each_position",
     "check_channels",
     "check_not_batch",
     "num_positions",
@@ -195,6 +196,11 @@ def sizes_of(shape: Any) -> torch.Size:
 def num_positions(x: Tensor) -> int:
     """Count the positions that share one channel: ``H * W`` for images, 1 for vectors."""
     return math.prod(x.shape[2:])
+
+
+def at_each_position(log_det: Tensor, x: Tensor) -> Tensor:
+    """Return the log-determinant ``(N,)`` of a map with `log_det` at each position of `x`."""
+    return (log_det * num_positions(x)).expand(x.shape[0])
 
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:

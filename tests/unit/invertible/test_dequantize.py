@@ -30,7 +30,7 @@ def test_the_ends_of_the_noise_do_not_round_to_another_level(monkeypatch, levels
 
     x = torch.arange(float(levels)).view(1, -1)
     with monkeypatch.context() as patch:
-        patch.setattr("recoup.invertible.dequantize.draw_seed", lambda: 0)
+        patch.setattr("recoup.invertible.preprocess.draw_seed", lambda: 0)
         patch.setattr(torch, "randint", randint)
         y, _ = Dequantize(levels)(x)
     assert torch.equal(Dequantize(levels).inverse(y)[0], x)
