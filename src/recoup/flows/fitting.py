@@ -18,8 +18,6 @@ from recoup.flows.flow import Flow
 from recoup.memory import format_bytes, measure
 from recoup.schedules.memory import Memory
 
-__all__ = ["Fitted", "fit"]
-
 Data = Tensor | tuple[Tensor, Tensor]
 
 _MOST_GRADIENT = 10.0  # the norm to which gradients are clipped

@@ -14,7 +14,6 @@ from torch.distributions import Distribution, Normal
 from recoup._arguments import check_type, check_whole
 from recoup._core.devices import with_seed
 from recoup._core.tensor_arguments import check_tensors
-from recoup.flows.labels import one_hot
 from recoup.flows.latents import (
     Base,
     Latents,
@@ -23,11 +22,10 @@ from recoup.flows.latents import (
     chosen,
     temperature_of_each,
 )
+from recoup.flows.networks import one_hot
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.invertible.chain import HasChain
 from recoup.invertible.contract import sizes_of
-
-__all__ = ["Flow"]
 
 
 class Flow(HasChain):

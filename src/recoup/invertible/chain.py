@@ -29,8 +29,6 @@ from recoup.planning.budget import HasMemoryMode, is_bytes
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for
 
-__all__ = ["Chain", "HasChain"]
-
 
 class Chain(HasMemoryMode, InvertibleModule):
     """Invertible modules in sequence, with a choice of what autograd keeps for backward.

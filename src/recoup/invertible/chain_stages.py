@@ -13,16 +13,6 @@ from recoup.errors import NotInvertibleError
 from recoup.invertible.contract import Adapted, InvertibleModule
 from recoup.invertible.rearrange import Split
 
-__all__ = [
-    "ModuleStage",
-    "StageGroup",
-    "check_defined",
-    "joined",
-    "state_of",
-    "to_output",
-    "to_state",
-]
-
 
 class ModuleStage:
     """A module that maps the first tensor of the state; a context and early latents pass by.

@@ -19,8 +19,6 @@ from recoup.invertible.contract import (
     per_channel,
 )
 
-__all__ = ["ActNorm", "InvertibleConv1x1", "InvertibleConv1x1LU"]
-
 _linalg: Any = torch.linalg  # torch does not type its functions
 
 # Below this spread (relative to the mean) a channel counts as constant and keeps the scale 1:
@@ -171,8 +169,8 @@ class InvertibleConv1x1(_OfChannels):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
-        log_det = at_each_position(log_abs_det, x)
-        return _mix(x, self.weight), log_det.to(self.weight.dtype)
+        y = _mix(x, self.weight)
+        return y, at_each_position(log_abs_det, x).to(y.dtype)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
@@ -183,8 +181,8 @@ class InvertibleConv1x1(_OfChannels):
             factors, pivots, torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
         )
         log_abs_det: Tensor = factors.diagonal().abs().log().sum()
-        log_det = at_each_position(-log_abs_det, y)
-        return _mix(y, undone.to(self.weight.dtype)), log_det.to(self.weight.dtype)
+        x = _mix(y, undone.to(self.weight.dtype))
+        return x, at_each_position(-log_abs_det, y).to(x.dtype)
 
 
 class InvertibleConv1x1LU(_OfChannels):

@@ -28,8 +28,6 @@ from recoup.invertible.chain import Chain
 from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import InvertibleModule
 
-__all__ = ["Finding", "InvertibleReport", "check_invertible"]
-
 _MODES = ("sqrt", "constant")  # each compared with "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension and sample
 _SEED = 0

@@ -23,19 +23,6 @@ from torch import Tensor, nn
 from recoup._arguments import is_whole, shown
 from recoup._core.shared_evaluation import evaluate, lending
 
-__all__ = [
-    "Adapted",
-    "InvertibleModule",
-    "at_each_position",
-    "check_channels",
-    "check_not_batch",
-    "num_positions",
-    "per_channel",
-    "per_sample",
-    "sizes_of",
-    "zero_log_det",
-]
-
 
 class InvertibleModule(nn.Module):
     """A module whose input can be computed from its output.
@@ -170,6 +157,31 @@ class Adapted(InvertibleModule):
     def extra_repr(self) -> str:
         """Show what backward does with the layer."""
         return f"recomputed: {self.why_not}" if self.why_not else "inverted"
+
+
+class Backwards(Adapted):
+    """A layer from latent to data, for flows that are trained on their samples.
+
+    Args:
+        layer: the layer, which has its place in another chain.
+    """
+
+    def __init__(self, layer: InvertibleModule) -> None:
+        networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
+        why_not = "" if layer.inverts_in_backward else "its inverse is an iteration"
+        super().__init__(layer, networks, getattr(layer, "why_not", why_not))
+        self.takes_context = layer.takes_context
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in."""
+        return getattr(self.transform, "has_started", True)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform.inverse(x, *(() if context is None else (context,)))
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(y, *(() if context is None else (context,)))
 
 
 def _pair(value: Tensor, log_det: Any, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,6 @@ from recoup._core.tensor_arguments import check_modules
 from recoup.errors import GridError
 from recoup.invertible.contract import InvertibleModule, per_sample, zero_log_det
 
-__all__ = ["AdditiveCoupling", "AffineCoupling", "Condition", "Coupling", "Partition"]
-
 Condition = Literal["first", "second"]
 Partition = Literal["channels", "checkerboard"]
 

@@ -17,8 +17,6 @@ from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import grad_mode
 from recoup._core.tensor_arguments import check_place
 
-__all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
-
 _linalg: Any = torch.linalg  # torch does not type its functions
 _fft: Any = torch.fft
 
@@ -132,10 +130,7 @@ class LipschitzConv2d(nn.Conv2d):
         in_channels: Channels of the input ``(N, in_channels, H, W)``.
         out_channels: Channels of the output.
         kernel_size: Side of the kernel.
-        stride: As in `nn.Conv2d`.
         padding: As in `nn.Conv2d`, with zeros.
-        dilation: As in `nn.Conv2d`.
-        groups: As in `nn.Conv2d`.
         bias: Whether to add a learned bias.
         coefficient: The bound, above 0 and below 1.
         device: Device of the parameters.
@@ -162,34 +157,24 @@ class LipschitzConv2d(nn.Conv2d):
         in_channels: int,
         out_channels: int,
         kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
         *,
+        padding: str | int | tuple[int, int] = 0,
+        bias: bool = True,
         coefficient: float = 0.9,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_whole(in_channels=in_channels, out_channels=out_channels, groups=groups)
-        sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
-        for name, size in sizes.items():
-            for each in size if isinstance(size, tuple) else (size,):
-                check_whole(**{name: each})
+        check_whole(in_channels=in_channels, out_channels=out_channels)
+        for each in kernel_size if isinstance(kernel_size, tuple) else (kernel_size,):
+            check_whole(kernel_size=each)
         for each in padding if isinstance(padding, tuple) else (padding,):
             if each not in ("same", "valid"):
                 check_whole(0, padding=each)
-        if in_channels % groups or out_channels % groups:
-            raise ValueError(
-                f"`groups` is {groups}, but must divide `in_channels` {in_channels} and "
-                f"`out_channels` {out_channels}."
-            )
         check_flag(bias=bias)
         check_place(device, dtype)
         super().__init__(
-            in_channels, out_channels, kernel_size, stride=stride, padding=padding,
-            dilation=dilation, groups=groups, bias=bias, device=device, dtype=dtype,
+            in_channels, out_channels, kernel_size, padding=padding, bias=bias, device=device,
+            dtype=dtype,
         )  # fmt: skip
         self.coefficient = _checked(coefficient)
 
@@ -202,15 +187,12 @@ class LipschitzConv2d(nn.Conv2d):
         return self._conv_forward(input, self.normalized_weight(), self.bias)
 
     def _norm(self, weight: Tensor) -> Tensor:
-        """Bound the norm of the convolution with `weight`, for any stride and any image."""
+        """Bound the norm of the convolution with `weight`, for any image."""
         kernel = (self.kernel_size[0], self.kernel_size[1])
         grid = [max(1, _FREQUENCIES * (size - 1)) for size in kernel]
         # A real kernel has the same norm at opposite frequencies, so half of them are enough.
         transform: Tensor = _fft.rfftn(weight, s=grid, dim=(2, 3))
-        # Groups do not mix: the norm of the whole is the largest norm of a group.
-        num_out, num_in = weight.shape[0] // self.groups, weight.shape[1]
-        blocks = transform.reshape(self.groups, num_out, num_in, -1)
-        blocks = blocks.permute(3, 0, 1, 2).flatten(0, 1)
+        blocks = transform.flatten(2).permute(2, 0, 1)
         with grad_mode(False):
             values: Tensor = _linalg.svdvals(blocks)
             worst = values[:, 0].argmax().reshape(1)

@@ -14,8 +14,6 @@ from recoup.errors import NotInvertibleError
 from recoup.invertible.contract import per_sample
 from recoup.invertible.coupling import Condition, Coupling, Partition
 
-__all__ = ["MixtureCoupling"]
-
 _MOST_STEPS = 200  # of the search; a dozen is usual, and bisection alone needs 60
 
 

@@ -24,8 +24,6 @@ from recoup.invertible.contract import (
     per_sample,
 )
 
-__all__ = ["Dequantize", "Logit", "Normalize", "VariationalDequantize", "check_levels"]
-
 
 class Normalize(InvertibleModule):
     """Subtract a fixed mean and divide by a fixed standard deviation, per channel or for all.

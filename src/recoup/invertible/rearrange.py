@@ -16,8 +16,6 @@ from recoup.invertible.contract import (
     zero_log_det,
 )
 
-__all__ = ["Flatten", "Flip", "Permute", "Split", "Squeeze"]
-
 
 class Flatten(InvertibleModule):
     """Turn samples of any shape into vectors: ``(N, *shape)`` becomes ``(N, D)``.

@@ -40,8 +40,6 @@ from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.lipschitz import one_weight_a_call
 
-__all__ = ["InvertibleResidual", "LogDet"]
-
 LogDet = Literal["exact", "series", "unbiased"]
 Network = Callable[[Tensor], Tensor]
 
