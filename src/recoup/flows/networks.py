@@ -227,21 +227,25 @@ def one_hot(
             f"`labels` are missing: this flow has {num_classes} classes. Give whole numbers of "
             f"shape ({num_samples},), 0 to {num_classes - 1}."
         )
+    check_labels(labels, num_classes, num_samples)
+    return functional.one_hot(labels.to(like.device, torch.long), num_classes).to(like.dtype)
+
+
+def check_labels(labels: Tensor, num_classes: int, num_samples: int, name: str = "labels") -> None:
+    """Raise ValueError unless `labels`, in errors `name`, are `num_samples` of the classes."""
     if not isinstance(labels, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`labels` is a {type(labels).__name__}, but must be a tensor.")
+        raise ValueError(f"`{name}` is a {type(labels).__name__}, but must be a tensor.")
     if labels.shape != (num_samples,):
         raise ValueError(
-            f"`labels` has shape {tuple(labels.shape)}, but must be ({num_samples},): one label a "
+            f"`{name}` has shape {tuple(labels.shape)}, but must be ({num_samples},): one label a "
             f"sample."
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"`labels` is of type {labels.dtype}, but must be of whole numbers.")
-    labels = labels.to(like.device, torch.long)
+        raise ValueError(f"`{name}` is of type {labels.dtype}, but must be of whole numbers.")
     # On CUDA this synchronises; without it a wrong label would be a fatal device error.
     if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(
-            f"`labels` holds {int(labels.min())} to {int(labels.max())}, but this flow has "
+            f"`{name}` holds {int(labels.min())} to {int(labels.max())}, but this flow has "
             f"{num_classes} classes: 0 to {num_classes - 1}. Count them from 0, or build the flow "
             f"with a larger `num_classes`."
         )
-    return functional.one_hot(labels, num_classes).to(like.dtype)

@@ -237,12 +237,3 @@ def check_channels(x: Tensor, num_channels: int) -> None:
             f"`x` has shape {tuple(x.shape)}, but this layer needs (N, {num_channels}, ...). "
             f"Build the layer with `num_channels` equal to the size of dimension 1."
         )
-
-
-def check_not_batch(x: Tensor, dim: int) -> None:
-    """Raise ValueError if `dim`, counted from the end, is the batch dimension of `x`."""
-    if dim == -x.dim():
-        raise ValueError(
-            f"`dim` {dim} is the batch of `x` of shape {tuple(x.shape)}; samples must stay whole. "
-            f"Use 1, the channels."
-        )

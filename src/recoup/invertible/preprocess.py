@@ -195,7 +195,7 @@ class Dequantize(InvertibleModule):
         kind = (self.training, x.dtype)
         if kind in self._checked_kinds or x.numel() == 0 or x.is_meta:
             return
-        check = uncompiled(_check_data) if is_watched() else _check_data
+        check = uncompiled(check_data) if is_watched() else check_data
         check(x, self.levels)
         self._checked_kinds |= {kind}
 
@@ -335,11 +335,12 @@ def check_levels(levels: object) -> int:
 
 
 @torch.no_grad()
-def _check_data(x: Tensor, levels: int) -> None:
+def check_data(x: Tensor, levels: int, name: str = "x") -> None:
+    """Raise ValueError unless the values of `x`, in errors `name`, are levels, or NaN."""
     if x.is_complex():
         raise ValueError(
-            f"`x` is of type {x.dtype}, but grey levels are real. Give the real part, or the real "
-            "and the imaginary part as two channels."
+            f"`{name}` is of type {x.dtype}, but grey levels are real. Give the real part, or the "
+            "real and the imaginary part as two channels."
         )
     numbers = x[~x.isnan()] if x.is_floating_point() else x.flatten()
     if not numbers.numel():
@@ -349,8 +350,9 @@ def _check_data(x: Tensor, levels: int) -> None:
     if is_whole and low >= 0 and high <= levels - 1:
         return
     raise ValueError(
-        f"`x` has values from {low:g} to {high:g}{'' if is_whole else ', not all of them whole'}, "
-        f"but with `levels` {levels} the data are whole grey levels, 0 to {levels - 1}. "
+        f"`{name}` has values from {low:g} to {high:g}"
+        f"{'' if is_whole else ', not all of them whole'}, but with `levels` {levels} the data are "
+        f"whole grey levels, 0 to {levels - 1}. "
         f"{_way_out(low, high, levels, is_whole=is_whole)}; for continuous data leave `levels` out."
     )
 
