@@ -8,7 +8,7 @@ from recoup.flows.flowplusplus import FlowPlusPlus
 from recoup.flows.foreign import chains_of
 from recoup.flows.glow import Glow
 from recoup.flows.iresnet import IResNet
-from recoup.flows.logistic import Logistic
+from recoup.flows.latents import Logistic
 from recoup.flows.networks import ConvNetwork, DenseNetwork
 from recoup.flows.nice import NICE
 from recoup.flows.outliers import coded_bits_per_dim, complexity_ratio, typicality

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import Any, Literal
 
 from recoup._arguments import check_real, check_whole
 from recoup.flows.networks import ConvNetwork, DenseNetwork, check_layers
-from recoup.invertible import ActNorm, InvertibleConv1x1, InvertibleModule, Logit, Normalize
-from recoup.invertible.shapes import sizes_of
-
-__all__ = ["Steps", "check_counts", "check_images", "check_shape", "first_layers"]
+from recoup.invertible import InvertibleModule, Logit, Normalize
+from recoup.invertible.contract import sizes_of
 
 
 def check_counts(*, width: int = 1, num_classes: int | None = None, **layers: int) -> None:
@@ -28,28 +23,32 @@ def check_counts(*, width: int = 1, num_classes: int | None = None, **layers: in
     check_whole(width=width, num_classes=1 if num_classes is None else num_classes)
 
 
-def check_images(shape: Sequence[int], num_levels: int) -> None:
-    """Raise ValueError unless `shape` is (C, H, W) and can be halved `num_levels` times."""
-    sizes_of(shape)
+def check_shape(shape: Sequence[int], num_levels: int, *, least: int | None = 2) -> bool:
+    """Return whether `shape` is that of images, or raise ValueError if it fits no flow.
+
+    Args:
+        shape: ``(C, H, W)``, with H and W that can be halved `num_levels` times; or ``(D,)``.
+        num_levels: the number of scales of images.
+        least: the least D; None where vectors are not taken.
+    """
+    sizes = sizes_of(shape)
+    if len(sizes) == 1 and least is not None:
+        if sizes[0] < least:
+            raise ValueError(
+                f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values: one half "
+                "decides how the other is changed."
+            )
+        return False
     if num_levels > 20:
         raise ValueError(f"`num_levels` is {num_levels}, but images have at most 20 levels.")
     factor = 2**num_levels
-    if len(shape) != 3 or min(shape) < 1 or shape[1] % factor or shape[2] % factor:
+    if len(sizes) != 3 or sizes[1] % factor or sizes[2] % factor:
         raise ValueError(
             f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
-            f"with H and W multiples of {factor}. Pad or crop the images, or use fewer levels."
+            f"with H and W multiples of {factor}{'' if least is None else ', or (D,)'}. Pad or "
+            "crop the images, or use fewer levels."
         )
-
-
-def check_shape(shape: Sequence[int], num_levels: int) -> None:
-    """Raise ValueError unless `shape` is (D,), a vector, or passes `check_images`."""
-    if len(sizes_of(shape)) != 1:
-        check_images(shape, num_levels)
-    elif shape[0] < 2:
-        raise ValueError(
-            f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values: one half decides "
-            f"how the other is changed."
-        )
+    return True
 
 
 def first_layers(levels: int | None, alpha: float | None) -> list[InvertibleModule]:
@@ -64,72 +63,48 @@ def first_layers(levels: int | None, alpha: float | None) -> list[InvertibleModu
     return [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A builder of steps: an ActNorm, optionally a mixing of the channels, and a coupling.
+def steps_of(
+    split: Literal["vector", "channels", "checkerboard"],
+    num_channels: int,
+    num_steps: int,
+    *,
+    couple: Callable[..., InvertibleModule],
+    copies: int,
+    before: Callable[[int], list[InvertibleModule]],
+    alternates: bool = True,
+    **options: Any,
+) -> list[InvertibleModule]:
+    """Make steps: layers that `before` makes, and a coupling.
 
     Args:
+        split: What the couplings split: vectors in halves, images in halves of the channels or as
+            checkerboards.
+        num_channels: Number of channels, or size of the vectors.
+        num_steps: Number of steps.
         couple: Makes a coupling from its network, `condition` and `split`.
         copies: Number of values that the coupling needs for each value that it changes.
-        width: Width of the networks.
-        depth: Depth of the networks.
-        dropout: Probability of dropout inside the networks.
-        num_context: Channels of the context of the networks.
-        mixes: Whether an `InvertibleConv1x1` mixes the channels, if there is more than one.
+        before: Makes the layers before a coupling, for a number of channels.
+        alternates: Whether every second coupling changes the other part.
+        options: Options of the networks.
 
     Example:
-        >>> from recoup.flows.building import Steps
-        >>> from recoup.invertible import AffineCoupling
-        >>> [type(layer).__name__ for layer in Steps(AffineCoupling, 2, 8, 2).on_vectors(5, 1)]
-        ['ActNorm', 'AffineCoupling']
+        >>> from recoup.flows.building import steps_of
+        >>> from recoup.invertible import AffineCoupling, Flip
+        >>> options = {"couple": AffineCoupling, "copies": 2, "before": lambda _: [Flip()]}
+        >>> [type(each).__name__ for each in steps_of("vector", 5, 1, width=8, **options)]
+        ['Flip', 'AffineCoupling']
     """
-
-    couple: Callable[..., InvertibleModule]
-    copies: int
-    width: int
-    depth: int
-    dropout: float = 0.0
-    num_context: int = 0
-    mixes: bool = False
-
-    def on_boards(self, num_channels: int, num_steps: int) -> list[InvertibleModule]:
-        """Make `num_steps` steps whose couplings split images as checkerboards."""
-        parts = (num_channels, num_channels)
-        return self._alternating(ConvNetwork, num_channels, parts, num_steps, "checkerboard")
-
-    def on_channels(self, num_channels: int, num_steps: int) -> list[InvertibleModule]:
-        """Make `num_steps` steps whose couplings split images in halves of the channels."""
-        return self._alternating(ConvNetwork, num_channels, _halves(num_channels), num_steps)
-
-    def on_vectors(self, size: int, num_steps: int) -> list[InvertibleModule]:
-        """Make `num_steps` steps whose couplings split vectors in halves."""
-        return self._alternating(DenseNetwork, size, _halves(size), num_steps)
-
-    def _alternating(
-        self,
-        kind: Callable[..., nn.Module],
-        num_channels: int,
-        parts: tuple[int, int],
-        num_steps: int,
-        split: str = "channels",
-    ) -> list[InvertibleModule]:
-        options: dict[str, Any] = {
-            "width": self.width,
-            "depth": self.depth,
-            "dropout": self.dropout,
-            "num_context": self.num_context,
-        }
-        stages: list[InvertibleModule] = []
-        for step in range(num_steps):
-            given, changed = parts if step % 2 == 0 else parts[::-1]
-            stages += [ActNorm(num_channels)]
-            if self.mixes and num_channels > 1:
-                stages += [InvertibleConv1x1(num_channels)]
-            network = kind(given, self.copies * changed, **options)
-            condition = "first" if step % 2 == 0 else "second"
-            stages += [self.couple(network, condition=condition, split=split)]
-        return stages
-
-
-def _halves(size: int) -> tuple[int, int]:
-    return (size + 1) // 2, size // 2
+    is_board = split == "checkerboard"
+    kind = DenseNetwork if split == "vector" else ConvNetwork
+    parts = (num_channels,) * 2 if is_board else ((num_channels + 1) // 2, num_channels // 2)
+    stages: list[InvertibleModule] = []
+    for step in range(num_steps):
+        is_first = step % 2 == 0 or not alternates
+        given, changed = parts if is_first else parts[::-1]
+        stages += before(num_channels)
+        network = kind(given, copies * changed, **options)
+        condition = "first" if is_first else "second"
+        stages += [
+            couple(network, condition=condition, split="checkerboard" if is_board else "channels")
+        ]
+    return stages

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from recoup._arguments import check_whole
 from recoup._core.devices import generators_restored
 from recoup.flows.flow import Flow
+from recoup.flows.networks import check_labels
+from recoup.invertible.preprocess import check_data
 from recoup.memory import format_bytes, measure
 from recoup.schedules.memory import Memory
-
-__all__ = ["Fitted", "fit"]
 
 Data = Tensor | tuple[Tensor, Tensor]
 
@@ -244,18 +244,10 @@ def _checked(flow: Flow, name: str, data: object) -> list[Tensor]:
             f"`{name}` has shape {tuple(x.shape)}, but the flow is for (N, "
             f"{', '.join(map(str, flow.shape))}). Resize it, or build the flow with that `shape`."
         )
-    if flow.levels is None and not x.isfinite().all():
+    if not x.isfinite().all():
         raise ValueError(f"`{name}` has values that are not finite. Remove these samples.")
-    if flow.levels is not None and not ((x >= 0) & (x < flow.levels) & (x == x.round())).all():
-        raise ValueError(
-            f"`{name}` has values from {x.min():g} to {x.max():g}, but must have whole grey levels "
-            f"from 0 to {flow.levels - 1}, since the flow has `levels` {flow.levels}."
-        )
+    if flow.levels is not None:
+        check_data(x, flow.levels, name)
     for each in labels:
-        is_whole = not (each.is_floating_point() or each.is_complex())
-        if each.shape != x.shape[:1] or not is_whole or int(each.min()) < 0:
-            raise ValueError(
-                f"`{name}` has labels of shape {tuple(each.shape)} and type {each.dtype}, but each "
-                f"of {len(x)} samples needs one, a whole number below {flow.num_classes}."
-            )
+        check_labels(each, flow.num_classes or 0, len(x), f"{name}[1]")
     return [x, *labels]

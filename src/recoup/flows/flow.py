@@ -13,8 +13,7 @@ from torch.distributions import Distribution, Normal
 
 from recoup._arguments import check_type, check_whole
 from recoup._core.devices import with_seed
-from recoup._core.tensors import check_tensors
-from recoup.flows.labels import one_hot
+from recoup._core.tensor_arguments import check_tensors
 from recoup.flows.latents import (
     Base,
     Latents,
@@ -23,11 +22,10 @@ from recoup.flows.latents import (
     chosen,
     temperature_of_each,
 )
+from recoup.flows.networks import one_hot
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
-from recoup.invertible.chain_memory import HasChain
-from recoup.invertible.shapes import sizes_of
-
-__all__ = ["Flow"]
+from recoup.invertible.chain import HasChain
+from recoup.invertible.contract import sizes_of
 
 
 class Flow(HasChain):
@@ -105,9 +103,6 @@ class Flow(HasChain):
         self.num_classes = num_classes
         self.base = Base(Normal(0.0, 1.0) if base is None else base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
-
-    def _parts_with_chains(self) -> Sequence[HasChain]:
-        return (self.dequantize,) if isinstance(self.dequantize, VariationalDequantize) else ()
 
     @property
     def levels(self) -> int | None:

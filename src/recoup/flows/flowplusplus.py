@@ -7,12 +7,14 @@ from functools import partial
 
 from torch.distributions import Distribution
 
-from recoup.flows.building import Steps, check_counts, check_shape, first_layers
+from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
 from recoup.flows.networks import ConvNetwork
 from recoup.invertible import (
+    ActNorm,
     AffineCoupling,
     Chain,
+    InvertibleConv1x1,
     InvertibleModule,
     MixtureCoupling,
     Squeeze,
@@ -20,8 +22,6 @@ from recoup.invertible import (
 )
 from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory
-
-__all__ = ["FlowPlusPlus"]
 
 
 class FlowPlusPlus(Flow):
@@ -93,15 +93,22 @@ class FlowPlusPlus(Flow):
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, num_components=num_components)
         check_counts(num_classes=num_classes)
-        check_shape(shape, num_levels)
-        couple = partial(MixtureCoupling, num_components=num_components)
-        copies = 3 * num_components + 2
-        steps = Steps(couple, copies, width, depth, dropout, num_classes or 0, mixes=True)
+        is_image = check_shape(shape, num_levels)
+        steps = partial(
+            steps_of, couple=partial(MixtureCoupling, num_components=num_components),
+            copies=3 * num_components + 2, before=_before, width=width, depth=depth,
+            dropout=dropout, num_context=num_classes or 0,
+        )  # fmt: skip
+        size = shape[0]
         stages = first_layers(levels, alpha)
-        if len(shape) == 1:
-            stages += steps.on_vectors(shape[0], num_steps)
-        else:
-            stages += _scales(steps, shape[0], num_levels, num_steps)
+        stages += steps("checkerboard" if is_image else "vector", size, num_steps)
+        for _ in range(num_levels - 1 if is_image else 0):
+            size *= 4
+            stages += [
+                Squeeze(),
+                *steps("channels", size, (num_steps + 1) // 2),
+                *steps("checkerboard", size, num_steps),
+            ]
         super().__init__(
             Chain(*stages, memory=memory),
             shape=shape,
@@ -112,18 +119,9 @@ class FlowPlusPlus(Flow):
         )
 
 
-def _scales(
-    steps: Steps, num_channels: int, num_levels: int, num_steps: int
-) -> list[InvertibleModule]:
-    stages = steps.on_boards(num_channels, num_steps)
-    for _ in range(num_levels - 1):
-        num_channels *= 4
-        stages += [
-            Squeeze(),
-            *steps.on_channels(num_channels, (num_steps + 1) // 2),
-            *steps.on_boards(num_channels, num_steps),
-        ]
-    return stages
+def _before(num_channels: int) -> list[InvertibleModule]:
+    mixing = [InvertibleConv1x1(num_channels)] if num_channels > 1 else []
+    return [ActNorm(num_channels), *mixing]
 
 
 def _dequantize(

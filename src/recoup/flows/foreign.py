@@ -24,14 +24,10 @@ from torch.distributions import Transform
 from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapted import Backwards
-from recoup.invertible.adapters import adapt, context_of
+from recoup.invertible.adapters import adapt, context_of, parts_of, runs_as
 from recoup.invertible.chain import Chain
-from recoup.invertible.closed_forms import parts_of, runs_as
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.contract import Backwards, InvertibleModule
 from recoup.schedules.memory import Memory
-
-__all__ = ["chains_of", "train_in"]
 
 
 def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "recompute") -> Any:

@@ -7,9 +7,8 @@ from typing import Literal
 
 from torch.distributions import Distribution
 
-from recoup.flows.building import check_counts, check_images, first_layers
+from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
-from recoup.flows.networks import ConvNetwork
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -17,13 +16,10 @@ from recoup.invertible import (
     Chain,
     InvertibleConv1x1,
     InvertibleConv1x1LU,
-    InvertibleModule,
     Split,
     Squeeze,
 )
 from recoup.schedules.memory import Memory
-
-__all__ = ["Glow"]
 
 
 class Glow(Flow):
@@ -84,21 +80,27 @@ class Glow(Flow):
         base: Distribution | None = None,
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, num_classes=num_classes)
-        _check_kinds(coupling, conv1x1)
-        check_images(shape, num_levels)
+        for name, value, choices in (
+            ("coupling", coupling, ("affine", "additive")),
+            ("conv1x1", conv1x1, ("plain", "lu")),
+        ):
+            if value not in choices:
+                raise ValueError(
+                    f'`{name}` is {value!r}, but must be "{choices[0]}" or "{choices[1]}".'
+                )
+        check_shape(shape, num_levels, least=None)
+        couple, copies = (AffineCoupling, 2) if coupling == "affine" else (AdditiveCoupling, 1)
+        mix = InvertibleConv1x1 if conv1x1 == "plain" else InvertibleConv1x1LU
         stages = first_layers(levels, alpha)
         num_channels = shape[0]
         for level in range(num_levels):
-            stages += [Squeeze()]
             num_channels *= 4
-            for _ in range(num_steps):
-                stages += [
-                    ActNorm(num_channels),
-                    InvertibleConv1x1(num_channels)
-                    if conv1x1 == "plain"
-                    else InvertibleConv1x1LU(num_channels),
-                    _coupling(coupling, num_channels, width, dropout, num_classes or 0),
-                ]
+            stages += [Squeeze()]
+            stages += steps_of(
+                "channels", num_channels, num_steps, couple=couple, copies=copies,
+                before=lambda size: [ActNorm(size), mix(size)], alternates=False,
+                width=width, dropout=dropout, num_context=num_classes or 0,
+            )  # fmt: skip
             if level < num_levels - 1:
                 stages += [Split()]
                 num_channels //= 2
@@ -109,25 +111,3 @@ class Glow(Flow):
             base=base,
             num_classes=num_classes,
         )
-
-
-def _coupling(
-    kind: str, num_channels: int, width: int, dropout: float, num_context: int
-) -> InvertibleModule:
-    half = num_channels // 2
-    copies = 2 if kind == "affine" else 1
-    network = ConvNetwork(
-        half, copies * half, width=width, dropout=dropout, num_context=num_context
-    )
-    return AffineCoupling(network) if kind == "affine" else AdditiveCoupling(network)
-
-
-def _check_kinds(coupling: str, conv1x1: str) -> None:
-    for name, value, choices in (
-        ("coupling", coupling, ("affine", "additive")),
-        ("conv1x1", conv1x1, ("plain", "lu")),
-    ):
-        if value not in choices:
-            raise ValueError(
-                f'`{name}` is {value!r}, but must be "{choices[0]}" or "{choices[1]}".'
-            )

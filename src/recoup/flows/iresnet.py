@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import Distribution
 
 from recoup._arguments import check_real
-from recoup.flows.building import check_counts, first_layers
+from recoup.flows.building import check_counts, check_shape, first_layers
 from recoup.flows.flow import Flow
 from recoup.invertible import (
     ActNorm,
@@ -22,10 +22,7 @@ from recoup.invertible import (
     Squeeze,
 )
 from recoup.invertible.residual import LogDet
-from recoup.invertible.shapes import sizes_of
 from recoup.schedules.memory import Memory
-
-__all__ = ["IResNet"]
 
 _MOST_EXACT = 16  # values a sample, up to which "exact" costs no more than a series
 
@@ -100,10 +97,14 @@ class IResNet(Flow):
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, width=width, depth=depth)
         check_real(coefficient=coefficient)
-        _check_shape(shape, num_levels)
+        is_image = check_shape(shape, num_levels, least=1)
+        if not is_image and num_levels != 1:
+            raise ValueError(
+                f"`num_levels` is {num_levels}, but vectors, as of `shape` {tuple(shape)}, have "
+                "one scale: `num_levels` 1."
+            )
         if log_det is None:
             log_det = "exact" if math.prod(shape) <= _MOST_EXACT else "unbiased"
-        is_image = len(shape) == 3
         stages = first_layers(levels, alpha)
         # Above the square of the constant, so that the variance is bounded for any weights.
         lipschitz = coefficient ** (depth + 1)
@@ -144,16 +145,3 @@ def _network(
             else LipschitzLinear(before, after, coefficient=coefficient)
         ]
     return nn.Sequential(*layers)
-
-
-def _check_shape(shape: Sequence[int], num_levels: int) -> None:
-    sizes_of(shape)
-    factor = 2 ** min(num_levels, 20)
-    is_vector = len(shape) == 1 and shape[0] >= 1 and num_levels == 1
-    is_image = len(shape) == 3 and min(shape) >= 1 and not (shape[1] % factor or shape[2] % factor)
-    if not (is_vector or is_image):
-        raise ValueError(
-            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
-            f"with H and W multiples of {factor}, or (D,) with `num_levels` 1. Pad or crop the "
-            "images, or use fewer levels."
-        )

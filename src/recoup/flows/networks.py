@@ -1,18 +1,53 @@
-"""The networks inside couplings."""
+"""The networks inside couplings, and the context that they see: class labels as one-hot rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from recoup._arguments import check_real, check_whole
 
-__all__ = ["ConvNetwork", "DenseNetwork"]
+
+class _Network(nn.Sequential):
+    """Layers that end with one that starts at zero, and that may see a context."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        last: nn.Conv2d | nn.Linear,
+        dropout: float,
+        num_context: int,
+    ) -> None:
+        check_real(dropout=dropout)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"`dropout` is {dropout}, but must be a probability, from 0 to 1.")
+        nn.init.zeros_(last.weight)
+        if last.bias is not None:
+            nn.init.zeros_(last.bias)
+        super().__init__(*layers, *([nn.Dropout(dropout)] if dropout else []), last)
+        self.num_context = num_context
+
+    @property
+    def takes_context(self) -> bool:
+        """Whether `forward` takes a context."""
+        return self.num_context > 0
+
+    def forward(self, input: Tensor, context: Tensor | None = None) -> Tensor:
+        """Map `input` to the output.
+
+        Args:
+            input: Shape ``(N, C, ...)``, with the channels or features of the input.
+            context: Shape ``(N, num_context)``, the same at every position, or
+                ``(N, num_context, ...)`` with the positions of the input.
+        """
+        return cast("Tensor", super().forward(_with_context(input, context, self.num_context)))
 
 
-class ConvNetwork(nn.Sequential):
+class ConvNetwork(_Network):
     """Three convolutions, 3x3, 1x1, 3x3, with ReLU between: the network of Glow's couplings.
 
     The last convolution starts at zero, so that a coupling over it starts as the identity. A
@@ -70,26 +105,10 @@ class ConvNetwork(nn.Sequential):
         ]
         for _ in range(depth - 1):
             layers += [_ResidualBlock(width), nn.ReLU()]
-        super().__init__(*layers, *_end(last, dropout))
-        self.num_context = num_context
-
-    @property
-    def takes_context(self) -> bool:
-        """Whether `forward` takes a context."""
-        return self.num_context > 0
-
-    def forward(self, input: Tensor, context: Tensor | None = None) -> Tensor:
-        """Map `input` to ``(N, out_channels, H, W)``.
-
-        Args:
-            input: Shape ``(N, in_channels, H, W)``.
-            context: Shape ``(N, num_context)``, the same at every position, or
-                ``(N, num_context, H, W)``.
-        """
-        return cast("Tensor", super().forward(_with_context(input, context, self.num_context)))
+        super().__init__(layers, last, dropout, num_context)
 
 
-class DenseNetwork(nn.Sequential):
+class DenseNetwork(_Network):
     """Linear layers with ReLU between, for couplings of vectors.
 
     The last layer starts at zero, so that a coupling over it starts as the identity. Autograd
@@ -135,17 +154,7 @@ class DenseNetwork(nn.Sequential):
         for _ in range(depth):
             layers += [nn.Linear(size, width), nn.ReLU()]
             size = width
-        super().__init__(*layers, *_end(nn.Linear(width, out_features), dropout))
-        self.num_context = num_context
-
-    @property
-    def takes_context(self) -> bool:
-        """Whether `forward` takes a context."""
-        return self.num_context > 0
-
-    def forward(self, input: Tensor, context: Tensor | None = None) -> Tensor:
-        """Map `input` ``(N, in_features)``, and a context ``(N, num_context)``, to the output."""
-        return cast("Tensor", super().forward(_with_context(input, context, self.num_context)))
+        super().__init__(layers, nn.Linear(width, out_features), dropout, num_context)
 
 
 class _ResidualBlock(nn.Sequential):
@@ -170,16 +179,6 @@ def check_layers(**counts: int) -> None:
             raise ValueError(f"`{name}` is {value}, but must be at most 10,000.")
 
 
-def _end(last: nn.Conv2d | nn.Linear, dropout: float) -> list[nn.Module]:
-    check_real(dropout=dropout)
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"`dropout` is {dropout}, but must be a probability, from 0 to 1.")
-    nn.init.zeros_(last.weight)
-    if last.bias is not None:
-        nn.init.zeros_(last.bias)
-    return [nn.Dropout(dropout), last] if dropout else [last]
-
-
 def _with_context(x: Tensor, context: Tensor | None, num_context: int) -> Tensor:
     """Append the context to the channels of `x`, at every position."""
     if num_context == 0:
@@ -200,3 +199,53 @@ def _check(width: int, depth: int, num_context: int) -> None:
     check_whole(width=width)
     check_whole(0, num_context=num_context)
     check_layers(depth=depth)
+
+
+def one_hot(
+    labels: Tensor | None, num_classes: int | None, num_samples: int, like: Tensor
+) -> Tensor | None:
+    """Return the context of a flow for `labels`: ``(N, num_classes)``, or None without classes.
+
+    Args:
+        labels: Whole numbers ``(N,)``, 0 to ``num_classes - 1``.
+        num_classes: Number of classes of the flow; None for a flow without classes.
+        num_samples: N.
+        like: A tensor of the type and on the device of the flow.
+
+    Raises:
+        ValueError: When labels are missing, unexpected, of another shape or type, or out of range.
+    """
+    if num_classes is None:
+        if labels is not None:
+            raise ValueError(
+                "`labels` are given, but this flow is not conditional. Leave them out, or build "
+                "the flow with `num_classes`."
+            )
+        return None
+    if labels is None:
+        raise ValueError(
+            f"`labels` are missing: this flow has {num_classes} classes. Give whole numbers of "
+            f"shape ({num_samples},), 0 to {num_classes - 1}."
+        )
+    check_labels(labels, num_classes, num_samples)
+    return functional.one_hot(labels.to(like.device, torch.long), num_classes).to(like.dtype)
+
+
+def check_labels(labels: Tensor, num_classes: int, num_samples: int, name: str = "labels") -> None:
+    """Raise ValueError unless `labels`, in errors `name`, are `num_samples` of the classes."""
+    if not isinstance(labels, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`{name}` is a {type(labels).__name__}, but must be a tensor.")
+    if labels.shape != (num_samples,):
+        raise ValueError(
+            f"`{name}` has shape {tuple(labels.shape)}, but must be ({num_samples},): one label a "
+            f"sample."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"`{name}` is of type {labels.dtype}, but must be of whole numbers.")
+    # On CUDA this synchronises; without it a wrong label would be a fatal device error.
+    if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ValueError(
+            f"`{name}` holds {int(labels.min())} to {int(labels.max())}, but this flow has "
+            f"{num_classes} classes: 0 to {num_classes - 1}. Count them from 0, or build the flow "
+            f"with a larger `num_classes`."
+        )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from torch.distributions import Distribution
 
 from recoup._arguments import check_flag
-from recoup.flows.building import check_counts
+from recoup.flows.building import check_counts, steps_of
 from recoup.flows.flow import Flow
-from recoup.flows.logistic import Logistic
-from recoup.flows.networks import DenseNetwork
+from recoup.flows.latents import Logistic
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -21,10 +21,8 @@ from recoup.invertible import (
     Normalize,
     Permute,
 )
-from recoup.invertible.dequantize import check_levels
+from recoup.invertible.preprocess import check_levels
 from recoup.schedules.memory import Memory
-
-__all__ = ["NICE"]
 
 # Of the grid of exact couplings: 256 points or more between two levels, exact sums to 1024.
 _FRACTION_BITS = 14
@@ -101,21 +99,11 @@ class NICE(Flow):
         stages: list[InvertibleModule] = [] if levels is None else [_scaling(levels)]
         # The even entries first: the halves of a coupling are then the even and the odd ones.
         stages += [flatten, Permute([*range(0, size, 2), *range(1, size, 2)])]
-        for index in range(num_couplings):
-            parts = ((size + 1) // 2, size // 2)
-            network = DenseNetwork(
-                *(parts if index % 2 == 0 else parts[::-1]),
-                width=width,
-                depth=depth,
-                dropout=dropout,
-                num_context=num_classes or 0,
-            )
-            condition = "first" if index % 2 == 0 else "second"
-            stages += [
-                AdditiveCoupling(
-                    network, condition=condition, exact=exact, fraction_bits=_FRACTION_BITS
-                )
-            ]
+        couple = partial(AdditiveCoupling, exact=exact, fraction_bits=_FRACTION_BITS)
+        stages += steps_of(
+            "vector", size, num_couplings, couple=couple, copies=1, before=lambda _: [],
+            width=width, depth=depth, dropout=dropout, num_context=num_classes or 0,
+        )  # fmt: skip
         super().__init__(
             Chain(*stages, ActNorm(size), memory=memory),
             shape=shape,

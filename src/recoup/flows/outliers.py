@@ -20,8 +20,6 @@ from recoup._arguments import check_type
 from recoup._core.tensors import check_tensors
 from recoup.flows.flow import Flow
 
-__all__ = ["coded_bits_per_dim", "complexity_ratio", "typicality"]
-
 
 @torch.no_grad()
 def typicality(

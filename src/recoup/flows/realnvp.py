@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch.distributions import Distribution
 
-from recoup.flows.building import Steps, check_counts, check_shape, first_layers
+from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
-from recoup.invertible import AffineCoupling, Chain, InvertibleModule, Split, Squeeze
+from recoup.invertible import ActNorm, AffineCoupling, Chain, InvertibleModule, Split, Squeeze
 from recoup.schedules.memory import Memory
-
-__all__ = ["RealNVP"]
 
 
 class RealNVP(Flow):
@@ -77,13 +76,22 @@ class RealNVP(Flow):
         base: Distribution | None = None,
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, num_classes=num_classes)
-        check_shape(shape, num_levels)
-        steps = Steps(AffineCoupling, 2, width, depth, dropout, num_classes or 0)
+        is_image = check_shape(shape, num_levels)
+        steps = partial(
+            steps_of, couple=AffineCoupling, copies=2, before=_before, width=width, depth=depth,
+            dropout=dropout, num_context=num_classes or 0,
+        )  # fmt: skip
         stages = first_layers(levels, alpha)
-        if len(shape) == 1:
-            stages += steps.on_vectors(shape[0], num_steps)
-        else:
-            stages += _scales(steps, shape[0], num_levels, num_steps)
+        size = shape[0]
+        for _ in range(num_levels - 1 if is_image else 0):
+            stages += [
+                *steps("checkerboard", size, num_steps),
+                Squeeze(),
+                *steps("channels", 4 * size, num_steps),
+                Split(),
+            ]
+            size *= 2
+        stages += steps("checkerboard" if is_image else "vector", size, num_steps)
         super().__init__(
             Chain(*stages, memory=memory),
             shape=shape,
@@ -93,16 +101,5 @@ class RealNVP(Flow):
         )
 
 
-def _scales(
-    steps: Steps, num_channels: int, num_levels: int, num_steps: int
-) -> list[InvertibleModule]:
-    stages: list[InvertibleModule] = []
-    for _ in range(num_levels - 1):
-        stages += [
-            *steps.on_boards(num_channels, num_steps),
-            Squeeze(),
-            *steps.on_channels(4 * num_channels, num_steps),
-            Split(),
-        ]
-        num_channels *= 2
-    return stages + steps.on_boards(num_channels, num_steps)
+def _before(num_channels: int) -> list[InvertibleModule]:
+    return [ActNorm(num_channels)]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from recoup._core.drift_guard import DriftGuard
-from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.adapters import adapt
-from recoup.invertible.additive import AdditiveCoupling
-from recoup.invertible.affine import AffineCoupling
 from recoup.invertible.chain import Chain
+from recoup.invertible.channels import ActNorm, InvertibleConv1x1, InvertibleConv1x1LU
 from recoup.invertible.check import Finding, InvertibleReport, check_invertible
 from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.conv1x1 import InvertibleConv1x1, InvertibleConv1x1LU
-from recoup.invertible.dequantize import Dequantize, VariationalDequantize
+from recoup.invertible.coupling import AdditiveCoupling, AffineCoupling
 from recoup.invertible.lipschitz import LipschitzConv2d, LipschitzLinear, LipSwish
 from recoup.invertible.mixture import MixtureCoupling
-from recoup.invertible.preprocess import Logit, Normalize
+from recoup.invertible.preprocess import Dequantize, Logit, Normalize, VariationalDequantize
 from recoup.invertible.rearrange import Flatten, Flip, Permute, Split, Squeeze
 from recoup.invertible.residual import InvertibleResidual
 

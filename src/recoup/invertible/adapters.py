@@ -1,4 +1,14 @@
-"""`adapt`: layers of zuko, nflows, normflows, FrEIA and torch.distributions, one class for each."""
+"""`adapt`: layers of zuko, nflows, normflows, FrEIA and torch.distributions, one class for each.
+
+NOTE [ What is known of other libraries ]
+
+Rule 1. A library is never imported: an object of one shows by its classes, by the names of the
+        modules that define them.
+Rule 2. `_CLOSED` has the classes whose inverses are closed forms, as cheap as forward and nearly
+        as exact. Layers of all other classes are recomputed: autoregressive ones, whose inverse
+        runs once for each dimension, those that search or integrate, those that saturate, and all
+        that are not known.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +17,85 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Transform
 
 from recoup._arguments import shown
-from recoup.invertible.adapted import Adapted, Backwards
 from recoup.invertible.chain import Chain
-from recoup.invertible.closed_forms import (
-    check_bijective,
-    names_of,
-    networks_of,
-    parts_of,
-    runs_as,
-    undone,
-    why_not,
-    why_not_built,
-    why_not_lazy,
-)
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.contract import Adapted, Backwards, InvertibleModule
 
-__all__ = ["adapt", "context_of"]
+# By the modules that define them.
+_CLOSED = {
+    "torch.distributions.transforms": "AffineTransform ExpTransform ReshapeTransform",
+    "zuko.transforms": "IdentityTransform CircularShiftTransform AdditiveTransform "
+    "MonotonicAffineTransform MonotonicRQSTransform PermutationTransform RotationTransform "
+    "LULinearTransform",
+    "nflows.transforms.coupling": "AffineCouplingTransform AdditiveCouplingTransform "
+    "PiecewiseLinearCouplingTransform PiecewiseQuadraticCouplingTransform "
+    "PiecewiseRationalQuadraticCouplingTransform",
+    "nflows.transforms.conv": "OneByOneConvolution",
+    "nflows.transforms.linear": "NaiveLinear",
+    "nflows.transforms.lu": "LULinear",
+    "nflows.transforms.qr": "QRLinear",
+    "nflows.transforms.svd": "SVDLinear",
+    "nflows.transforms.orthogonal": "HouseholderSequence",
+    "nflows.transforms.normalization": "ActNorm",
+    "nflows.transforms.nonlinearities": "LeakyReLU PiecewiseRationalQuadraticCDF",
+    "nflows.transforms.permutations": "Permutation RandomPermutation ReversePermutation",
+    "nflows.transforms.reshape": "SqueezeTransform",
+    "nflows.transforms.standard": "IdentityTransform PointwiseAffineTransform AffineTransform",
+    "normflows.flows.affine.coupling": "AffineConstFlow AffineCouplingBlock MaskedAffineFlow",
+    "normflows.flows.mixing": "Permute Invertible1x1Conv InvertibleAffine LULinearPermute",
+    "normflows.flows.neural_spline.wrapper": "CoupledRationalQuadraticSpline "
+    "CircularCoupledRationalQuadraticSpline",
+    "normflows.flows.normalization": "ActNorm",
+    "normflows.flows.periodic": "PeriodicShift",
+    "normflows.flows.reshape": "Squeeze",
+    "FrEIA.modules.all_in_one_block": "AllInOneBlock",
+    "FrEIA.modules.coupling_layers": "NICECouplingBlock RNVPCouplingBlock GLOWCouplingBlock "
+    "GINCouplingBlock AffineCouplingOneSided ConditionalAffineTransform",
+    "FrEIA.modules.fixed_transforms": "PermuteRandom FixedLinearTransform Fixed1x1Conv",
+    "FrEIA.modules.invertible_resnet": "ActNorm",
+    "FrEIA.modules.orthogonal": "HouseholderPerm",
+    # Without Haar's wavelets: the way back changes what it is given, in place.
+    "FrEIA.modules.reshapes": "IRevNetDownsampling IRevNetUpsampling Flatten Reshape",
+}
+
+# Where the couplings of a module have networks that both directions call once, on the same input.
+_NETWORKS = {
+    "zuko.flows.coupling": "hyper",
+    "nflows.transforms.coupling": "transform_net",
+    "normflows.flows.affine.coupling": "param_map s t",
+    "normflows.flows.neural_spline.coupling": "transform_net",
+    "FrEIA.modules.all_in_one_block": "subnet",
+    "FrEIA.modules.coupling_layers": "F G subnet subnet1 subnet2 "
+    "subnet_s1 subnet_t1 subnet_s2 subnet_t2",
+}
+
+# What compositions have their layers in, in the order from data to latent, by the classes that
+# define how they run.
+_PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
+    "torch.distributions.transforms.ComposeTransform": lambda whole: whole.parts,
+    "zuko.transforms.ComposedTransform": lambda whole: whole.transforms,
+    "zuko.lazy.LazyComposedTransform": lambda whole: whole.transforms,
+    "nflows.transforms.base.CompositeTransform": lambda whole: whole._transforms,
+    "normflows.flows.base.Composite": lambda whole: whole._flows[::-1],
+    "normflows.flows.affine.glow.GlowBlock": lambda whole: whole.flows[::-1],
+    "FrEIA.framework.sequence_inn.SequenceINN": lambda whole: whole.module_list,
+    "FrEIA.framework.graph_inn.GraphINN": lambda whole: whole.module_list,
+}
+
+_INVERSE = "torch.distributions.transforms._InverseTransform"
+
+# What transforms around one other have it in.
+_WRAPPERS = {
+    _INVERSE: "_inv",
+    "torch.distributions.transforms.IndependentTransform": "base_transform",
+    "zuko.transforms.DependentTransform": "base",
+}
+
+_UNKNOWN = "its inverse is not known to be cheap and exact"
+_SEQUENTIAL = "its inverse runs once for each dimension"
 
 
 def adapt(transform: Any) -> InvertibleModule:
@@ -80,7 +149,7 @@ def adapt(transform: Any) -> InvertibleModule:
     parts = parts_of(transform)
     if parts:
         return Chain(*map(adapt, parts))
-    if own == "torch.distributions.transforms._InverseTransform":
+    if own == _INVERSE:
         return Backwards(adapt(transform.inv))  # itself, it has no copies
     for kind in names_of(transform):
         if kind in _ADAPTERS:
@@ -106,34 +175,35 @@ class _OfTorch(Adapted):
             )
         super().__init__(transform, why_not=why_not_built(transform))
 
+    def _built(self, context: Tensor | None) -> Any:
+        return self.transform
+
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         y = self.transform(x)
         return y, self.transform.log_abs_det_jacobian(x, y)
 
     def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        x = self._input_of(y, context)
-        return x, -self.transform.log_abs_det_jacobian(x, y)
-
-    def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
-        return undone(self.transform, y)
-
-
-class _OfZuko(Adapted):
-    """A lazy transform of zuko: it builds its transform in each call, from the context."""
-
-    def __init__(self, transform: Any) -> None:
-        super().__init__(transform, networks_of(transform), why_not_lazy(transform))
-
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self.transform(context).call_and_ladj(x)
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        built = self.transform(context)
+        built = self._built(context)
         x = undone(built, y)
         return x, -built.log_abs_det_jacobian(x, y)
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
-        return undone(self.transform(context), y)
+        return undone(self._built(context), y)
+
+
+class _OfZuko(_OfTorch):
+    """A lazy transform of zuko: it builds its transform in each call, from the context."""
+
+    takes_context = True
+
+    def __init__(self, transform: Any) -> None:
+        Adapted.__init__(self, transform, networks_of(transform), why_not_lazy(transform))
+
+    def _built(self, context: Tensor | None) -> Any:
+        return self.transform(context)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(context).call_and_ladj(x)
 
 
 class _OfNflows(Adapted):
@@ -179,11 +249,7 @@ class _OfFrEIA(Adapted):
             places = _places_of(transform.dims_c)
         self._places = list(zip(places, transform.dims_c, strict=True))
         super().__init__(transform, networks_of(transform), why_not(transform))
-
-    @property
-    def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the module has conditions."""
-        return bool(self._places)
+        self.takes_context = bool(self._places)
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         return self._run(x, context, rev=False)
@@ -263,3 +329,109 @@ def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
     place_of: dict[Any, slice] = dict(zip(whole.condition_nodes, places, strict=True))
     for node in nodes:
         yield _OfFrEIA(node.module, tuple(map(place_of.__getitem__, node.conditions)))
+
+
+def names_of(value: object) -> list[str]:
+    """Return the names of the classes of an object, its own first, each with its module."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
+
+
+def runs_as(value: object) -> str:
+    """Return the name of the class that defines how an object runs: its own, or a base of it."""
+    kinds = zip(type(value).__mro__, names_of(value), strict=True)
+    runs = ("forward", "_call", "__call__", "log_prob")
+    return next((name for kind, name in kinds if not vars(kind).keys().isdisjoint(runs)), "")
+
+
+def parts_of(transform: Any) -> list[Any]:
+    """Return the layers of a composition, data to latent; none for a layer."""
+    of = _PARTS.get(runs_as(transform))
+    return [] if of is None else list(of(transform))
+
+
+def networks_of(transform: nn.Module) -> Iterator[nn.Module]:
+    """Yield the networks of the couplings in a layer."""
+    for owner in transform.modules():
+        names = _NETWORKS.get(type(owner).__module__, "").split()
+        yield from (child for name, child in owner.named_children() if name in names)
+
+
+def _is_closed(transform: object) -> bool:
+    kind = type(transform)
+    return kind.__qualname__ in _CLOSED.get(kind.__module__, "").split()
+
+
+def why_not(transform: Any) -> str:
+    """Return why a layer of nflows, normflows or FrEIA is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
+    is_sequential = any("utoregressive" in name for name in names_of(transform))
+    return _SEQUENTIAL if is_sequential else _UNKNOWN
+
+
+def why_not_built(transform: Any) -> str:
+    """Return why a transform that is built is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
+    kind = names_of(transform)[0]
+    if kind in _WRAPPERS:
+        return why_not_built(getattr(transform, _WRAPPERS[kind]))
+    if kind not in _PARTS:
+        return _UNKNOWN
+    reasons = [why_not_built(each) for each in parts_of(transform)]
+    return next((each for each in reasons if each), "")
+
+
+def why_not_lazy(transform: Any) -> str:
+    """Return why a lazy transform of zuko is recomputed; "" if it is inverted."""
+    kind = names_of(transform)[0]
+    if kind == "zuko.lazy.LazyInverse":
+        return why_not_lazy(transform.transform)
+    if kind == "zuko.lazy.UnconditionalTransform":
+        with torch.no_grad():
+            built = transform()
+        check_bijective(built)
+        return why_not_built(built)
+    if kind == "zuko.flows.autoregressive.MaskedAutoregressiveTransform" and transform.passes > 2:
+        return f"its inverse runs {transform.passes} times, once for each dimension"
+    if kind in (
+        "zuko.flows.autoregressive.MaskedAutoregressiveTransform",
+        "zuko.flows.coupling.GeneralCouplingTransform",
+        "zuko.flows.gaussianization.ElementWiseTransform",
+    ):
+        like: Tensor = next(transform.parameters())
+        return why_not_built(transform.univariate(*map(like.new_zeros, transform.shapes)))
+    return _UNKNOWN
+
+
+def undone(transform: Any, y: Tensor) -> Tensor:
+    """Return what a transform maps to `y`, without `inv`.
+
+    A transform and its `inv` hold each other, and the tensors in them, until garbage is collected.
+    """
+    kind = names_of(transform)[0]
+    if kind == _INVERSE:
+        return transform._inv(y)
+    if kind in _WRAPPERS:
+        return undone(getattr(transform, _WRAPPERS[kind]), y)
+    if kind == "zuko.transforms.CouplingTransform":
+        given, changed = transform.split(y)
+        return transform.merge(given, undone(transform.meta(given), changed), y.shape)
+    if kind == "zuko.transforms.AutoregressiveTransform":
+        x = torch.zeros_like(y)
+        for _ in range(transform.passes):
+            x = undone(transform.meta(x), y)
+        return x
+    parts = parts_of(transform)
+    for part in reversed(parts):
+        y = undone(part, y)
+    return y if parts else transform._inverse(y)
+
+
+def check_bijective(transform: Transform) -> None:
+    """Raise ValueError if a transform has no inverse."""
+    if not transform.bijective:
+        raise ValueError(
+            f"`transform` is {shown(transform)}, which is not bijective, so that there is no "
+            "density to follow through it. Leave it out of the chain."
+        )

@@ -11,27 +11,23 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
-from recoup._core.drift_guard import Drift
+from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.slots import State
 from recoup.errors import ConvergenceError
-from recoup.invertible.actnorm import ActNorm
-from recoup.invertible.adapted import Adapted
 from recoup.invertible.chain_stages import (
     ModuleStage,
     StageGroup,
     check_defined,
     joined,
-    module_stage,
     state_of,
     to_output,
     to_state,
 )
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.channels import ActNorm
+from recoup.invertible.contract import Adapted, InvertibleModule
 from recoup.planning.budget import HasMemoryMode, is_bytes
-from recoup.schedules import Way
+from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for
-
-__all__ = ["Chain"]
 
 
 class Chain(HasMemoryMode, InvertibleModule):
@@ -168,7 +164,7 @@ class Chain(HasMemoryMode, InvertibleModule):
             call, args = self._forward_plainly, (x, context)
             return self._budget.run(self, call, args, blocks, self._drift)
         stages = self._module_stages(context)
-        if False in [stage.has_started for stage in stages]:
+        if False in [stage.module.has_started for stage in stages if stage.is_adapted]:
             self._start(x, context)
         units = joined(stages) if self._memory == "constant" else stages
         links = {
@@ -251,17 +247,14 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     def _module_stages(self, context: Tensor | None) -> list[ModuleStage]:
         return [
-            module_stage(name, module, context) for name, module in self._named(flat=self._is_flat)
+            ModuleStage(name, module, context) for name, module in self._named(flat=self._is_flat)
         ]
 
-    def _named(self, *, flat: bool, linear: bool = False) -> Iterator[tuple[str, InvertibleModule]]:
-        """Yield the modules in order with their names; if `flat`, inner chains as their modules.
-
-        If `linear`, only chains in linear memory are: others have a mode of their own.
-        """
+    def _named(self, *, flat: bool) -> Iterator[tuple[str, InvertibleModule]]:
+        """Yield the modules in order with their names; if `flat`, inner chains as their modules."""
         for index, module in enumerate(self):
-            if flat and _is_flat(module) and not (linear and module._is_flat):
-                for name, inner in module._named(flat=True, linear=linear):
+            if flat and _is_flat(module):
+                for name, inner in module._named(flat=True):
                     yield f"{index}.{name}", inner
             else:
                 yield str(index), module
@@ -279,6 +272,46 @@ class Chain(HasMemoryMode, InvertibleModule):
             return total
         dtype = like.dtype if like.is_floating_point() else None
         return torch.zeros(len(like), device=like.device, dtype=dtype)
+
+
+class HasChain(nn.Module):
+    """A module whose `memory` and `drift` are those of its `chain`; parts with chains follow.
+
+    Attributes:
+        chain: The chain of the module itself.
+    """
+
+    chain: Chain
+
+    @property
+    def memory(self) -> Memory:
+        """The memory mode of the chain; may be set at any time.
+
+        Setting it also sets that of the parts with chains of their own, except for a `Schedule`,
+        which is made for one chain.
+        """
+        return self.chain.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.chain.memory = memory
+        if not isinstance(memory, Schedule):
+            for part in self._parts_with_chains():
+                part.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
+        return self.chain.drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self.chain.drift = drift
+        for part in self._parts_with_chains():
+            part.drift = self.chain.drift.anew()
+
+    def _parts_with_chains(self) -> list[HasChain]:
+        return [part for part in self.children() if isinstance(part, HasChain)]
 
 
 class _OwnTensors:

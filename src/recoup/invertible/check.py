@@ -1,4 +1,12 @@
-"""A report on whether a module keeps the contract of `InvertibleModule`."""
+"""A report on whether a module keeps the contract of `InvertibleModule`.
+
+NOTE [ Gradients of the log-determinant of an inverse ]
+
+An inverse may round (`Dequantize`) or iterate, so that its own Jacobian is of no use. Its
+log-determinant follows from forward: ``L(y) = -log|det J(x(y))|``, J the Jacobian of forward.
+By the implicit function theorem, with ``v = J^-T dlog|det J|/dx``, its gradients are ``-v`` for y,
+and ``v dF/dw - dlog|det J|/dw`` for anything else (w) that forward F reads.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +15,27 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
-from recoup._core.module_marks import Direction, check_pair
-from recoup._core.tensors import check_tensors
-from recoup.invertible.actnorm import ActNorm
+from recoup._core.log_det_pairs import Direction, check_pair
+from recoup._core.tensor_arguments import check_tensors
 from recoup.invertible.chain import Chain
+from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.jacobian import Gradients, Point, flat
-
-__all__ = ["Finding", "InvertibleReport", "check_invertible"]
 
 _MODES = ("sqrt", "constant")  # each compared with "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension and sample
 _SEED = 0
 
 Contexts = tuple[Tensor, ...]  # empty, or a context
+Gradients = dict[str, tuple[Tensor | None, Tensor]]  # stated (None: no gradient), true
+
+_linalg: Any = torch.linalg  # torch does not type its functions
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,7 @@ def _round_trip(
 
         yield _attempt("forward, then inverse", tolerance, lambda: (_error(inverse()[0], x), ""))
         yield _attempt(
-            "inverse, then forward", tolerance, lambda: (_error(flat(again()), flat(y)), "")
+            "inverse, then forward", tolerance, lambda: (_error(_flat(again()), _flat(y)), "")
         )
         yield _attempt(
             "log-det of forward and inverse",
@@ -208,13 +216,13 @@ def _round_trip(
 def _log_dets(
     module: InvertibleModule, x: Tensor, contexts: Contexts, tolerance: float
 ) -> Iterator[Finding]:
-    def points() -> Iterator[Point]:
+    def points() -> Iterator[_Point]:
         for i in range(min(len(x), _MOST_SAMPLES)):
             sample = x[i : i + 1].clone().requires_grad_()
             own = tuple(c[i : i + 1].clone().requires_grad_() for c in contexts)
             others = dict(zip(("the context",), own, strict=False))
             others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-            yield Point(
+            yield _Point(
                 lambda value, own=own: _run(module, "forward", value, own),
                 lambda value, own=own: _run(module, "inverse", value, own),
                 sample,
@@ -228,8 +236,8 @@ def _log_dets(
 
     yield _attempt("log-det and autograd's Jacobian", tolerance, values)
     for name, gradients in (
-        ("gradient of the log-det", Point.gradients),
-        ("gradient of the inverse's log-det", Point.gradients_of_inverse),
+        ("gradient of the log-det", _Point.gradients),
+        ("gradient of the inverse's log-det", _Point.gradients_of_inverse),
     ):
         yield _attempt(
             name, tolerance, lambda of=gradients: _worst([*map(of, points())], tolerance)
@@ -293,7 +301,7 @@ def _gradients_by_name(
 
     def loss() -> Tensor:
         y, log_det = chain(x, *contexts)
-        values = flat(y)
+        values = _flat(y)
         return (values * torch.randn_like(values)).sum() + (
             log_det * torch.randn_like(log_det)
         ).sum()
@@ -322,3 +330,115 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     if expected.numel() == 0:
         return 0.0
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
+
+
+class _Linearized(NamedTuple):
+    values: Tensor
+    jacobian: Tensor
+    stated: Tensor
+    true: Tensor
+
+
+class _Point:
+    """A module at one sample, with the log-determinants and gradients to compare.
+
+    Args:
+        forward: maps the sample to the value and its log-determinant.
+        inverse: maps the value to the sample and its log-determinant.
+        x: the sample, of shape ``(1, ...)``, a leaf that requires grad.
+        others: other tensors that the module reads and differentiates, by name.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], tuple[Any, Tensor]],
+        inverse: Callable[[Any], tuple[Tensor, Tensor]],
+        x: Tensor,
+        others: dict[str, Tensor],
+    ) -> None:
+        self._forward = forward
+        self._inverse = inverse
+        self._x = x
+        self._others = others
+
+    def log_dets(self) -> tuple[Tensor, Tensor]:
+        """Return the log-determinant that the module states, and the true one, each ``(1,)``."""
+        found = self._linearized(self._forward(self._x), has_graph=False)
+        return found.stated.detach(), found.true.detach().reshape(1)
+
+    def gradients(self) -> Gradients:
+        """Return the gradients of the log-determinant of forward, by name."""
+        found = self._linearized(self._forward(self._x), has_graph=True)
+        wanted = {"the input": self._x, **self._others}
+        stated = _gradients_of(found.stated, list(wanted.values()))
+        true = _or_zeros(_gradients_of(found.true, list(wanted.values())), wanted.values())
+        return dict(zip(wanted, zip(stated, true, strict=True), strict=True))
+
+    def gradients_of_inverse(self) -> Gradients:
+        """Return the gradients of the log-determinant of inverse, by name."""
+        y, log_det = self._forward(self._x)
+        found = self._linearized((y, log_det), has_graph=True)
+        others = list(self._others.values())
+        at_x, *at_others = _or_zeros(
+            _gradients_of(found.true, [self._x, *others]), [self._x, *others]
+        )
+        pulled: Tensor = _linalg.solve(found.jacobian.detach().T, at_x.flatten())
+        through = _or_zeros(_gradients_of(found.values, others, pulled), others)
+        given = [part.detach().requires_grad_() for part in _parts(y)]
+        _, stated = self._inverse(tuple(given) if isinstance(y, tuple) else given[0])
+        at_y = _or_none(_gradients_of(stated, given), given)
+        gradients: Gradients = {"the input": (at_y, -pulled)}
+        for name, actual, one, two in zip(
+            self._others, _gradients_of(stated, others), through, at_others, strict=True
+        ):
+            gradients[name] = (actual, one - two)
+        return gradients
+
+    def _linearized(self, pair: tuple[Any, Tensor], *, has_graph: bool) -> _Linearized:
+        y, stated = pair
+        values = _flat(y)[0]
+        if values.numel() != self._x.numel():
+            raise ValueError(
+                f"`forward` maps {self._x.numel()} numbers a sample to {values.numel()}; an "
+                "invertible layer keeps their number."
+            )
+        rows = [
+            torch.autograd.grad(
+                value, self._x, retain_graph=True, create_graph=has_graph, materialize_grads=True
+            )[0].flatten()
+            for value in values.unbind()
+        ]
+        jacobian = torch.stack(rows)
+        return _Linearized(values, jacobian, stated, _linalg.slogdet(jacobian).logabsdet)
+
+
+def _flat(y: Any) -> Tensor:
+    """Join an output, or a tuple of them, into one tensor of shape ``(N, D)``."""
+    return torch.cat([part.flatten(1) for part in _parts(y)], dim=1)
+
+
+def _parts(y: Any) -> tuple[Tensor, ...]:
+    return (y,) if isinstance(y, Tensor) else tuple(y)
+
+
+def _gradients_of(
+    output: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = None
+) -> list[Tensor | None]:
+    if not output.requires_grad or not inputs:
+        return [None] * len(inputs)
+    seed = torch.ones_like(output) if seed is None else seed
+    return list(torch.autograd.grad(output, inputs, seed, retain_graph=True, allow_unused=True))
+
+
+def _or_zeros(gradients: Sequence[Tensor | None], like: Any) -> list[Tensor]:
+    return [
+        torch.zeros_like(each) if gradient is None else gradient
+        for gradient, each in zip(gradients, like, strict=True)
+    ]
+
+
+def _or_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor | None:
+    """Join the gradients of the parts of a value; None if none has one."""
+    if all(gradient is None for gradient in gradients):
+        return None
+    return _flat(tuple(_or_zeros(gradients, like))).flatten()

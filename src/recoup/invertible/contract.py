@@ -1,15 +1,27 @@
-"""The contract of invertible modules."""
+"""The contract of invertible modules, that of layers of other libraries, and shapes of both.
+
+NOTE [ Layers of other libraries ]
+
+Rule 1. Only layers whose inverse is known to be cheap and exact are inverted; others are recomputed
+        from their kept inputs. That is known of classes, and of no subclass of them: it may do
+        anything.
+Rule 2. A coupling evaluates its networks on the same inputs in both directions, so that these are
+        shared (NOTE [ One evaluation ]).
+Rule 3. Layers may start from their first batch, and note that in a buffer, which a second run would
+        find as it was before. So a chain lets all of them start before its first run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
-from recoup._core.shared_evaluation import evaluate
-
-__all__ = ["InvertibleModule"]
+from recoup._arguments import is_whole, shown
+from recoup._core.shared_evaluation import evaluate, lending
 
 
 class InvertibleModule(nn.Module):
@@ -77,3 +89,151 @@ class InvertibleModule(nn.Module):
             What `then` returns; without it, what `network` returns.
         """
         return evaluate(network, inputs, then)
+
+
+class Adapted(InvertibleModule):
+    """The base of adapters: a layer of another library, which stays the object that it is.
+
+    Args:
+        transform: the layer; a child of the adapter, if it is a module.
+        networks: the networks that both directions evaluate on the same inputs (See Rule 2).
+        why_not: why backward does not invert the layer; empty if it does (See Rule 1).
+    """
+
+    takes_context = True
+
+    def __init__(
+        self, transform: Any, networks: Iterable[nn.Module] = (), why_not: str = ""
+    ) -> None:
+        super().__init__()
+        self.transform = transform
+        self.why_not = why_not
+        self._started: set[bool] = set()  # the modes in which it has started (See Rule 3)
+        self._networks = () if why_not else tuple(dict.fromkeys(networks))
+
+    @property
+    def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether backward inverts the layer; if not, `repr` says why."""
+        return not self.why_not
+
+    @property
+    def is_light(self) -> bool:
+        """Whether backward inverts the layer, and it has no networks."""
+        return not self.why_not and not self._networks
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in (See Rule 3)."""
+        return getattr(self.transform, "training", True) in self._started
+
+    def has_seen_a_batch(self) -> None:
+        """Note that the layer has seen a batch."""
+        self._started.add(getattr(self.transform, "training", True))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
+        with lending(self._networks):
+            return _pair(*self._forward(x, context), x)
+
+    def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map latent to data: ``y`` of shape ``(N, ...)`` to ``(x, log_det)``."""
+        with lending(self._networks):
+            return _pair(*self._inverse(y, context), y)
+
+    def input_of(self, y: Tensor, context: Tensor | None = None) -> Tensor:
+        """Return the value of `inverse` alone: backward has no use for the log-determinant."""
+        with lending(self._networks):
+            return self._input_of(y, context)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return self._inverse(y, context)[0]
+
+    def extra_repr(self) -> str:
+        """Show what backward does with the layer."""
+        return f"recomputed: {self.why_not}" if self.why_not else "inverted"
+
+
+class Backwards(Adapted):
+    """A layer from latent to data, for flows that are trained on their samples.
+
+    Args:
+        layer: the layer, which has its place in another chain.
+    """
+
+    def __init__(self, layer: InvertibleModule) -> None:
+        networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
+        why_not = "" if layer.inverts_in_backward else "its inverse is an iteration"
+        super().__init__(layer, networks, getattr(layer, "why_not", why_not))
+        self.takes_context = layer.takes_context
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in."""
+        return getattr(self.transform, "has_started", True)
+
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform.inverse(x, *(() if context is None else (context,)))
+
+    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return self.transform(y, *(() if context is None else (context,)))
+
+
+def _pair(value: Tensor, log_det: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a value and its log-determinant, ``(N,)``: libraries return other shapes, too."""
+    num = len(like)
+    if not isinstance(log_det, Tensor):
+        return value, value.new_full((num,), log_det)
+    if log_det.dim() > 1:
+        log_det = log_det.flatten(1).sum(1)
+    return value, log_det if log_det.shape == (num,) else log_det.expand(num)
+
+
+def sizes_of(shape: Any) -> torch.Size:
+    """Return `shape` as a size, or raise ValueError unless it holds sizes of at least 1."""
+    sizes: Sequence[int] = cast("Any", shape) if isinstance(shape, list | tuple) else ()
+    if not sizes or not all(is_whole(size) for size in sizes):
+        raise ValueError(
+            f"`shape` is {shown(cast('object', shape))}, but must hold at least one size, each at "
+            "least 1."
+        )
+    return torch.Size(sizes)
+
+
+def num_positions(x: Tensor) -> int:
+    """Count the positions that share one channel: ``H * W`` for images, 1 for vectors."""
+    return math.prod(x.shape[2:])
+
+
+def at_each_position(log_det: Tensor, x: Tensor) -> Tensor:
+    """Return the log-determinant ``(N,)`` of a map with `log_det` at each position of `x`."""
+    return (log_det * num_positions(x)).expand(x.shape[0])
+
+
+def per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """View `values` of shape ``(C,)`` so that it broadcasts over `x` of shape ``(N, C, ...)``."""
+    return values.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+def per_sample(values: Tensor) -> Tensor:
+    """Sum `values` of shape ``(N, ...)`` over all but the batch, to ``(N,)``."""
+    return values.sum(tuple(range(1, values.dim())))
+
+
+def zero_log_det(x: Tensor) -> Tensor:
+    """Return the log-determinant of a map that preserves volume: zeros of shape ``(N,)``."""
+    return x.new_zeros(x.shape[0])
+
+
+def check_channels(x: Tensor, num_channels: int) -> None:
+    """Raise ValueError unless `x` has the shape ``(N, num_channels, ...)``."""
+    if x.dim() < 2 or x.shape[1] != num_channels:
+        raise ValueError(
+            f"`x` has shape {tuple(x.shape)}, but this layer needs (N, {num_channels}, ...). "
+            f"Build the layer with `num_channels` equal to the size of dimension 1."
+        )

@@ -1,18 +1,19 @@
-"""The base of all couplings: one part of the values decides how the other part is changed."""
+"""Couplings: one part of the values decides how the other part is changed."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.tensors import check_modules
-from recoup.invertible.contract import InvertibleModule
-
-__all__ = ["Condition", "Coupling", "Partition"]
+from recoup._arguments import check_flag, check_real, check_whole
+from recoup._core.saved_tensors import grad_mode
+from recoup._core.tensor_arguments import check_modules
+from recoup.errors import GridError
+from recoup.invertible.contract import InvertibleModule, per_sample, zero_log_det
 
 Condition = Literal["first", "second"]
 Partition = Literal["channels", "checkerboard"]
@@ -21,9 +22,9 @@ Partition = Literal["channels", "checkerboard"]
 class Coupling(InvertibleModule):
     """The base of couplings: cuts a value into the conditioning part and the part it changes.
 
-    A subclass states its formula for one network in `_change` and `_change_back`. With a second
-    network, ``g``, the conditioning part is then changed too, by what ``g`` computes from the
-    changed one.
+    A subclass states its formula: what it needs of the output of a network, in `_of_output`, and
+    how this changes a value, in `_change` and `_change_back`. With a second network, ``g``, the
+    conditioning part is then changed too, by what ``g`` computes from the changed one.
 
     Args:
         network: The network that sees the conditioning part.
@@ -37,6 +38,8 @@ class Coupling(InvertibleModule):
     Raises:
         ValueError: When `condition` or `split` is none of its choices.
     """
+
+    _copies = 1  # values that a network returns for each value that is changed
 
     def __init__(
         self, network: nn.Module, g: nn.Module | None, condition: Condition, split: Partition
@@ -58,9 +61,11 @@ class Coupling(InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         given, changed = self._halves(x)
-        changed, log_det = self._change(self.network, given, changed, context)
+        values = self._evaluate_network(self.network, given, changed, context)
+        changed, log_det = self._change(changed, values)
         if self.g is not None:
-            given, more = self._change(self.g, changed, given, context)
+            values = self._evaluate_network(self.g, changed, given, context)
+            given, more = self._change(given, values)
             log_det = log_det + more
         return self._join(given, changed), log_det
 
@@ -69,20 +74,22 @@ class Coupling(InvertibleModule):
         given, changed = self._halves(y)
         more: Tensor | None = None
         if self.g is not None:
-            given, more = self._change_back(self.g, changed, given, context)
-        changed, log_det = self._change_back(self.network, given, changed, context)
+            values = self._evaluate_network(self.g, changed, given, context)
+            given, more = self._change_back(given, values)
+        values = self._evaluate_network(self.network, given, changed, context)
+        changed, log_det = self._change_back(changed, values)
         return self._join(given, changed), log_det if more is None else log_det + more
 
     @abstractmethod
-    def _change(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return `changed` as `network` changes it for `given`, and the log-determinant."""
+    def _of_output(self, output: Tensor) -> Any:
+        """Return what both directions need of the output of a network; evaluated with it."""
 
     @abstractmethod
-    def _change_back(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _change(self, x: Tensor, values: Any) -> tuple[Tensor, Tensor]:
+        """Return `x` as the values of `_of_output` change it, and the log-determinant."""
+
+    @abstractmethod
+    def _change_back(self, y: Tensor, values: Any) -> tuple[Tensor, Tensor]:
         """Undo `_change`."""
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,47 +103,216 @@ class Coupling(InvertibleModule):
         return torch.cat((first, second), dim=1)
 
     def _evaluate_network(
-        self,
-        network: nn.Module,
-        given: Tensor,
-        changed: Tensor,
-        copies: int,
-        context: Tensor | None,
-        then: Callable[[Tensor], Any] | None = None,
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> Any:
-        """Return the output of `network` for `given`, or what `then` makes of it.
-
-        The network must return `copies` values for each entry of `changed`.
-        """
+        """Return what `_of_output` makes of the output of `network` for `given`."""
         is_board = self.split == "checkerboard"
         if is_board:
             given = self._join(given, torch.zeros_like(changed))
         takes_context = context is not None and _takes_context(network)
         inputs = (given, cast("Tensor", context)) if takes_context else (given,)
-        num_samples, num_channels, *sizes = changed.shape
-        needed = (num_samples, copies * num_channels, *(given.shape[2:] if is_board else sizes))
+        sizes = given.shape[2:] if is_board else changed.shape[2:]
+        needed = (len(changed), self._copies * changed.shape[1], *sizes)
         shape, dtype = given.shape, changed.dtype
 
-        def of_values(values: Tensor) -> Any:
-            if values.shape != needed:
+        def of_output(output: Tensor) -> Any:
+            if output.shape != needed:
                 raise ValueError(
-                    f"The network of {type(self).__name__} returned shape {tuple(values.shape)} "
+                    f"The network of {type(self).__name__} returned shape {tuple(output.shape)} "
                     f"for an input of shape {tuple(shape)}, but {tuple(needed)} is needed. "
                     f"Give it {needed[1]} output channels and keep the other sizes."
                 )
             if is_board:
-                values = self._halves(values)[1]
+                output = self._halves(output)[1]
             # Networks may run in half precision under autocast; the coupling stays in x's own
             # type, or the inverse would not reproduce the input.
-            values = values if values.dtype is dtype else values.to(dtype)
-            return values if then is None else then(values)
+            return self._of_output(output if output.dtype is dtype else output.to(dtype))
 
-        return self.evaluate(network, *inputs, then=of_values)
+        return self.evaluate(network, *inputs, then=of_output)
 
     def extra_repr(self) -> str:
         """Show which part is the condition."""
         board = ", split='checkerboard'" if self.split == "checkerboard" else ""
         return f"condition={self.condition!r}{board}"
+
+
+class AdditiveCoupling(Coupling):
+    """Add to one half of the channels what a network computes from the other half.
+
+    With one network ``y1 = x1, y2 = x2 + network(x1)``. With a second one, ``g``, the given half is
+    changed too, ``y1 = x1 + g(y2)``: a reversible residual block. It preserves volume, so `log_det`
+    is zero. The networks need not be invertible; each runs once in forward and once in inverse.
+
+    With ``exact=True`` values lie on a grid of multiples of ``2**-fraction_bits``: the input and
+    what the networks return are rounded to it (their gradients go straight through), and the sum of
+    two such numbers is exact while it is below ``2**(24 - fraction_bits)`` in float32. So `inverse`
+    is bitwise exact if the networks are bitwise reproducible: for the same batch on the same
+    device, with deterministic kernels (which may round differently for another batch size). This
+    holds through any number of such couplings and of layers that only move values (`Permute`,
+    `Flip`, `Squeeze`, `Split`, `Flatten`), and constant memory then gives bitwise the gradients of
+    the other modes. Each call computes the largest magnitude of its output once, to check the
+    bound. Layers that multiply (`ActNorm`, 1x1 convolutions) leave the grid: put them after the
+    last coupling.
+
+    Autograd keeps what the networks keep, and nothing else.
+
+    Args:
+        network: Maps the conditioning half to a shift of the shape of the other half. The first
+            half of C channels has ``(C + 1) // 2``, the second ``C // 2``.
+        g: Optional second network, from the changed half to a shift of the conditioning half.
+        condition: Which half `network` sees, "first" or "second". With "second" and `g`, this is
+            the block of RevNets: ``y1 = x1 + network(x2), y2 = x2 + g(y1)``.
+        split: "channels", or "checkerboard" for images: see `Coupling`.
+        exact: Whether values lie on a grid, so that the inverse is exact to the bit.
+        fraction_bits: Number of binary digits after the point on the grid.
+
+    Raises:
+        ValueError: When an argument is out of range, when the input has fewer than 2 channels or,
+            with `exact`, is of half precision, or when a network returns another shape than needed.
+        GridError: When a value is so large that sums on the grid are not exact.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import AdditiveCoupling
+        >>> layer = AdditiveCoupling(torch.nn.Linear(2, 2))
+        >>> y, log_det = layer(torch.ones(1, 4))
+        >>> torch.allclose(layer.inverse(y)[0], torch.ones(1, 4)), log_det.tolist()
+        (True, [0.0])
+
+    Dinh et al., "NICE", https://arxiv.org/abs/1410.8516; Gomez et al., "The Reversible Residual
+    Network", https://arxiv.org/abs/1707.04585.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        g: nn.Module | None = None,
+        *,
+        condition: Condition = "first",
+        split: Partition = "channels",
+        exact: bool = False,
+        fraction_bits: int = 12,
+    ) -> None:
+        super().__init__(network, g, condition, split)
+        check_flag(exact=exact)
+        check_whole(0, fraction_bits=fraction_bits)
+        if fraction_bits > 20:
+            raise ValueError(
+                f"`fraction_bits` is {fraction_bits}, but must be from 0 to 20. Use 12, with which "
+                "float32 reaches to 4096."
+            )
+        self.exact = exact
+        self.fraction_bits = fraction_bits
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        if not self.exact:
+            return super().forward(x, context)
+        y, log_det = super().forward(self._input_on_grid(x), context)
+        _check_bound(y, self.fraction_bits, type(self).__name__)
+        return y, log_det
+
+    def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
+        if not self.exact:
+            return super().inverse(y, context)
+        x, log_det = super().inverse(self._input_on_grid(y), context)
+        _check_bound(x, self.fraction_bits, f"The inverse of {type(self).__name__}")
+        return x, log_det
+
+    def _of_output(self, output: Tensor) -> Tensor:
+        return _to_grid(output, self.fraction_bits) if self.exact else output
+
+    def _change(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return x + values, zero_log_det(x)
+
+    def _change_back(self, y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return y - values, zero_log_det(y)
+
+    def _input_on_grid(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point() or _grid_bound(x.dtype, self.fraction_bits) < 4:
+            raise ValueError(
+                f"`x` is of type {x.dtype}, but with `exact` and `fraction_bits` "
+                f"{self.fraction_bits} it must be torch.float32 or torch.float64. Convert it, or "
+                "use autocast, which leaves it as it is."
+            )
+        return _to_grid(x, self.fraction_bits)
+
+    def extra_repr(self) -> str:
+        """Show which part is the condition, and the grid."""
+        grid = f", exact=True, fraction_bits={self.fraction_bits}" if self.exact else ""
+        return super().extra_repr() + grid
+
+
+class AffineCoupling(Coupling):
+    """Scale and shift one half of the channels by what a network computes from the other half.
+
+    ``y1 = x1, y2 = x2 * exp(log_scale) + shift`` with ``shift, raw = network(x1).chunk(2, dim=1)``
+    and ``log_scale = bound * tanh(raw / bound)``. The scale stays between ``exp(-bound)`` and
+    ``exp(bound)`` whatever the network returns, so the inverse of one layer never magnifies an
+    error by more than ``exp(bound)``; a network that returns zeros gives the identity. The network
+    need not be invertible; it runs once in forward and once in inverse. With a second one, ``g``,
+    the given half is then changed in the same way by what ``g`` computes from ``y2``.
+
+    Autograd keeps what the networks keep, the input, and two tensors of the size of each half that
+    is changed.
+
+    Args:
+        network: Maps the conditioning half to twice the channels of the other half. The first half
+            of C channels has ``(C + 1) // 2``, the second ``C // 2``.
+        g: Optional second network, from the changed half to twice the channels of the other.
+        condition: Which half `network` sees, "first" or "second".
+        split: "channels", or "checkerboard" for images: see `Coupling`.
+        bound: The largest absolute log-scale, above 0.
+
+    Raises:
+        ValueError: When an argument is out of range, when the input has fewer than 2 channels, or
+            when the network returns another shape than needed.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import AffineCoupling
+        >>> layer = AffineCoupling(torch.nn.Linear(2, 4))
+        >>> y, log_det = layer(torch.ones(1, 4))
+        >>> torch.allclose(layer.inverse(y)[0], torch.ones(1, 4)), log_det.shape
+        (True, torch.Size([1]))
+
+    Dinh et al., "Density estimation using Real NVP", https://arxiv.org/abs/1605.08803.
+    """
+
+    _copies = 2
+
+    def __init__(
+        self,
+        network: nn.Module,
+        g: nn.Module | None = None,
+        *,
+        condition: Condition = "first",
+        split: Partition = "channels",
+        bound: float = 2.0,
+    ) -> None:
+        super().__init__(network, g, condition, split)
+        check_real(bound=bound)
+        if not bound > 0:
+            raise ValueError(f"`bound` is {bound}, but must be above 0; 2.0 is usual.")
+        self.bound = bound
+
+    def _of_output(self, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shift, raw = output.chunk(2, dim=1)
+        log_scale = self.bound * torch.tanh(raw / self.bound)
+        return shift, log_scale.exp(), per_sample(log_scale)
+
+    def _change(self, x: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        shift, scale, log_det = values
+        return torch.addcmul(shift, x, scale), log_det
+
+    def _change_back(self, y: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        shift, scale, log_det = values
+        return (y - shift) / scale, -log_det
+
+    def extra_repr(self) -> str:
+        """Show which half is the condition, and the bound."""
+        return f"{super().extra_repr()}, bound={self.bound:g}"
 
 
 def _takes_context(network: nn.Module | None) -> bool:
@@ -177,3 +353,40 @@ def _board(first: Tensor, second: Tensor) -> Tensor:
     (a, e), (b, d) = (part.reshape(n, c, h // 2, 2, half).unbind(3) for part in (first, second))
     upper, lower = torch.stack((a, b), dim=-1), torch.stack((d, e), dim=-1)
     return torch.stack((upper, lower), dim=3).reshape(n, c, h, 2 * half)
+
+
+def _to_grid(x: Tensor, fraction_bits: int) -> Tensor:
+    """Round `x` to multiples of ``2**-fraction_bits``; the gradient goes straight through.
+
+    The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
+    """
+    scale = 2.0**fraction_bits
+    with grad_mode(False):
+        change = (x * scale).round_().div_(scale).sub_(x)  # exact, as the two are close
+    return x + change
+
+
+def _grid_bound(dtype: torch.dtype, fraction_bits: int) -> float:
+    """Return the magnitude below which `dtype` holds every multiple of ``2**-fraction_bits``."""
+    significant_bits = 1 - int(math.log2(torch.finfo(dtype).eps))
+    return 2.0 ** (significant_bits - fraction_bits)
+
+
+def _check_bound(y: Tensor, fraction_bits: int, name: str) -> None:
+    """Raise a GridError if a value of `y` is beyond the bound within which sums are exact."""
+    if not y.is_floating_point() or y.numel() == 0:
+        return
+    bound = _grid_bound(y.dtype, fraction_bits)
+    largest = float(y.detach().abs().max())
+    if not largest < bound:
+        needed = math.frexp(largest)[1] if math.isfinite(largest) else None
+        way_out = (
+            "Values are not finite: look for what made them so."
+            if needed is None
+            else f"Use `fraction_bits={max(0, fraction_bits - (needed - int(math.log2(bound))))}` "
+            "for a coarser grid that reaches further, or double precision."
+        )
+        raise GridError(
+            f"{name} made a value of {largest:.6g}, but with `fraction_bits` {fraction_bits} sums "
+            f"in {y.dtype} are exact below {bound:g} only. {way_out}"
+        )

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from recoup._arguments import check_flag, check_real, check_whole
 from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import grad_mode
 from recoup._core.tensors import check_place
-
-__all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
 
 _linalg: Any = torch.linalg  # torch does not type its functions
 _fft: Any = torch.fft
@@ -45,7 +43,47 @@ def one_weight_a_call() -> Generator[None]:
         _shared.weights = before
 
 
-class LipschitzLinear(nn.Linear):
+class _Lipschitz(nn.Module):
+    """A layer that multiplies by ``weight * min(1, coefficient / norm)``."""
+
+    weight: Tensor
+    coefficient: float
+
+    def _set_coefficient(self, coefficient: float) -> None:
+        check_real(coefficient=coefficient)
+        if not 0 < coefficient < 1:
+            raise ValueError(
+                f"`coefficient` is {coefficient}, but must be above 0 and below 1: a block can "
+                "only be inverted if its network contracts. 0.9 is usual."
+            )
+        self.coefficient = coefficient
+
+    def normalized_weight(self) -> Tensor:
+        """Return the normalised weight, of the shape of `weight`."""
+        shared = _shared.weights
+        key = (self, torch.is_grad_enabled())
+        if shared is not None and key in shared:
+            return shared[key]
+        weight = self.weight
+        with without_autocast(weight.device.type):
+            norm = self._norm(weight if weight.dtype is torch.float64 else weight.float())
+            # Dividing by the larger of the two also covers a weight of zeros.
+            scale = self.coefficient / norm.clamp(min=self.coefficient)
+            normalized = weight * scale.to(weight.dtype)
+        if shared is not None:
+            shared[key] = normalized
+        return normalized
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        """Return the norm of what the layer does with `weight`, or a bound on it."""
+        return _matrix_norm(weight)
+
+    def extra_repr(self) -> str:
+        """Show what the layer of torch shows, and the coefficient."""
+        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
+
+
+class LipschitzLinear(_Lipschitz, nn.Linear):
     """A linear layer whose Lipschitz constant is at most `coefficient`, after every step.
 
     The layer multiplies by ``weight * min(1, coefficient / norm)``, where ``norm`` is the largest
@@ -96,22 +134,14 @@ class LipschitzLinear(nn.Linear):
         check_flag(bias=bias)
         check_place(device, dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.coefficient = _checked(coefficient)
-
-    def normalized_weight(self) -> Tensor:
-        """Return the normalised weight ``(out_features, in_features)``."""
-        return _normalized(self, self.weight, self.coefficient, _matrix_norm)
+        self._set_coefficient(coefficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
         return functional.linear(input, self.normalized_weight(), self.bias)
 
-    def extra_repr(self) -> str:
-        """Show the sizes and the coefficient."""
-        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
-
-class LipschitzConv2d(nn.Conv2d):
+class LipschitzConv2d(_Lipschitz, nn.Conv2d):
     """A convolution whose Lipschitz constant is at most `coefficient`, after every step.
 
     The layer convolves with ``weight * min(1, coefficient / norm)``. The convolution with zero
@@ -132,10 +162,7 @@ class LipschitzConv2d(nn.Conv2d):
         in_channels: Channels of the input ``(N, in_channels, H, W)``.
         out_channels: Channels of the output.
         kernel_size: Side of the kernel.
-        stride: As in `nn.Conv2d`.
         padding: As in `nn.Conv2d`, with zeros.
-        dilation: As in `nn.Conv2d`.
-        groups: As in `nn.Conv2d`.
         bias: Whether to add a learned bias.
         coefficient: The bound, above 0 and below 1.
         device: Device of the parameters.
@@ -162,55 +189,38 @@ class LipschitzConv2d(nn.Conv2d):
         in_channels: int,
         out_channels: int,
         kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
         *,
+        padding: str | int | tuple[int, int] = 0,
+        bias: bool = True,
         coefficient: float = 0.9,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_whole(in_channels=in_channels, out_channels=out_channels, groups=groups)
-        sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
-        for name, size in sizes.items():
-            for each in size if isinstance(size, tuple) else (size,):
-                check_whole(**{name: each})
+        check_whole(in_channels=in_channels, out_channels=out_channels)
+        for each in kernel_size if isinstance(kernel_size, tuple) else (kernel_size,):
+            check_whole(kernel_size=each)
         for each in padding if isinstance(padding, tuple) else (padding,):
             if each not in ("same", "valid"):
                 check_whole(0, padding=each)
-        if in_channels % groups or out_channels % groups:
-            raise ValueError(
-                f"`groups` is {groups}, but must divide `in_channels` {in_channels} and "
-                f"`out_channels` {out_channels}."
-            )
         check_flag(bias=bias)
         check_place(device, dtype)
         super().__init__(
-            in_channels, out_channels, kernel_size, stride=stride, padding=padding,
-            dilation=dilation, groups=groups, bias=bias, device=device, dtype=dtype,
+            in_channels, out_channels, kernel_size, padding=padding, bias=bias, device=device,
+            dtype=dtype,
         )  # fmt: skip
-        self.coefficient = _checked(coefficient)
-
-    def normalized_weight(self) -> Tensor:
-        """Return the normalised kernel, of the shape of `weight`."""
-        return _normalized(self, self.weight, self.coefficient, self._norm)
+        self._set_coefficient(coefficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H', W')`` as `nn.Conv2d` does."""
         return self._conv_forward(input, self.normalized_weight(), self.bias)
 
     def _norm(self, weight: Tensor) -> Tensor:
-        """Bound the norm of the convolution with `weight`, for any stride and any image."""
+        """Bound the norm of the convolution with `weight`, for any image."""
         kernel = (self.kernel_size[0], self.kernel_size[1])
         grid = [max(1, _FREQUENCIES * (size - 1)) for size in kernel]
         # A real kernel has the same norm at opposite frequencies, so half of them are enough.
         transform: Tensor = _fft.rfftn(weight, s=grid, dim=(2, 3))
-        # Groups do not mix: the norm of the whole is the largest norm of a group.
-        num_out, num_in = weight.shape[0] // self.groups, weight.shape[1]
-        blocks = transform.reshape(self.groups, num_out, num_in, -1)
-        blocks = blocks.permute(3, 0, 1, 2).flatten(0, 1)
+        blocks = transform.flatten(2).permute(2, 0, 1)
         with grad_mode(False):
             values: Tensor = _linalg.svdvals(blocks)
             worst = values[:, 0].argmax().reshape(1)
@@ -219,10 +229,6 @@ class LipschitzConv2d(nn.Conv2d):
             for size, num in zip(kernel, grid, strict=True)
         )
         return _matrix_norm(blocks.index_select(0, worst)).squeeze(0) * rise
-
-    def extra_repr(self) -> str:
-        """Show what `nn.Conv2d` shows, and the coefficient."""
-        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
 
 class LipSwish(nn.Module):
@@ -260,30 +266,5 @@ class LipSwish(nn.Module):
         return x * torch.sigmoid(x * functional.softplus(self.raw_beta)) / 1.1
 
 
-def _normalized(layer: nn.Module, weight: Tensor, coefficient: float, norm_of: Any) -> Tensor:
-    shared = _shared.weights
-    key = (layer, torch.is_grad_enabled())
-    if shared is not None and key in shared:
-        return shared[key]
-    with without_autocast(weight.device.type):
-        precise = weight if weight.dtype is torch.float64 else weight.float()
-        norm = cast("Tensor", norm_of(precise))
-        # Dividing by the larger of the two also covers a weight of zeros.
-        normalized = weight * (coefficient / norm.clamp(min=coefficient)).to(weight.dtype)
-    if shared is not None:
-        shared[key] = normalized
-    return normalized
-
-
 def _matrix_norm(matrix: Tensor) -> Tensor:
     return _linalg.matrix_norm(matrix, ord=2)
-
-
-def _checked(coefficient: float) -> float:
-    check_real(coefficient=coefficient)
-    if not 0 < coefficient < 1:
-        raise ValueError(
-            f"`coefficient` is {coefficient}, but must be above 0 and below 1: a block can only be "
-            "inverted if its network contracts. 0.9 is usual."
-        )
-    return coefficient

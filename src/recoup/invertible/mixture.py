@@ -11,9 +11,8 @@ from torch.nn import functional
 from recoup._arguments import check_real, check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import NotInvertibleError
+from recoup.invertible.contract import per_sample
 from recoup.invertible.coupling import Condition, Coupling, Partition
-
-__all__ = ["MixtureCoupling"]
 
 _MOST_STEPS = 200  # of the search; a dozen is usual, and bisection alone needs 60
 
@@ -82,38 +81,13 @@ class MixtureCoupling(Coupling):
                 f"`least_slope` is {least_slope}, but must be above 0 and below 1; 0.01 is usual."
             )
         self.num_components = num_components
+        self._copies = 3 * num_components + 2
         self.bound = bound
         self.least_slope = least_slope
 
-    def _change(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        bend, shift, log_scale = self._map_of(network, given, changed, context)
-        bent, slope = bend.value_and_slope(changed)
-        y = torch.addcmul(shift, bent, log_scale.exp())
-        return y, (slope.log() + log_scale).flatten(1).sum(1)
-
-    def _change_back(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        bend, shift, log_scale = self._map_of(network, given, changed, context)
-        x = bend.inverse((changed - shift) * (-log_scale).exp())
-        slope = bend.value_and_slope(x)[1]
-        return x, -(slope.log() + log_scale).flatten(1).sum(1)
-
-    def _map_of(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> tuple[_Bend, Tensor, Tensor]:
-        """Return the bend, the shift and the log-scale that the network sets for `changed`."""
-        num_values = 3 * self.num_components + 2
-        log_weights, means, rates, shift, log_scale = self._evaluate_network(
-            network, given, changed, num_values, context, self._parts
-        )
-        return _Bend(log_weights, means, rates, self.least_slope), shift, log_scale
-
-    def _parts(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        k, size = self.num_components, values.shape
-        blocks = values.reshape(size[0], 3 * k + 2, size[1] // (3 * k + 2), *size[2:])
+    def _of_output(self, output: Tensor) -> tuple[Tensor, ...]:
+        k, size = self.num_components, output.shape
+        blocks = output.reshape(size[0], self._copies, size[1] // self._copies, *size[2:])
         # One split: backward then concatenates the gradients; slices would pad each with zeros.
         parts = cast("tuple[Tensor, ...]", blocks.split((k, k, k, 1, 1), dim=1))
         logits, means, raw_scales, shift, raw_scale = parts
@@ -122,6 +96,19 @@ class MixtureCoupling(Coupling):
         rates = torch.exp(-self._bounded(raw_scales))
         log_scale = self._bounded(raw_scale.squeeze(1))
         return logits.log_softmax(1), means + apart, rates, shift.squeeze(1), log_scale
+
+    def _change(self, x: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        *mixture, shift, log_scale = values
+        bent, slope = _Bend(*mixture, least_slope=self.least_slope).value_and_slope(x)
+        y = torch.addcmul(shift, bent, log_scale.exp())
+        return y, per_sample(slope.log() + log_scale)
+
+    def _change_back(self, y: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        *mixture, shift, log_scale = values
+        bend = _Bend(*mixture, least_slope=self.least_slope)
+        x = bend.inverse((y - shift) * (-log_scale).exp())
+        slope = bend.value_and_slope(x)[1]
+        return x, -per_sample(slope.log() + log_scale)
 
     def _bounded(self, raw: Tensor) -> Tensor:
         return self.bound * torch.tanh(raw / self.bound)
@@ -157,8 +144,8 @@ class _Bend(NamedTuple):
         logit = below.logsumexp(1) - above.logsumexp(1)
         # (log F)' - (log(1 - F))': a mean of the components' own slopes, so all terms are positive.
         slopes = below.softmax(1) * torch.sigmoid(-u) + above.softmax(1) * torch.sigmoid(u)
-        slope = (slopes * self.rates).sum(1)
-        return torch.lerp(logit, x, self.least_slope), self._mixed(slope)
+        slope = (1 - self.least_slope) * (slopes * self.rates).sum(1) + self.least_slope
+        return torch.lerp(logit, x, self.least_slope), slope
 
     def inverse(self, target: Tensor) -> Tensor:
         """Find the x with ``h(x) = target``."""
@@ -173,9 +160,6 @@ class _Bend(NamedTuple):
             value, slope = self.value_and_slope(root)
             root = root - (value - target) / slope
         return root
-
-    def _mixed(self, slope: Tensor) -> Tensor:
-        return (1 - self.least_slope) * slope + self.least_slope
 
     def _search(self, target: Tensor) -> Tensor:
         """Find the root in a bracket: Newton's steps, and bisection where they do not help."""

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from recoup._arguments import check_type, check_whole
-from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, check_not_batch, sizes_of, zero_log_det
-
-__all__ = ["Flatten", "Flip", "Permute", "Split", "Squeeze"]
+from recoup.invertible.contract import (
+    InvertibleModule,
+    check_channels,
+    sizes_of,
+    zero_log_det,
+)
 
 
 class Flatten(InvertibleModule):
@@ -120,7 +122,29 @@ class Squeeze(InvertibleModule):
         return f"factor={self.factor}"
 
 
-class Split(InvertibleModule):
+class _AlongDim(InvertibleModule):
+    """A layer that works along one dimension."""
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        check_type(int, "a whole number", dim=dim)
+        if dim == 0:
+            raise ValueError("`dim` is 0, the batch; samples must stay whole. Use 1, the channels.")
+        self.dim = dim
+
+    def _check(self, x: Tensor) -> None:
+        if self.dim == -x.dim():
+            raise ValueError(
+                f"`dim` {self.dim} is the batch of `x` of shape {tuple(x.shape)}; samples must "
+                "stay whole. Use 1, the channels."
+            )
+
+    def extra_repr(self) -> str:
+        """Show the dimension."""
+        return f"dim={self.dim}"
+
+
+class Split(_AlongDim):
     """Cut a tensor in two: one part goes on, the other is a latent from here on.
 
     In a `Chain` the part that goes on is the input of the next stage, and the other part appears
@@ -147,16 +171,9 @@ class Split(InvertibleModule):
 
     num_early = 1
 
-    def __init__(self, dim: int = 1) -> None:
-        super().__init__()
-        check_type(int, "a whole number", dim=dim)
-        if dim == 0:
-            raise ValueError("`dim` is 0, the batch; samples must stay whole. Use 1, the channels.")
-        self.dim = dim
-
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Cut `x` of shape ``(N, ...)``; returns ``((h, z), log_det)``."""
-        check_not_batch(x, self.dim)
+        self._check(x)
         if not -x.dim() < self.dim < x.dim() or x.shape[self.dim] < 2:
             raise ValueError(
                 f"`x` has shape {tuple(x.shape)}, but Split needs at least 2 values along its "
@@ -170,10 +187,6 @@ class Split(InvertibleModule):
         """Concatenate ``(h, z)``; returns ``(x, log_det)``."""
         x = torch.cat(y, dim=self.dim)
         return x, zero_log_det(x)
-
-    def extra_repr(self) -> str:
-        """Show the dimension."""
-        return f"dim={self.dim}"
 
 
 class Permute(InvertibleModule):
@@ -229,7 +242,7 @@ class Permute(InvertibleModule):
         return str(self.permutation.numel())
 
 
-class Flip(InvertibleModule):
+class Flip(_AlongDim):
     """Reverse the order along one dimension, so that the next coupling changes the other half.
 
     Autograd keeps nothing.
@@ -248,23 +261,11 @@ class Flip(InvertibleModule):
         [[3.0, 2.0, 1.0]]
     """
 
-    def __init__(self, dim: int = 1) -> None:
-        super().__init__()
-        check_type(int, "a whole number", dim=dim)
-        if dim == 0:
-            raise ValueError("`dim` is 0, the batch; reversing it mixes samples. Use 1, channels.")
-        self.dim = dim
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Reverse `x` of shape ``(N, ...)``; returns ``(y, log_det)``."""
-        check_not_batch(x, self.dim)
+        self._check(x)
         return x.flip(self.dim), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` by reversing once more; returns ``(x, log_det)``."""
-        check_not_batch(y, self.dim)
-        return y.flip(self.dim), zero_log_det(y)
-
-    def extra_repr(self) -> str:
-        """Show the dimension."""
-        return f"dim={self.dim}"
+        return self.forward(y)

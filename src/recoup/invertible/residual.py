@@ -1,33 +1,49 @@
-"""Invertible residual blocks: a contractive network added to its input."""
+"""Invertible residual blocks: a contractive network added to its input.
+
+NOTE [ Derivatives within forward ]
+
+Rule 1. The log-determinant consists of derivatives of the network, which are taken while forward
+        runs and are differentiated themselves. So a graph is always recorded, on an alias of `x`
+        that carries no hooks of the caller; if no gradient is needed it is freed after the call.
+Rule 2. All draws follow from one seed a call. The length of a series is drawn first, from a
+        generator of its own: probes drawn from the same numbers would depend on it.
+
+NOTE [ Residuals that are used before the call ends ]
+
+Rule 1. A call that takes gradients (the log-determinant of a network) needs its own residuals
+        before it has ended, and so before the region around it can make them again: some second
+        runs keep nothing at all. So the tensors that such a call saves are held here until the call
+        ends, whatever the pair beneath does with them.
+Rule 2. After the call nothing is held here: backward gets the tensors from the pair beneath, which
+        packed each tensor once, in the order of the saves.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Literal, cast
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real, check_whole
 from recoup._core.autocast_off import without_autocast
-from recoup._core.compile import is_watched, uncompiled
-from recoup._core.saved_tensors import grad_mode
-from recoup._core.tensors import check_modules
+from recoup._core.compile import is_watched, never_compiled, uncompiled
+from recoup._core.devices import own_generator
+from recoup._core.rng import draw_seed
+from recoup._core.saved_tensors import Pair, grad_mode, pair_in_force, saving
+from recoup._core.tensor_arguments import check_modules
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.lipschitz import one_weight_a_call
-from recoup.invertible.log_dets import (
-    exact_log_det,
-    power_series,
-    probes_for,
-    roulette_weights,
-    series_weights,
-)
-
-__all__ = ["InvertibleResidual", "LogDet"]
 
 LogDet = Literal["exact", "series", "unbiased"]
+Network = Callable[[Tensor], Tensor]
+
+_linalg: Any = torch.linalg  # torch does not type its functions
 
 _MOST_EXACT = 256  # values in a sample: the Jacobian has their square
 _ROUNDING = 128  # the default tolerance, in units of the type's rounding
@@ -180,10 +196,7 @@ class InvertibleResidual(InvertibleModule):
             return exact_log_det(self._shift, x)
         goes_on = self.continuation if self.log_det == "unbiased" else None
         probes, num_more = probes_for(x, self.num_probes, goes_on)
-        if goes_on is None:
-            weights = series_weights(self.num_terms)
-        else:
-            weights = roulette_weights(self.num_terms, goes_on, num_more)
+        weights = series_weights(self.num_terms, num_more, self.continuation)
         return power_series(self._shift, x, probes, weights)
 
     def _shift(self, x: Tensor) -> Tensor:
@@ -241,3 +254,129 @@ def _check_network(network: nn.Module) -> None:
                 "which it computes another function at each call, or another for another batch, so "
                 "the block has no inverse. Leave it out; ActNorm between blocks normalises."
             )
+
+
+def exact_log_det(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``g(x)`` and the exact log-determinant ``(N,)``, from one derivative per dimension."""
+    wants_grad = torch.is_grad_enabled()
+    with _differentiable(x) as alias:
+        value = network(alias)
+        columns = value.flatten(1).unbind(1)
+        rows = [_pulled_back(column, alias, None, wants_grad).flatten(1) for column in columns]
+        jacobian = torch.stack(rows, dim=1)
+        unit = torch.eye(len(rows), device=x.device, dtype=x.dtype)
+        log_det: Tensor = _linalg.slogdet(unit + jacobian)[1]
+    return _given(value, log_det, wants_grad)
+
+
+def power_series(
+    network: Network, x: Tensor, probes: Tensor, weights: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, from probes.
+
+    `probes` have the shape ``(P, *x.shape)``; each trace is the mean of P values ``v J^k v``.
+    """
+    wants_grad = torch.is_grad_enabled()
+    num_probes, num_samples = probes.shape[:2]
+    with _differentiable(x) as alias:
+        copies = alias.expand_as(probes).flatten(0, 1)
+        value = network(copies)
+        probe = row = probes.flatten(0, 1)
+        total = x.new_zeros(len(probe))
+        for weight in weights:
+            row = _pulled_back(value, copies, row, wants_grad)
+            total = total + weight * (row * probe).flatten(1).sum(1)
+        log_det = total.view(num_probes, num_samples).mean(0)
+        value = value[:num_samples]
+    return _given(value, log_det, wants_grad)
+
+
+def series_weights(num_terms: int, num_more: int, continuation: float) -> list[float]:
+    """Return the coefficients of ``log(1 + z)``: 1, -1/2, 1/3 and so on.
+
+    Each of the `num_more` further terms is divided by its probability, ``continuation ** j``.
+    """
+    weights = [(-1) ** (k + 1) / k for k in range(1, num_terms + num_more + 1)]
+    for j in range(1, num_more + 1):
+        weights[num_terms + j - 1] /= continuation**j
+    return weights
+
+
+def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[Tensor, int]:
+    """Draw signs ``(num_probes, *x.shape)``, and the number of further terms (Rule 2)."""
+    own = own_generator(torch.device("cpu"), draw_seed())
+    num_more = 0
+    if continuation is not None:
+        # 1 - u lies in (0, 1], so that its logarithm is finite
+        uniform = 1 - float(torch.rand((), generator=own, dtype=torch.float64))
+        num_more = int(math.log(uniform) / math.log(continuation))
+    seed = int(torch.randint(2**63 - 1, (), generator=own, dtype=torch.int64))
+    generator = own_generator(x.device, seed)
+    shape = num_probes, *x.shape
+    bits = torch.randint(2, shape, generator=generator, device=generator.device)
+    return bits.to(x.device, x.dtype).mul_(2).sub_(1), num_more
+
+
+@contextmanager
+def _differentiable(x: Tensor) -> Generator[Tensor]:
+    """Yield an alias of `x` to take derivatives with respect to (See Rule 1)."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            yield x.clone().requires_grad_()
+    elif torch.is_grad_enabled() and x.requires_grad:
+        with gradients_in_forward():
+            yield x.view_as(x)
+    else:
+        with grad_mode(True), gradients_in_forward():
+            yield x.detach().requires_grad_()
+
+
+def _pulled_back(value: Tensor, x: Tensor, row: Tensor | None, wants_grad: bool) -> Tensor:
+    """Return ``row J`` for the Jacobian of `value` in `x`; the sum over the batch for None."""
+    row = torch.ones_like(value) if row is None else row
+    return torch.autograd.grad(
+        value, x, row, retain_graph=True, create_graph=wants_grad, materialize_grads=True
+    )[0]
+
+
+def _given(value: Tensor, log_det: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor]:
+    return (value, log_det) if wants_grad else (value.detach(), log_det.detach())
+
+
+@contextmanager
+def gradients_in_forward() -> Generator[None]:
+    """Let `torch.autograd.grad` use tensors that are saved within, in any region."""
+    pair = pair_in_force()
+    if pair is None:  # autograd has everything itself
+        yield
+        return
+    at_hand: list[_AtHand] = []
+    try:
+        with saving(partial(_pack, at_hand, pair)):
+            yield
+    finally:
+        for saved in at_hand:
+            saved.tensor = None  # See Rule 2
+
+
+@never_compiled
+def _pack(at_hand: list[_AtHand], pair: Pair, tensor: Tensor) -> _AtHand:
+    saved = _AtHand(tensor, pair)
+    at_hand.append(saved)
+    return saved
+
+
+class _AtHand:
+    """A saved tensor: held until the context ends, then unpacked by the pair beneath."""
+
+    __slots__ = ("_packed", "_unpack", "tensor")
+
+    def __init__(self, tensor: Tensor, pair: Pair) -> None:
+        self._packed: Any = pair[0](tensor)
+        self._unpack = pair[1]
+        self.tensor: Tensor | None = tensor.detach()
+
+    @never_compiled
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        return self._unpack(self._packed) if self.tensor is None else self.tensor

@@ -206,7 +206,7 @@ def test_each_value_must_be_a_grey_level(value):
     flow = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8)
     pictures = torch.zeros(400, 1, 4, 4)
     pictures[300, 0, 1, 1] = value
-    with pytest.raises(ValueError, match="whole grey levels from 0 to 16"):
+    with pytest.raises(ValueError, match=r"`images` .* whole grey levels, 0 to 16"):
         fitted(flow, pictures, memory="sqrt")
     assert flow.memory != "sqrt"
 
@@ -217,5 +217,5 @@ def test_a_model_that_is_none_or_frozen_and_labels_are_named():
     with pytest.raises(ValueError, match="`flow` is of type Linear, but must be a Flow"):
         fitted(nn.Linear(2, 2))
     for labels in (torch.rand(9), torch.arange(8), torch.arange(9) - 1):
-        with pytest.raises(ValueError, match="samples needs one, a whole number below 3"):
+        with pytest.raises(ValueError, match=r"`images\[1\]` "):
             fitted(small_flow(num_classes=3), (torch.zeros(9, 2), labels))

@@ -16,6 +16,10 @@ from recoup.invertible import (
     InvertibleConv1x1,
     InvertibleConv1x1LU,
     InvertibleModule,
+    InvertibleResidual,
+    LipschitzConv2d,
+    LipschitzLinear,
+    LipSwish,
     Logit,
     MixtureCoupling,
     Normalize,
@@ -73,7 +77,16 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "mixture-board": lambda: (
         MixtureCoupling(conv(1, 14), num_components=4, split="checkerboard"), images(1, 2, 4)
     ),
+    "residual": lambda: (
+        InvertibleResidual(nn.Sequential(LipschitzLinear(3, 5), LipSwish(), LipschitzLinear(5, 3))),
+        images(3),
+    ),
+    "residual-images": lambda: (
+        InvertibleResidual(nn.Sequential(LipschitzConv2d(2, 2, 3, padding=1), nn.ELU())),
+        images(2, 2, 3),
+    ),
     "flatten": lambda: (Flatten((2, 1, 3)), images(2, 1, 3)),
+    "flatten-vectors": lambda: (Flatten((3,)), images(3)),
     "squeeze": lambda: (Squeeze(), images(1, 4, 2)),
     "squeeze-3": lambda: (Squeeze(3), images(2, 3, 3)),
     "split": lambda: (Split(), images(4, 2, 1)),

@@ -4,8 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, Flip, Split
+from recoup.invertible import (
+    AdditiveCoupling,
+    AffineCoupling,
+    Chain,
+    Flip,
+    MixtureCoupling,
+    Split,
+)
 from tests.invertible_zoo import kept_bytes
+
+# What a network returns for each value that the coupling changes.
+COPIES = {AdditiveCoupling: 1, AffineCoupling: 2, MixtureCoupling: 26}
+kinds = pytest.mark.parametrize("kind", COPIES)
 
 
 class Says(nn.Module):
@@ -47,12 +58,11 @@ def test_bound_is_the_largest_log_scale():
     torch.testing.assert_close(log_det, torch.tensor([0.5]))
 
 
-@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+@kinds
 @pytest.mark.parametrize("condition", ["first", "second"])
 def test_the_conditioning_half_passes_unchanged(kind, condition):
-    copies = 2 if kind is AffineCoupling else 1
     given, changed = (3, 2) if condition == "first" else (2, 3)  # an odd channel goes first
-    layer = kind(nn.Linear(given, copies * changed), condition=condition)
+    layer = kind(nn.Linear(given, COPIES[kind] * changed), condition=condition)
     x = torch.randn(4, 5)
     y, _ = layer(x)
     same, other = (slice(3), slice(3, 5)) if condition == "first" else (slice(3, 5), slice(3))
@@ -101,8 +111,7 @@ def test_networks_are_asked_through_evaluate():
 @pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
 def test_gradient_of_the_log_det_reaches_the_input(kind):
     # In an affine coupling log_det depends on the input; a base class must not drop that.
-    copies = 2 if kind is AffineCoupling else 1
-    layer = kind(nn.Linear(2, 2 * copies).double())
+    layer = kind(nn.Linear(2, 2 * COPIES[kind]).double())
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     _, log_det = layer(x)
     if kind is AdditiveCoupling:
@@ -113,13 +122,13 @@ def test_gradient_of_the_log_det_reaches_the_input(kind):
     assert (gradient[:, 2:] == 0).all()
 
 
-@pytest.mark.parametrize(("kind", "needed"), [(AdditiveCoupling, 2), (AffineCoupling, 4)])
-def test_wrong_network_output_says_how_many_channels_are_needed(kind, needed):
-    with pytest.raises(ValueError, match=f"Give it {needed} output channels"):
+@kinds
+def test_wrong_network_output_says_how_many_channels_are_needed(kind):
+    with pytest.raises(ValueError, match=f"Give it {2 * COPIES[kind]} output channels"):
         kind(Says(0.0, 3))(torch.randn(1, 5))
 
 
-@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+@kinds
 def test_one_channel_is_refused_with_the_way_out(kind):
     with pytest.raises(ValueError, match="Squeeze"):
         kind(nn.Identity())(torch.randn(1, 1, 4, 4))
@@ -132,10 +141,9 @@ def test_unsuitable_arguments_are_refused():
         AffineCoupling(nn.Identity(), bound=0)
 
 
-@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+@kinds
 def test_autocast_leaves_the_type_of_the_output(kind):
-    copies = 2 if kind is AffineCoupling else 1
-    layer = kind(nn.Linear(2, 2 * copies))
+    layer = kind(nn.Linear(2, 2 * COPIES[kind]))
     x = torch.randn(3, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, log_det = layer(x)
@@ -151,10 +159,9 @@ def test_what_the_docstrings_say_is_kept():
     assert kept_bytes(AffineCoupling(nn.Conv2d(2, 4, 1, bias=False)), x) <= 2 * unit + 64
 
 
-@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+@kinds
 @pytest.mark.parametrize("condition", ["first", "second"])
 def test_the_squares_of_one_colour_pass_unchanged(kind, condition):
-    copies = 2 if kind is AffineCoupling else 1
     seen = []
 
     class Sees(nn.Conv2d):
@@ -162,7 +169,7 @@ def test_the_squares_of_one_colour_pass_unchanged(kind, condition):
             seen.append(x)
             return super().forward(x)
 
-    layer = kind(Sees(2, 2 * copies, 3, padding=1), condition=condition, split="checkerboard")
+    layer = kind(Sees(2, 2 * COPIES[kind], 3, padding=1), condition=condition, split="checkerboard")
     x = torch.randn(3, 2, 4, 6)
     y, _ = layer(x)
     first = (torch.arange(4)[:, None] + torch.arange(6)) % 2 == 0  # the upper left corner's colour

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
-from recoup.invertible.gradients_in_forward import gradients_in_forward
+from recoup.invertible.residual import gradients_in_forward
 from tests.alive import no_collector
 
 

@@ -28,15 +28,6 @@ KINDS = {
     "1x1": (lambda: LipschitzConv2d(3, 4, 1, coefficient=0.8), (3, 4, 4)),
     "2x2": (lambda: LipschitzConv2d(3, 4, 2, coefficient=0.8), (3, 9, 9)),
     "3x5": (lambda: LipschitzConv2d(3, 4, (3, 5), padding=(1, 2), coefficient=0.8), (3, 9, 9)),
-    "groups": (lambda: LipschitzConv2d(4, 6, 3, padding=1, groups=2, coefficient=0.8), (4, 9, 9)),
-    "dilated": (
-        lambda: LipschitzConv2d(3, 4, 3, padding=2, dilation=2, coefficient=0.8),
-        (3, 9, 9),
-    ),
-    "strided": (
-        lambda: LipschitzConv2d(3, 4, 3, padding=1, stride=2, coefficient=0.8),
-        (3, 9, 9),
-    ),
 }
 
 
@@ -56,7 +47,7 @@ def test_norm_is_at_most_the_coefficient_and_not_much_less(kind, scale):
         layer.weight *= math.copysign(1, scale)
     norm = dense_norm(layer, *shape)
     assert norm <= 0.8 * (1 + 1e-9)
-    # a small image and a stride leave less of an unbounded one
+    # a small image leaves less of an unbounded one
     assert norm >= 0.8 * (0.99 if len(shape) == 1 else 0.6)
 
 

@@ -243,8 +243,3 @@ def test_sampling_gives_levels_without_asking_the_noise():
 def test_a_chain_that_changes_the_shape_is_refused(stage):
     with pytest.raises(ValueError, match="made noise of shape"):
         VariationalDequantize(5, Chain(stage))(torch.zeros(2, 1, 4, 4))
-
-
-def test_levels_below_one_are_refused():
-    with pytest.raises(ValueError, match="`levels` is 0"):
-        VariationalDequantize(0, Chain(Flip()))

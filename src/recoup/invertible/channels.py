@@ -1,25 +1,132 @@
-"""Invertible 1x1 convolutions: one learned mixing of the channels at every position."""
+"""Layers that scale, shift and mix channels: ActNorm and the invertible 1x1 convolutions."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from recoup._arguments import check_type, check_whole
 from recoup._core.autocast_off import without_autocast
-from recoup._core.tensors import check_place
-from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.shapes import check_channels, num_positions
-
-__all__ = ["InvertibleConv1x1", "InvertibleConv1x1LU"]
+from recoup._core.tensor_arguments import check_place
+from recoup.invertible.contract import (
+    InvertibleModule,
+    at_each_position,
+    check_channels,
+    num_positions,
+    per_channel,
+)
 
 _linalg: Any = torch.linalg  # torch does not type its functions
 
+# Below this spread (relative to the mean) a channel counts as constant and keeps the scale 1:
+# dividing by the rounding error of a constant would blow up the next batch.
+_LEAST_SPREAD = 1e-6
 
-class InvertibleConv1x1(InvertibleModule):
+
+class _OfChannels(InvertibleModule):
+    """A layer that does the same at every position, for a fixed number of channels."""
+
+    def __init__(
+        self, num_channels: int, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        check_whole(num_channels=num_channels)
+        check_place(device, dtype)
+        self.num_channels = num_channels
+
+    def extra_repr(self) -> str:
+        """Show the number of channels."""
+        return str(self.num_channels)
+
+
+class ActNorm(_OfChannels):
+    """Scale and shift each channel; the first training batch comes out with mean 0, variance 1.
+
+    ``y = (x + bias) * exp(log_scale)``. The layer sets both once (its start), at the first forward
+    in training mode, over the batches of all ranks when `torch.distributed` is initialised. The
+    state dict records whether this has happened, so a resumed run does not start again. Before the
+    start, and so in evaluation of an untrained module, the layer is the identity.
+
+    Autograd keeps the input; backward is one multiply.
+
+    Args:
+        num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``.
+        device: Device of the parameters.
+        dtype: Floating-point type of the parameters.
+
+    Raises:
+        ValueError: In forward, when the input has another number of channels, or when the
+            first training batch is not finite.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import ActNorm
+        >>> layer = ActNorm(3)
+        >>> y, log_det = layer(5 + 2 * torch.randn(64, 3, 8, 8))
+        >>> bool(y.mean().abs() < 1e-4), log_det.shape
+        (True, torch.Size([64]))
+
+    Kingma and Dhariwal, "Glow", https://arxiv.org/abs/1807.03039, section 3.1.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, device, dtype)
+        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+        self.log_scale = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+        # A Python bool: a tensor would need a device sync in each forward, and a replay would have
+        # to leave its value unchanged.
+        self.started = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        check_channels(x, self.num_channels)
+        if self.training and not self.started:
+            self._start(x)
+        y = (x + per_channel(self.bias, x)) * per_channel(self.log_scale.exp(), x)
+        return y, at_each_position(self.log_scale.sum(), x)
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
+        check_channels(y, self.num_channels)
+        x = y * per_channel((-self.log_scale).exp(), y) - per_channel(self.bias, y)
+        return x, at_each_position(-self.log_scale.sum(), y)
+
+    @torch.no_grad()
+    def _start(self, x: Tensor) -> None:
+        mean = _channel_mean(x)
+        if mean is None:  # an empty batch has no statistics: wait for the next one
+            return
+        variance = _channel_mean((x - per_channel(mean, x)).square_())
+        if variance is None or not bool((mean + variance).isfinite().all()):
+            raise ValueError(
+                "`x` has values that are not finite, so ActNorm cannot start from it. "
+                "Check the first training batch for NaN and inf."
+            )
+        spread = variance.sqrt()
+        spread = torch.where(spread > _LEAST_SPREAD * (1 + mean.abs()), spread, 1.0)
+        self.bias.copy_(-mean)
+        self.log_scale.copy_(-spread.log())
+        self.started = True
+
+    def get_extra_state(self) -> Tensor:
+        """Return whether the start has happened, as a tensor, which is safe to unpickle."""
+        return torch.tensor(self.started)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Read from a state dict whether the start has happened."""
+        self.started = bool(state)
+
+
+class InvertibleConv1x1(_OfChannels):
     """Mix the channels with one learned matrix, the same at every position.
 
     The matrix starts as a random rotation from torch's default generator. Its log-determinant,
@@ -56,16 +163,14 @@ class InvertibleConv1x1(InvertibleModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_whole(num_channels=num_channels)
-        check_place(device, dtype)
-        self.num_channels = num_channels
+        super().__init__(num_channels, device, dtype)
         self.weight = nn.Parameter(_rotation(num_channels).to(device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
-        return _mix(x, self.weight), self._at_each(log_abs_det, x)
+        y = _mix(x, self.weight)
+        return y, at_each_position(log_abs_det, x).to(y.dtype)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
@@ -76,17 +181,11 @@ class InvertibleConv1x1(InvertibleModule):
             factors, pivots, torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
         )
         log_abs_det: Tensor = factors.diagonal().abs().log().sum()
-        return _mix(y, undone.to(self.weight.dtype)), self._at_each(-log_abs_det, y)
-
-    def _at_each(self, log_abs_det: Tensor, x: Tensor) -> Tensor:
-        return (log_abs_det * num_positions(x)).to(self.weight.dtype).expand(x.shape[0])
-
-    def extra_repr(self) -> str:
-        """Show the number of channels."""
-        return str(self.num_channels)
+        x = _mix(y, undone.to(self.weight.dtype))
+        return x, at_each_position(-log_abs_det, y).to(x.dtype)
 
 
-class InvertibleConv1x1LU(InvertibleModule):
+class InvertibleConv1x1LU(_OfChannels):
     """Mix the channels with one learned matrix, stored as its LU factors.
 
     ``W = P L (U + diag(sign * exp(log_s)))``: P (a permutation) and sign are fixed, L has a unit
@@ -124,10 +223,7 @@ class InvertibleConv1x1LU(InvertibleModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_whole(num_channels=num_channels)
-        check_place(device, dtype)
-        self.num_channels = num_channels
+        super().__init__(num_channels, device, dtype)
         weight = _rotation(num_channels).to(device=device, dtype=dtype)
         self.register_buffer("permutation", torch.empty_like(weight))
         self.register_buffer("sign", torch.empty_like(weight[0]))
@@ -154,7 +250,7 @@ class InvertibleConv1x1LU(InvertibleModule):
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         with without_autocast(x.device.type):
             weight = self.weight()
-        return _mix(x, weight), self._log_det(x)
+        return _mix(x, weight), at_each_position(self.log_s.sum(), x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
@@ -163,15 +259,12 @@ class InvertibleConv1x1LU(InvertibleModule):
             _wide(lower), _wide(self.permutation).T, upper=False, unitriangular=True
         )
         undone = _linalg.solve_triangular(_wide(upper), undone, upper=True)
-        return _mix(y, undone.to(upper.dtype)), -self._log_det(y)
+        return _mix(y, undone.to(upper.dtype)), at_each_position(-self.log_s.sum(), y)
 
     def _triangles(self) -> tuple[Tensor, Tensor]:
         diagonal = torch.diag_embed(self.sign * self.log_s.exp())
         one = torch.eye(self.num_channels, device=self.lower.device, dtype=self.lower.dtype)
         return self.lower.tril(-1) + one, self.upper.triu(1) + diagonal
-
-    def _log_det(self, x: Tensor) -> Tensor:
-        return (self.log_s.sum() * num_positions(x)).expand(x.shape[0])
 
     @torch.no_grad()
     def _factorise(self, weight: Tensor) -> None:
@@ -184,9 +277,15 @@ class InvertibleConv1x1LU(InvertibleModule):
         self.upper.copy_(upper.triu(1))
         self.log_s.copy_(diagonal.abs().log())
 
-    def extra_repr(self) -> str:
-        """Show the number of channels."""
-        return str(self.num_channels)
+
+def _channel_mean(x: Tensor) -> Tensor | None:
+    """Average `x` over all but dimension 1 and over all ranks; None if there are no values."""
+    sums = x.sum([dim for dim in range(x.dim()) if dim != 1])
+    count = torch.full_like(sums[:1], x.shape[0] * num_positions(x))
+    sums = torch.cat([sums, count])
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(sums)
+    return sums[:-1] / sums[-1] if bool(sums[-1] > 0) else None
 
 
 def _rotation(num_channels: int) -> Tensor:
