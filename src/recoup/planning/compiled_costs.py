@@ -35,11 +35,10 @@ import torch
 from recoup._core.devices import generator_states, same_states
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode, NudgedCode
-from recoup.planning.measuring import measure_blocks
+from recoup.planning.measuring import measure_blocks, medians_of_alike
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import Measured, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.timing import medians_of_alike
 from recoup.planning.verification import DifferentStepError, Outcome, Verification
 from recoup.schedules import Cost, SelectiveTape
 

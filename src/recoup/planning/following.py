@@ -38,6 +38,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
+from recoup.planning.arguments import ArgumentSizes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
     Args,
@@ -50,7 +51,6 @@ from recoup.planning.forwards import (
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.pricing import MeasuredCall
-from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Step
 from recoup.planning.tiled_parts import TiledParts
 from recoup.schedules import Schedule

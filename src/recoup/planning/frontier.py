@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,10 +51,9 @@ from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.figure import Line, draw_frontier
 from recoup.planning.forwards import suspended
 from recoup.planning.inverting import with_inverses
-from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
+from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.policies import NO_BUDGET, Policy, under_policy
-from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
+from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.step import Step
@@ -209,7 +209,7 @@ class Frontier:
     def plan_under(self, policy: Policy) -> Plan:
         """Return the plan that follows a policy, whatever it takes; likewise."""
         self._kinds = [under_policy(self._kinds[0], policy)]
-        return self.plan_now(NO_BUDGET)
+        return self.plan_now(sys.maxsize)
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.

@@ -12,12 +12,11 @@ from torch import nn
 
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.arguments import built_arguments
+from recoup.planning.arguments import built_arguments, shapes_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.shapes import shapes_of
 
 __all__ = ["Largest", "largest", "largest_of"]
 

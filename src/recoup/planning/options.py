@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,19 @@ from recoup.planning.step import Forwards, Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
-__all__ = ["OffloadPlace", "PlanOptions", "Room", "checked_budget", "losses_from", "place_of"]
+__all__ = [
+    "OffloadPlace",
+    "PlanOptions",
+    "Policy",
+    "Room",
+    "checked_budget",
+    "losses_from",
+    "place_of",
+]
 
+Policy = Literal["full", "every 2nd block", "save attention", "keep"]
+# What a policy leaves no choice of.
+_CHOICES = ("compile", "exact", "offload_to", "tiles", "headroom")
 _TRIAL_BYTES = 1 << 25
 # Of a budget, on an accelerator: what is needed where its segments can grow, and where they cannot
 # (tests/unit/planning/test_headroom, benchmarks/budgets.py).
@@ -145,6 +156,30 @@ class PlanOptions:
             return 0
         own = bytes_of((*model.parameters(), *model.buffers()))
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
+
+    def check_policy(self, policy: str, budget: int | str | None) -> None:
+        """Raise ValueError if a policy is unknown, or beside something that it leaves no choice of.
+
+        Args:
+            policy: the policy.
+            budget: the budget; None for none.
+        """
+        names = get_args(Policy)
+        if policy not in names:
+            shown = ", ".join(f'"{name}"' for name in names)
+            raise ValueError(f"`policy` is {policy!r}, but must be one of {shown}, or None.")
+        if budget is not None:
+            raise ValueError(
+                f"`budget` is {budget!r}, and `policy` {policy!r}, but a plan follows one of them: "
+                "the fastest that keeps to the bytes, or what the policy says, whatever it takes. "
+                "Choose one."
+            )
+        for name in _CHOICES:
+            if (given := getattr(self, name)) != getattr(PlanOptions, name):
+                raise ValueError(
+                    f"`{name}` is {given!r}, but `policy` {policy!r} says what each block does. "
+                    f"Leave `{name}` out, or give a `budget` in place of the policy."
+                )
 
     def check_replan(self, model: nn.Module | None = None) -> None:
         """Raise a ValueError if plans with these options cannot be made for other shapes.

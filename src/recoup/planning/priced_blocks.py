@@ -20,6 +20,16 @@ Rule 3. Each microbatch of a pipeline ("1F1B") has a backward of its own, the fi
 Rule 4. What is kept in the sweep then counts several times, so other schedules are the best. They
         are searched with states and tapes of the sweep as large as those of all forwards, and
         counted with their own.
+
+NOTE [ Policies ]
+
+Rule 5. A policy says what each block does, so there is nothing to search: its plan has one schedule
+        of the blocks that were measured, is rehearsed and compared as any plan, and has no budget.
+Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
+        blocks that a step calls several times, all calls are treated alike. Blocks through which no
+        gradient goes keep nothing in any case.
+Rule 7. To save attention is to keep products (NOTE [ Kept products ]), of which a block then has no
+        others to choose from.
 """
 
 from __future__ import annotations
@@ -37,13 +47,14 @@ from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.compiling import BlockCode, CodeByModule
 from recoup.planning.forwards import Args, Forward, Kwargs, followed
-from recoup.planning.measuring import measure_blocks
-from recoup.planning.options import OffloadPlace
-from recoup.planning.pricing import Measured, MeasuredCall, price
+from recoup.planning.measuring import measure_blocks, times_of, with_times
+from recoup.planning.options import OffloadPlace, Policy
+from recoup.planning.planned_stages import each_alone
+from recoup.planning.pricing import Measured, MeasuredCall, price, selections
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
-from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room
+from recoup.planning.work import is_attention
 from recoup.schedules import (
     Advance,
     Cost,
@@ -56,7 +67,7 @@ from recoup.schedules import (
     simulate,
 )
 
-__all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole"]
+__all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole", "under_policy"]
 
 _NOISE = 1.03  # of times, which says nothing
 
@@ -335,3 +346,46 @@ def _has_room(step: Step, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, on all ranks."""
     lacks_room = not has_room(step.device, num_bytes)
     return not largest_among_ranks(step.model, [float(lacks_room)])[0]
+
+
+def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
+    """Return the blocks with the one plan that follows a policy, and that which keeps everything.
+
+    Args:
+        kind: the blocks with their costs.
+        policy: the policy.
+
+    Raises:
+        ValueError: attention is to be saved, and none of the blocks has a kernel for it.
+    """
+    saves_attention = policy == "save attention"
+    if saves_attention and kind.calls:
+        calls = [_choosing_attention(call) for call in kind.measured.calls]
+        kind = kind._replace(measured=replace(kind.measured, calls=calls))
+        kind = kind.repriced(calls, price(kind.measured, None), kind.seconds)
+        if not any(each.products for call in calls for each in selections(call)):
+            raise ValueError(
+                f"`policy` is {policy!r}, but no block was seen to call a kernel of attention that "
+                "could be kept alone. Let the model call torch.nn.functional."
+                'scaled_dot_product_attention (`attn_implementation="sdpa"`), which has a kernel '
+                'without dropout on every device, or give "full".'
+            )
+    whole = kind.points[-1]
+    if policy == "keep" or not kind.calls:
+        return kind._replace(points=[whole], policy=policy)
+    places = {id(call.module): None for call in kind.calls}
+    again = set(list(places)[:: 2 if policy == "every 2nd block" else 1])
+    kept: list[int | None] = []
+    for call, cost in zip(kind.calls, kind.costs, strict=False):
+        runs_again = call.until_again is not None and id(call.module) in again
+        most = len(cost.results) if saves_attention else 0
+        kept.append(most if runs_again else None)
+    schedule = replace(each_alone(kept), name=policy)
+    found = simulate(schedule, costs=kind.costs)
+    point = Point(found.peak_bytes, found.seconds, found.num_forwards, schedule)
+    return kind._replace(points=[point, whole], policy=policy)
+
+
+def _choosing_attention(call: MeasuredCall) -> MeasuredCall:
+    products = [p if is_attention(p.func) else p._replace(start=math.inf) for p in call.products]
+    return replace(call, products=products)

@@ -50,6 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup.errors import BudgetError, RecoupError
+from recoup.planning.arguments import ArgumentShapes, shapes_of
 from recoup.planning.forwards import (
     Args,
     Forward,
@@ -64,7 +65,6 @@ from recoup.planning.pending import PendingForwards
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
-from recoup.planning.shapes import ArgumentShapes, shapes_of
 from recoup.planning.step import rehearse_planned
 
 __all__ = ["PlanMaker", "PlansByShape"]

@@ -15,13 +15,13 @@ from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
 from recoup.memory.size import shown_beside
 from recoup.memory.tables import aligned
+from recoup.planning.arguments import ArgumentSizes
 from recoup.planning.blocks import find_links, kind_of, modules_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import MeasuredCall, selections
 from recoup.planning.ranks import CollectiveCounter
-from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Rehearsed
 from recoup.schedules import (
     Action,

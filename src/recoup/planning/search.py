@@ -15,9 +15,8 @@ from torch import nn
 
 from recoup.planning.arguments import example_arguments
 from recoup.planning.frontier import Frontier, frontier_of
-from recoup.planning.options import PlanOptions, checked_budget
+from recoup.planning.options import PlanOptions, Policy, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.policies import Policy, check_policy
 from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.step import Step
 
@@ -205,7 +204,7 @@ def plan(
         num_forwards, headroom,
     )  # fmt: skip
     if policy is not None:
-        check_policy(policy, budget, options)
+        options.check_policy(policy, budget)
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")

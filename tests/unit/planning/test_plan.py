@@ -16,7 +16,7 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning import priced_blocks
-from recoup.planning.timing import Times
+from recoup.planning.measuring import Times
 from tests.planned_zoo import MODELS
 
 
