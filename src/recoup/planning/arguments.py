@@ -78,6 +78,21 @@ def check_module(model: Any) -> None:
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
 
 
+def check_plannable(model: Any) -> None:
+    """Raise ValueError if no plan can be made for a model, whatever its arguments are."""
+    check_module(model)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "`model` has parameters on the meta device. Allocate them first: "
+            'model.to_empty(device="cpu").'
+        )
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
+            "ranks. Plan for `model.module`, on every rank."
+        )
+
+
 def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception) -> None:
     """Raise ValueError if a model has failed because it does not take the arguments.
 

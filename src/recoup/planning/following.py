@@ -254,7 +254,7 @@ class PlanFollower:
         unused = next((index for index in indices if index not in now.used), None)
         if unused is not None and self._stages[unused].is_kept:
             now.used.add(unused)
-            return self._stages[unused].code.of_call(module, forward)(*args, **kwargs)
+            return self._stages[unused].code.called(module, forward, args, kwargs)
         return run_again(Call(f"block `{self._names[id(module)]}`", forward, args, kwargs, module))
 
     def _run_stage(
@@ -263,7 +263,7 @@ class PlanFollower:
         executor = stage.chain.executor
         if executor is None:
             now.end_chain()
-            return stage.code.of_call(stage.module, forward)(*args, **kwargs)
+            return stage.code.called(stage.module, forward, args, kwargs)
         forward = stage.code.of_call(stage.module, forward)
         given = (f"block `{stage.name}`", forward, args, kwargs, stage.module)
         watching = self._watching

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
-from recoup.planning.arguments import check_module
+from recoup.planning.arguments import check_plannable
 from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
@@ -59,14 +59,12 @@ from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.step import Step
 from recoup.planning.tiling import with_tiles
 from recoup.planning.verification import DifferentStepError
-from recoup.planning.verified_plan import seconds_under, verified
+from recoup.planning.verified_plan import faster_of, verified
 
 __all__ = ["Frontier", "FrontierPoint", "frontier_of"]
 
 _NUM_ROWS = 12  # that are printed
 _CLOSE = 1.5  # kinds are timed whose predicted costs differ by less
-_NUM_ROUNDS = 3
-_NOISE = 0.03  # a relative difference of times that says nothing
 
 
 class FrontierPoint(NamedTuple):
@@ -257,7 +255,7 @@ class Frontier:
                 found.append((plan, kind))
                 least_cost = min(cost, least_cost)
         if found:
-            return _faster(found)
+            return faster_of(found)
         if not errors and difference is not None:
             raise difference
         error = min(errors, key=lambda error: error.least_bytes)
@@ -327,7 +325,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
     """
     model = step.model
-    _check_model(model)
+    check_plannable(model)
     check_hooks_work()
     if guard is None and not options.exact:
         guard = DriftGuard()
@@ -435,32 +433,6 @@ def _remedy_for(blocks: Sequence[Block]) -> str:
         f"No modules repeat, so its blocks are what its forward calls ({names}). Write its layers "
         "as modules in an nn.Sequential, or name finer `blocks`."
     )
-
-
-def _check_model(model: Any) -> None:
-    check_module(model)
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "`model` has parameters on the meta device. Allocate them first: "
-            'model.to_empty(device="cpu").'
-        )
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(
-            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
-            "ranks. Plan for `model.module`, on every rank."
-        )
-
-
-def _faster(found: Sequence[tuple[Plan, PricedBlocks]]) -> Plan:
-    """Return the plan whose steps, run in turn, are fastest; the smallest of those close to it."""
-    if len(found) == 1:
-        return found[0][0]
-    model = found[0][0].model
-    rounds = [[seconds_under(*one) for one in found] for _ in range(_NUM_ROUNDS)]
-    seconds = largest_among_ranks(model, list(map(min, zip(*rounds, strict=True))))
-    quick = (1 + _NOISE) * min(seconds)
-    plans = [plan for (plan, _), taken in zip(found, seconds, strict=True) if taken <= quick]
-    return min(plans, key=lambda plan: plan.rehearsed_peak_bytes)
 
 
 def _state_of(model: nn.Module) -> tuple[object, ...]:

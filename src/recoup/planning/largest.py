@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from recoup._arguments import is_whole
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
 from recoup.planning.arguments import built_arguments, shapes_of
@@ -136,9 +136,7 @@ def largest_of(
             f"`build_batch` is {build_batch!r}, but must be a function from a size to the "
             "arguments of the model."
         )
-    is_size = isinstance(least, Integral) and isinstance(most, Integral | None)
-    is_size = is_size and not isinstance(least, bool) and not isinstance(most, bool)
-    if not is_size or least < 1 or (most is not None and most < least):
+    if not is_whole(least) or (most is not None and not is_whole(most, least)):
         raise ValueError(
             f"`least` is {least!r} and `most` is {most!r}, but sizes are whole numbers from 1, and "
             "`most` is at least `least`, or None."

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_flag, is_real, is_whole
 from recoup._core.compile import is_compiled
 from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
 from recoup._core.fake_values import is_without_values
@@ -96,23 +97,20 @@ class PlanOptions:
         if self.budget_of not in ("step", "total"):
             raise ValueError(f'`budget_of` is {self.budget_of!r}, but must be "step" or "total".')
         backend_of(self.compile)
-        tiles: Any = self.tiles
-        if not isinstance(tiles, bool) and not (isinstance(tiles, int) and tiles > 1):
+        tiles = self.tiles
+        if not isinstance(tiles, bool) and not is_whole(tiles, 2):
             raise ValueError(
                 f"`tiles` is {tiles!r}, but must be True, False, or how many tiles the output "
                 "layer runs in with its loss: an int of at least 2."
             )
-        for name in ("exact", "holds_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be True or False.")
-        if type(self.num_forwards) is not int or not 1 <= self.num_forwards <= 1000:
+        check_flag(exact=self.exact, holds_output=self.holds_output)
+        if not is_whole(self.num_forwards, most=1000):
             raise ValueError(
                 f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
                 "step calls the model before one backward, 1 to 1000."
             )
-        headroom: Any = self.headroom
-        is_part = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
-        if headroom is not None and not (is_part and 0 <= headroom < 1):
+        headroom = self.headroom
+        if headroom is not None and not (is_real(headroom) and 0 <= headroom < 1):
             raise ValueError(
                 f"`headroom` is {headroom!r}, but must be the part of the budget that is left for "
                 "fragmentation, such as 0.05, from 0 to less than 1."

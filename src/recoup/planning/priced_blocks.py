@@ -37,16 +37,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
-
+from recoup._arguments import is_whole
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.compiling import BlockCode, CodeByModule
-from recoup.planning.forwards import Args, Forward, Kwargs, followed
+from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of, with_times
 from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
@@ -160,7 +159,7 @@ class PricedBlocks(NamedTuple):
 
     def beside(self, pending: int) -> PricedBlocks:
         """Return the same blocks in steps beside forwards that wait for their backward."""
-        if type(pending) is not int or not 0 <= pending < 1000:
+        if not is_whole(pending, 0, 1000):
             raise ValueError(
                 f"`pending` is {pending!r}, but must be a number of forwards, or None."
             )
@@ -204,7 +203,7 @@ class PricedBlocks(NamedTuple):
             is_tiled: whether the parts that may run in tiles do so.
         """
         step = self.step if is_tiled else replace(self.step, tiled=None)
-        with followed([module for _, module in self.blocks], _RunBy(self.code)):
+        with followed([module for _, module in self.blocks], self.code):
             return rehearse(step)
 
     def outcome_again(self) -> Outcome:
@@ -273,17 +272,6 @@ def _best(points: Sequence[Point]) -> list[Point]:
         ):
             best.append(point)
     return best
-
-
-class _RunBy:
-    """The follower by which all blocks keep their residuals, and run by one code."""
-
-    def __init__(self, code: BlockCode) -> None:
-        self._code = code
-
-    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Run a block."""
-        return self._code.of_call(module, forward)(*args, **kwargs)
 
 
 def price_blocks(

@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from recoup._arguments import check_flag
 from recoup.planning.arguments import example_arguments
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanOptions, Policy, checked_budget
@@ -206,8 +207,7 @@ def plan(
     if policy is not None:
         options.check_policy(policy, budget)
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
-    if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
+    check_flag(replan=replan)
     step = options.step(model, model, example_args, example_kwargs)
     if budget is not None:
         return plan_of(step, budget, options, replan=replan)

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from recoup._arguments import check_callable, check_flag
 from recoup.memory import format_bytes
 from recoup.memory.size import shown_beside
 from recoup.memory.step_line import PHASES, StepLine
@@ -23,7 +22,7 @@ from recoup.memory.whole_files import path_of, write_whole
 from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
-from recoup.planning.options import losses_from
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan, applied_plans, own_forwards
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.step import Step
@@ -159,9 +158,7 @@ def timeline(
         True
     """
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
-    if loss is not None:
-        check_callable(loss=loss)
-    check_flag(holds_output=holds_output)
+    options = PlanOptions(loss, holds_output=holds_output)
     if plan is None:
         plan = next((each for each in applied_plans(model) if each.model is model), None)
         plan = plan and _serving(plan, example_args, example_kwargs)
@@ -175,8 +172,7 @@ def timeline(
             f"`plan` is for another model, a {type(plan.model).__name__}. Make one for this "
             f"{type(model).__name__}, or leave it out."
         )
-    losses = losses_from(loss)
-    step = Step(model, model, example_args, example_kwargs, losses, holds_output)
+    step = options.step(model, model, example_args, example_kwargs)
     name = type(model).__name__
     with suspended(own_forwards(model)), uncollected():
         step = step.knowing_writes()

@@ -15,7 +15,6 @@ from recoup.errors import ChangedError, ReplayError
 from recoup.planning import compiled_costs, compiling, partitioning
 from recoup.planning.compiling import BlockCode, CompiledCode
 from recoup.planning.forwards import followed
-from recoup.planning.priced_blocks import _RunBy
 from tests.neighbours.planned import (
     Block,
     Net,
@@ -52,7 +51,7 @@ def plan_at(model, x, budget, **options):
 def compiled_plainly(model, x, share=1.0):
     """What a step makes whose blocks are compiled and keep what the compiler keeps."""
     code = CompiledCode(share, "aot_eager")
-    with followed(model.blocks, _RunBy(code)):
+    with followed(model.blocks, code):
         return result_of(model, lambda: loss_of(model(x)).backward())
 
 
