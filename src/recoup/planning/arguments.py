@@ -27,7 +27,7 @@ from recoup._core.pytree import flatten
 from recoup.memory import format_bytes
 from recoup.planning.forwards import Args, Kwargs
 
-__all__ = ["ArgumentShapes", "ArgumentSizes", "shapes_of"]
+__all__ = ["ArgumentShapes", "ArgumentSizes", "shapes_of", "tensors_within"]
 
 
 def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -52,22 +52,41 @@ def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
     return args, kwargs
 
 
-def built_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def built_arguments(model: nn.Module, parts: Sequence[Any]) -> tuple[Args, Kwargs]:
     """Return the arguments that a function has built, of which a last dict has keyword arguments.
 
     Such a dict alone is an argument if the forward takes it, and not its entries by name.
 
     Args:
         model: the model.
-        args: its arguments.
-        kwargs: its keyword arguments: the last dict.
+        parts: what the function returned, beside the model.
 
     Raises:
         ValueError: `model` is no module.
     """
+    *args, last = parts or ({},)
+    if not isinstance(last, dict):
+        return tuple(parts), {}
+    kwargs = cast("Kwargs", last)
     if kwargs and not args and not _fits(model, (), kwargs) and _fits(model, (kwargs,), {}):
         return (kwargs,), {}
-    return example_arguments(model, args, kwargs)
+    return example_arguments(model, tuple(args), kwargs)
+
+
+def model_and_arguments(built: Any, name: str = "`build`") -> tuple[nn.Module, Args, Kwargs]:
+    """Return the model, its arguments and its keyword arguments, which a function has built.
+
+    Args:
+        built: what it returned: ``(model, *args)``, of which a last dict has keyword arguments.
+        name: the name of the function in errors.
+    """
+    parts: Sequence[Any] = built if isinstance(built, (tuple, list)) else [built]
+    if not parts or not isinstance(parts[0], nn.Module):
+        raise ValueError(
+            f"{name} returned a {type(built).__name__}, but must return a model and its "
+            "arguments: (model, argument, ...)."
+        )
+    return parts[0], *built_arguments(parts[0], parts[1:])
 
 
 def check_module(model: Any) -> None:
@@ -341,10 +360,10 @@ class ArgumentSizes:
 
 def _argument_bytes(args: Args, kwargs: Mapping[str, Any]) -> dict[int | str, int]:
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {key: sum(tensor.nbytes for tensor in _tensors_in(value)) for key, value in given}
+    return {key: sum(tensor.nbytes for tensor in tensors_within(value)) for key, value in given}
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_within(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value, and those in attributes of objects in it."""
     tensors, tree = flatten(value)
     found, waiting, seen = [*tensors], tree.others(), set[int]()

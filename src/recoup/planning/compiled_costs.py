@@ -38,7 +38,7 @@ from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledC
 from recoup.planning.measuring import measure_blocks, medians_of_alike
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import Measured, price
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
+from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.verification import DifferentStepError, Outcome, Verification
 from recoup.schedules import Cost, SelectiveTape
 
@@ -185,7 +185,7 @@ def _check(own: PricedBlocks, verification: Verification, compiled: Outcome) -> 
         both.allow_other_sums(_eps_of_products(own.step.device))
         both.inherit(verification)
         difference = both.difference(compiled)
-    if largest_among_ranks(own.step.model, [float(difference is not None)])[0]:
+    if on_any_rank(own.step.model, difference is not None):
         raise DifferentStepError(difference or "On another rank, a compiled step differs.")
 
 

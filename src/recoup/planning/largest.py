@@ -143,7 +143,7 @@ def largest_of(
         )
 
     def probe(size: int, smaller: _Probe | None = None) -> _Probe:
-        args, kwargs = built_arguments(model, *_arguments(build_batch, size))
+        args, kwargs = built_arguments(model, _parts(build_batch, size))
         num_bytes = sum(tensor.nbytes for tensor in flatten((args, kwargs))[0])
         if smaller is not None and num_bytes <= smaller.argument_bytes:
             raise ValueError(
@@ -188,7 +188,7 @@ def largest_of(
             too_large, has_failed = size, True
         else:
             before, best = best, found
-    args, kwargs = built_arguments(model, *_arguments(build_batch, best.size))
+    args, kwargs = built_arguments(model, _parts(build_batch, best.size))
     return Largest(best.size, cast("Plan", best.plan), args, kwargs)
 
 
@@ -202,7 +202,7 @@ def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
     return min(best.size + max(more, step), _MOST_GROWTH * best.size)
 
 
-def _arguments(build_batch: Callable[[int], Any], size: int) -> tuple[Args, Kwargs]:
+def _parts(build_batch: Callable[[int], Any], size: int) -> Sequence[Any]:
     made = build_batch(size)
     if made is None:
         raise ValueError(
@@ -210,10 +210,6 @@ def _arguments(build_batch: Callable[[int], Any], size: int) -> tuple[Args, Kwar
             "model: a tensor, a tuple, or a dict."
         )
     if isinstance(made, Mapping):
-        return (), dict(cast("Mapping[str, Any]", made))
-    if not isinstance(made, Sequence) or isinstance(made, str):
-        return (made,), {}
-    *args, last = cast("Sequence[Any]", made) or (None,)
-    if args and isinstance(last, dict):
-        return tuple(args), cast("Kwargs", last)
-    return tuple(cast("Sequence[Any]", made)), {}
+        return [dict(cast("Mapping[str, Any]", made))]
+    is_several = isinstance(made, Sequence) and not isinstance(made, str)
+    return cast("Sequence[Any]", made) if is_several else [made]

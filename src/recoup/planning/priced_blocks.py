@@ -50,20 +50,18 @@ from recoup.planning.measuring import measure_blocks, times_of, with_times
 from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import Measured, MeasuredCall, price, selections
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
+from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.verification import Outcome, has_room
 from recoup.planning.work import is_attention
 from recoup.schedules import (
-    Advance,
     Cost,
-    Keep,
     Point,
     SelectiveTape,
-    Tape,
     frontier,
     linear,
     simulate,
+    trace,
 )
 
 __all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole", "under_policy"]
@@ -179,15 +177,9 @@ class PricedBlocks(NamedTuple):
 
     def _counted(self, point: Point, costs: Sequence[Cost]) -> Point:
         """Return a point with the bytes and the time of its schedule beside other forwards."""
-        actions = point.schedule.actions[: point.schedule.sweep_end]
-        held = sum(
-            costs[a.index].tape(a.variant).tape_bytes for a in actions if isinstance(a, Tape)
-        )
-        held += sum(costs[a.index].state_bytes for a in actions if isinstance(a, Keep))
-        runs = [a for a in actions if isinstance(a, Advance) and a.results]
-        held += sum(costs[a.start].kept(a.results).num_bytes for a in runs)
         found = simulate(point.schedule, costs=costs)
-        peak_bytes = self.bytes_beside(found.peak_bytes, held)
+        held = [each.held_bytes for each in trace(point.schedule, costs) if not each.is_backward]
+        peak_bytes = self.bytes_beside(found.peak_bytes, held[-1])
         return replace(point, peak_bytes=peak_bytes, seconds=found.seconds)
 
     def with_new_step(self) -> PricedBlocks:
@@ -332,8 +324,7 @@ def price_whole(step: Step) -> PricedBlocks:
 
 def _has_room(step: Step, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, on all ranks."""
-    lacks_room = not has_room(step.device, num_bytes)
-    return not largest_among_ranks(step.model, [float(lacks_room)])[0]
+    return not on_any_rank(step.model, not has_room(step.device, num_bytes))
 
 
 def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:

@@ -26,7 +26,7 @@ from recoup.memory.timeline import Span, most_of, timeline
 from recoup.planning.arguments import explain_model
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
-from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.ranks import largest_among_ranks, on_any_rank
 from recoup.planning.rehearsal import ParameterCopy, foreign_leaves, rehearsal, without_gradients
 from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
@@ -304,7 +304,7 @@ def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
     """
     found = rehearse(step)
     difference = step.verification.difference(found.outcome, tolerance)
-    if largest_among_ranks(step.model, [float(difference is not None)])[0]:
+    if on_any_rank(step.model, difference is not None):
         raise DifferentStepError(difference or "On another rank, a planned step differs.")
     return found
 
