@@ -42,9 +42,9 @@ from recoup.memory import format_bytes
 from recoup.planning.arguments import model_and_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import FrontierPoint, frontier_of
-from recoup.planning.largest import largest_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.rehearsal import streams_restored
+from recoup.planning.search import largest_of
 
 __all__ = ["Estimate", "estimate"]
 

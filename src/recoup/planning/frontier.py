@@ -46,14 +46,12 @@ from recoup.planning.called_blocks import (
     with_called_parts,
     with_stem,
 )
-from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
-from recoup.planning.figure import Line, draw_frontier
 from recoup.planning.forwards import suspended
-from recoup.planning.inverting import with_inverses
 from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
-from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.plan import Line, Plan, draw_frontier, own_forwards
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
+from recoup.planning.priced_ways import price_codes, with_inverses
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.step import Step
