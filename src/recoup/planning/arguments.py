@@ -80,7 +80,8 @@ def model_and_arguments(built: Any, name: str = "`build`") -> tuple[nn.Module, A
         built: what it returned: ``(model, *args)``, of which a last dict has keyword arguments.
         name: the name of the function in errors.
     """
-    parts: Sequence[Any] = built if isinstance(built, (tuple, list)) else [built]
+    is_several = isinstance(built, (tuple, list))
+    parts: list[Any] = [*cast("Any", built)] if is_several else [built]
     if not parts or not isinstance(parts[0], nn.Module):
         raise ValueError(
             f"{name} returned a {type(built).__name__}, but must return a model and its "

@@ -249,27 +249,17 @@ class _Building(DispatchMode):
             return func(*args, **kwargs)
 
 
-@contextmanager
-def _filtered(logger: logging.Logger) -> Generator[None]:
-    """A context in which torch does not log the errors of operators, which it raises anyway."""
-
-    def is_no_error(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    logger.addFilter(is_no_error)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_error)
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 @contextmanager
 def _without_values() -> Generator[FakeTensorMode]:
-    """A context without values, whose errors say so."""
+    """A context without values, whose errors say so; torch logs none of those that it raises."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_is_no_error)
     try:
         with (
-            _filtered(logger),
             generators_restored(),
             streams_restored(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
@@ -283,3 +273,5 @@ def _without_values() -> Generator[FakeTensorMode]:
     except Exception as error:
         error.add_note("It ran without values, in torch's FakeTensorMode (recoup.estimate).")
         raise
+    finally:
+        logger.removeFilter(_is_no_error)

@@ -278,8 +278,7 @@ class Frontier:
         whole = self._plain_seconds or 1.0
         lines = [
             Line(
-                ("compiled blocks" if kind.is_compiled else "blocks as they are")
-                + (", in tiles" if kind.step.tiled is not None else ""),
+                _code(kind.is_compiled, kind.step.tiled is not None),
                 [self._room.budget_for(point.peak_bytes) for point in kind.points],
                 [kind.seconds_of(point) / whole for point in kind.points],
             )
@@ -299,9 +298,7 @@ class Frontier:
             title += f"; {self._room.headroom:.3g} of a budget is left for fragmentation"
         rows = [("peak", "time", "forwards", "blocks")]
         for point in reversed(_spread(points, _NUM_ROWS)):
-            code = "compiled" if point.is_compiled else "as they are"
-            code += ", in tiles" if point.is_tiled else ""
-            time = f"{point.relative_time:.2f}"
+            time, code = f"{point.relative_time:.2f}", _code(point.is_compiled, point.is_tiled)
             rows.append((format_bytes(point.peak_bytes), time, str(point.num_forwards), code))
         return "\n".join([title, "", *aligned(rows, left=[3])])
 
@@ -439,6 +436,10 @@ def _state_of(model: nn.Module) -> tuple[object, ...]:
         (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
     )
     return (*parameters, *((id(each), each.training) for each in model.modules()))
+
+
+def _code(is_compiled: bool, is_tiled: bool) -> str:
+    return ("compiled" if is_compiled else "as they are") + (", in tiles" if is_tiled else "")
 
 
 def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:

@@ -39,7 +39,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -78,7 +77,7 @@ from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Way, constant
 
-__all__ = ["Times", "measure_blocks", "medians_of_alike", "times_of", "with_times"]
+__all__ = ["Times", "measure_blocks", "medians_of_alike", "times_of"]
 
 
 def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None = None) -> Measured:
@@ -352,8 +351,9 @@ def times_of(
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
     if is_accelerator(step.device) and not is_without_values():
         ways = {"again": partial(planned.followed, again_all), "each": recomputing}
-    most = [_most_of(call) for call in calls]
-    kept = [len(selections(call)) or None for call in calls]
+    found = list(map(selections, calls))
+    most = [each[-1] if each else None for each in found]  # what is kept together at most
+    kept = [len(each) or None for each in found]
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
     if has_room and any(kept):
@@ -377,22 +377,11 @@ def times_of(
     return Times(plain, again, share)
 
 
-def _most_of(call: MeasuredCall) -> Selection | None:
-    """Return the most values that are kept together."""
-    found = selections(call)
-    return found[-1] if found else None
-
-
 def _saved_by(selection: Selection | None, call: MeasuredCall, seconds: float) -> float:
     """Return the time that a second run is spared, by its counted work."""
     if selection is None or not call.counted_work:
         return 0.0
     return seconds * min(selection.saved_work / call.counted_work, 1.0)
-
-
-def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
-    """Return a call whose work is in seconds."""
-    return replace(call, work=seconds, share=times.share)
 
 
 def _in_turn(

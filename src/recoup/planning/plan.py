@@ -132,11 +132,6 @@ def _frontier(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
         "this plan", (sizes[place], times[place]), xytext=(8, 7), textcoords="offset points",
         fontsize=9.5, color=_AFTER, fontweight="bold",
     )  # fmt: skip
-    axes.axvline(sizes[0], color=QUIET, linewidth=1.0, linestyle=(0, (1.5, 2)))
-    axes.annotate(
-        "least", (sizes[0], 1.0), xycoords=("data", "axes fraction"), xytext=(4, -10),
-        textcoords="offset points", fontsize=9, color=QUIET,
-    )  # fmt: skip
     axes.set_ylim(min(0.99, *times), max(times) + 0.03 + 0.08 * (max(times) - 1.0))
     axes.set_xlim(0, 1.06 * sizes[-1])
     finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({name})")
@@ -179,25 +174,15 @@ def own_forwards(model: nn.Module) -> list[WrappedForwards]:
 
 
 class PlanFamily(Follower, Protocol):
-    """The interface of plans for several shapes, which a plan is the first of."""
+    """The interface of plans for several shapes, which a plan is the first of; printable."""
 
     @property
     def plans(self) -> list[Plan]:
         """The plans."""
         ...
 
-    @property
-    def summary(self) -> str:
-        """A line on the shapes that have a plan."""
-        ...
-
-    @property
-    def followed_modules(self) -> list[nn.Module]:
-        """The modules whose forwards go through the plans."""
-        ...
-
     def begin(self, group: WrappedForwards) -> None:
-        """Serve the calls of the model until `end`."""
+        """Wrap the forwards of the model and its blocks, and serve their calls until `end`."""
         ...
 
     def end(self) -> None:
@@ -244,7 +229,7 @@ class Plan(PlanReport):
         return f"Plan({type(self.model).__name__}, {self.headline()}; {state})"
 
     def _notes(self) -> list[str]:
-        family = [] if self.replanner is None else [self.replanner.summary]
+        family = [] if self.replanner is None else [str(self.replanner)]
         return [*super()._notes(), *family]
 
     @property
@@ -336,12 +321,11 @@ class Plan(PlanReport):
 
     def _begin(self, *, is_held: bool) -> None:
         family = self.replanner
+        follower = self.follower() if family is None else family
+        self._forwards = WrappedForwards(follower, self, is_held=is_held)
         if family is None:
-            self._forwards = WrappedForwards(self.follower(), self, is_held=is_held)
             self._forwards.begin(self.planned.followed_modules)
         else:
-            self._forwards = WrappedForwards(family, self, is_held=is_held)
-            self._forwards.begin(family.followed_modules)
             family.begin(self._forwards)
 
     def remove(self) -> None:

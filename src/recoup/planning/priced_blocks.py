@@ -44,9 +44,9 @@ from recoup._core.drift_guard import DriftGuard
 from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
-from recoup.planning.compiling import BlockCode, CodeByModule
+from recoup.planning.compiling import CodeByModule
 from recoup.planning.forwards import followed
-from recoup.planning.measuring import measure_blocks, times_of, with_times
+from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import Measured, MeasuredCall, price, selections
@@ -64,7 +64,7 @@ from recoup.schedules import (
     trace,
 )
 
-__all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole", "under_policy"]
+__all__ = ["PricedBlocks", "price_blocks", "price_whole", "under_policy"]
 
 _NOISE = 1.03  # of times, which says nothing
 
@@ -82,8 +82,6 @@ class PricedBlocks(NamedTuple):
         costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
         seconds: the time of the step in which all calls that were seen keep their whole tapes.
-        code: the code by which the blocks of the plain step run.
-        code_again: the code by which blocks run that are run again.
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
@@ -101,8 +99,6 @@ class PricedBlocks(NamedTuple):
     costs: list[Cost]
     points: list[Point]
     seconds: float = 0.0
-    code: BlockCode = BlockCode()
-    code_again: BlockCode = BlockCode()
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
@@ -112,7 +108,7 @@ class PricedBlocks(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         """Whether some of the blocks are compiled."""
-        return isinstance(self.code, CodeByModule)
+        return any(call.codes for call in self.calls)
 
     @property
     def kept_seconds(self) -> float:
@@ -145,13 +141,13 @@ class PricedBlocks(NamedTuple):
 
     def with_costs(self, costs: list[Cost]) -> PricedBlocks:
         """Return the same calls with other costs, and the plans for them."""
-        *points, whole = points_of(costs, self.place)
+        *points, whole = _points_of(costs, self.place)
         if self.plain_bytes is not None:
             whole = replace(whole, peak_bytes=self.plain_bytes)
             points = [point for point in points if point.peak_bytes < self.plain_bytes]
         points = [*points, whole]
         if self.pending is not None:  # See Rule 4
-            points += points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
+            points += _points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
             points = _best([self._counted(point, costs) for point in points])
         return self._replace(costs=costs, points=points)
 
@@ -195,13 +191,16 @@ class PricedBlocks(NamedTuple):
             is_tiled: whether the parts that may run in tiles do so.
         """
         step = self.step if is_tiled else replace(self.step, tiled=None)
-        with followed([module for _, module in self.blocks], self.code):
+        code = CodeByModule({id(call.module): call.codes[0] for call in self.calls if call.codes})
+        with followed([module for _, module in self.blocks], code):
             return rehearse(step)
 
     def outcome_again(self) -> Outcome:
         """Run the step that runs all blocks again, and return its outcome."""
-        code = self.code_again if isinstance(self.code_again, CodeByModule) else None
-        return measure_blocks(self.step, self.blocks, code).outcome
+        again = {id(call.module): call.code_again for call in self.calls if call.code_again}
+        return measure_blocks(
+            self.step, self.blocks, CodeByModule(again) if again else None
+        ).outcome
 
     def expect_plain(self) -> None:
         """Run the plain step, if there is room for it, and compare plans with its outcome."""
@@ -216,11 +215,11 @@ class PricedBlocks(NamedTuple):
         verification = self.step.verification
         if verification.is_plain:
             verification.expect_again(self.plain().outcome)
-        if isinstance(self.code_again, CodeByModule) or not verification.is_plain:
+        if self.is_compiled or not verification.is_plain:
             verification.expect_again(self.outcome_again())
 
 
-def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
+def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
     """Return the plans that are best for some budget; those that offload have bytes in flight.
 
     Args:
@@ -302,7 +301,7 @@ def price_blocks(
     timed = zip(measured.calls, times.again, strict=True)
     measured = replace(
         measured,
-        calls=[with_times(call, seconds, times) for call, seconds in timed],
+        calls=[replace(call, work=seconds, share=times.share) for call, seconds in timed],
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
     costs = price(measured, place.seconds_per_byte)

@@ -60,7 +60,7 @@ from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, medians_of_alike
 from recoup.planning.planned_stages import chains_of
-from recoup.planning.priced_blocks import PricedBlocks, points_of
+from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import Measured, MeasuredCall, price
 from recoup.planning.ranks import (
     is_sharded,
@@ -143,10 +143,9 @@ def _compiled(
     own: PricedBlocks, candidates: Sequence[Sequence[_Candidate]], chosen: dict[int, _Codes]
 ) -> PricedBlocks:
     """Return the plans in which all blocks that have chosen codes are compiled."""
-    first, again = dict[int, BlockCode](), dict[int, BlockCode]()
+    again = dict[int, BlockCode]()
     for call, each in zip(own.measured.calls, candidates, strict=True):
         if (codes := chosen.get(id(call.module))) is not None:
-            first[id(call.module)] = each[codes.tapes[0]].code
             again[id(call.module)] = each[codes.again].code
     step = replace(own.step)  # with a verification of its own
     measured = measure_blocks(step, own.blocks, CodeByModule(again))
@@ -165,9 +164,7 @@ def _compiled(
             calls[place] = replace(call, codes=of_tapes, code_again=each[codes.again].code)
             costs[place] = _cost(tapes, each[codes.again], between)
             seconds += tapes[0].seconds - each[0].seconds
-    made = own._replace(
-        step=step, code=CodeByModule(first), code_again=CodeByModule(again), plain_bytes=None
-    )
+    made = own._replace(step=step, plain_bytes=None)
     return made.repriced(calls, [*costs[:-1], tail], max(seconds, 0.0))
 
 
@@ -338,11 +335,7 @@ def with_inverses(kind: PricedBlocks, guard: DriftGuard) -> PricedBlocks:
             invert_seconds=kind.measured.seconds_per_work * work,
             invert_bytes=num_bytes,
         )
-    whole = kind.points[-1]  # which keeps no input of calls without residuals
-    points = [
-        point for point in points_of(costs, kind.place) if point.peak_bytes < whole.peak_bytes
-    ]
-    return kind._replace(costs=costs, points=[*points, whole], guard=guard)
+    return kind._replace(guard=guard).with_costs(costs)
 
 
 def _with_state(call: MeasuredCall, cost: Cost) -> Cost:

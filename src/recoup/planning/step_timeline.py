@@ -200,50 +200,28 @@ def _serving(plan: Plan, args: Args, kwargs: Kwargs) -> Plan:
 
 def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine:
     """Run a step of a model that follows a plan, or none."""
-    if plan is None:
-        recorder = _recorded(step, lambda _: nullcontext(), follows_modules=True)
-        return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
-    planned = plan.planned
-    is_compiled = any(call.codes for call in planned.calls)
-
-    def following(recorder: StepRecorder) -> AbstractContextManager[None]:
-        def told(index: int, run: str) -> AbstractContextManager[Any]:
-            if run == "call":
-                return recorder.within(index)
-            if run == "first":
-                return nullcontext()
-            return recorder.again("inverse" if run == "inverse" else "runs again", index)
-
-        return planned.followed(plan.schedule, told)
-
-    with recompiling(is_compiled):
-        tiled_step = replace(step, tiled=planned.tiled)
-        recorder = _recorded(tiled_step, following, follows_modules=not is_compiled)
-    calls = [BlockCall(block.name, block.way) for block in plan.blocks]
-    tiled = () if planned.tiled is None else planned.tiled.modules
-    stretches = recorder.stretches(calls, tiled)
-    return StepLine("planned", stretches, baseline_bytes, recorder.peaks)
-
-
-def _recorded(
-    step: Step,
-    following: Callable[[StepRecorder], AbstractContextManager[None]],
-    *,
-    follows_modules: bool,
-) -> StepRecorder:
-    """Run a step, and return its recorder.
-
-    Args:
-        step: the step.
-        following: a function from the recorder to a context in which the model follows a plan.
-        follows_modules: whether modules are told apart.
-    """
+    is_compiled = plan is not None and any(call.codes for call in plan.planned.calls)
+    if plan is not None:
+        step = replace(step, tiled=plan.planned.tiled)
     line = meter(step.device, records_levels=True)
-    recorder = StepRecorder(line, step.model, follows_modules=follows_modules)
+    recorder = StepRecorder(line, step.model, follows_modules=not is_compiled)
+
+    def told(index: int, run: str) -> AbstractContextManager[Any]:
+        if run == "call":
+            return recorder.within(index)
+        if run == "first":
+            return nullcontext()
+        return recorder.again("inverse" if run == "inverse" else "runs again", index)
+
+    following = nullcontext() if plan is None else plan.planned.followed(plan.schedule, told)
     observed = replace(step, losses=recorder.observed(step.losses))
-    with following(recorder), observed.rehearsed(), line:
+    with recompiling(is_compiled), following, observed.rehearsed(), line:
         with recorder.recording():
             gradients = observed.run()
         del gradients
         step.forget()
-    return recorder
+    if plan is None:
+        return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
+    calls = [BlockCall(block.name, block.way) for block in plan.blocks]
+    tiled = () if step.tiled is None else step.tiled.modules
+    return StepLine("planned", recorder.stretches(calls, tiled), baseline_bytes, recorder.peaks)
