@@ -180,7 +180,12 @@ class Frontier:
             ReplayError: the results of a planned step differ from those of the plain step.
         """
         budget_bytes = checked_budget(budget)
-        self._check_state()
+        if _state_of(self.model) != self._state:
+            raise ValueError(
+                f"The frontier was measured for another state of the {type(self.model).__name__}: "
+                "its modules, their training modes, or the shapes, types or devices of its "
+                "parameters have changed. Call recoup.plan again."
+            )
         # The parameters may have changed, and with them the gradients; or the random streams.
         self._kinds = [kind.with_new_step() for kind in self._kinds]
         if pending is None:
@@ -301,14 +306,6 @@ class Frontier:
             time, code = f"{point.relative_time:.2f}", _code(point.is_compiled, point.is_tiled)
             rows.append((format_bytes(point.peak_bytes), time, str(point.num_forwards), code))
         return "\n".join([title, "", *aligned(rows, left=[3])])
-
-    def _check_state(self) -> None:
-        if _state_of(self.model) != self._state:
-            raise ValueError(
-                f"The frontier was measured for another state of the {type(self.model).__name__}: "
-                "its modules, their training modes, or the shapes, types or devices of its "
-                "parameters have changed. Call recoup.plan again."
-            )
 
 
 def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = None) -> Frontier:

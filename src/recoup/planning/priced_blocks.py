@@ -197,10 +197,9 @@ class PricedBlocks(NamedTuple):
 
     def outcome_again(self) -> Outcome:
         """Run the step that runs all blocks again, and return its outcome."""
-        again = {id(call.module): call.code_again for call in self.calls if call.code_again}
-        return measure_blocks(
-            self.step, self.blocks, CodeByModule(again) if again else None
-        ).outcome
+        codes = {id(call.module): call.code_again for call in self.calls if call.code_again}
+        code = CodeByModule(codes) if codes else None
+        return measure_blocks(self.step, self.blocks, code).outcome
 
     def expect_plain(self) -> None:
         """Run the plain step, if there is room for it, and compare plans with its outcome."""
