@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from recoup.invertible import DriftGuard
 from recoup.planning import priced_blocks
-from recoup.planning.timing import Times
+from recoup.planning.measuring import Times
 
 SEED = 20
 SECONDS_PER_WORK = 1e-10

@@ -12,9 +12,8 @@ from recoup.flows.foreign import train_in
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
 from recoup.planning.estimate import estimate
-from recoup.planning.largest import largest
 from recoup.planning.plan import applied_plans
-from recoup.planning.search import plan
+from recoup.planning.search import largest, plan
 from recoup.planning.step_timeline import timeline
 from recoup.regions.blocks import offloading, recomputing
 from recoup.regions.checkpoint import checkpoint

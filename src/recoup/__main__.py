@@ -30,7 +30,7 @@ from recoup.errors import BudgetError, RecoupError
 from recoup.memory import Point, curve, format_bytes, load_builder
 from recoup.memory.figures import check_format, require_matplotlib
 from recoup.memory.timeline_page import check_page
-from recoup.planning.estimate import model_and_arguments
+from recoup.planning.arguments import model_and_arguments
 
 __all__ = ["main"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recoup
-from recoup.planning import compiled_costs, compiling, frontier
+from recoup.planning import compiling, frontier, priced_ways
 
 __all__ = [
     "Block",
@@ -104,7 +104,7 @@ def give_steady_times(monkeypatch: Any) -> None:
         most = 3.0 if is_own else 2.0
         return [(1.0, most - c.own_bytes / (c.own_bytes + 2**18)) for c in steps[0].calls]
 
-    monkeypatch.setattr(compiled_costs, "_times", times)
+    monkeypatch.setattr(priced_ways, "_times", times)
     give_steps_times(monkeypatch, compiled=1.0, others=2.0)
 
 

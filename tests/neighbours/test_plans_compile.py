@@ -11,7 +11,6 @@ from torch import nn
 import recoup
 from recoup.planning.compiling import CompiledCode
 from recoup.planning.forwards import followed
-from recoup.planning.priced_blocks import _RunBy
 from tests.neighbours.planned import (
     Net,
     assert_same,
@@ -87,7 +86,7 @@ def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
     torch.manual_seed(0)
     model, x = Net(num_blocks=3), torch.randn(64, 32)
     code = CompiledCode(1.0)
-    with followed(model.blocks, _RunBy(code)):
+    with followed(model.blocks, code):
         wanted = result_of(model, lambda: loss_of(model(x)).backward())
     for budget in ("1 GiB", "210 KiB"):
         plan = recoup.plan(model, x, budget=budget, loss=loss_of, compile=True)

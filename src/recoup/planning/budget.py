@@ -107,18 +107,8 @@ class Budget:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        planned = uncompiled(Budget._planned) if is_watched() else Budget._planned
-        return planned(self, chain, call, args, blocks, guard, loss)
-
-    def _planned(
-        self,
-        chain: nn.Module,
-        call: Callable[..., Any],
-        args: Args,
-        blocks: Iterable[nn.Module],
-        guard: DriftGuard | None,
-        loss: Callable[[Any], Any] | None,
-    ) -> Any:
+        if is_watched():
+            return uncompiled(Budget.run)(self, chain, call, args, blocks, guard, loss)
         if _here.is_within or is_run_again() or is_traced():
             return call(*args)  # See Rule 3
         _here.is_within = True

@@ -214,18 +214,7 @@ def _distinct(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None) -> list[nn.Module]:
-    return step.observe_forward(modules, _SequenceObserver, seed).called
-
-
-class _SequenceObserver(Observer):
-    """An observer of the modules that a forward calls, in order."""
-
-    def __init__(self) -> None:
-        self.called: list[nn.Module] = []
-
-    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        self.called.append(module)
+    return step.observe_forward(modules, _CallObserver, seed).called
 
 
 def blocks_of_any_forward(
@@ -292,7 +281,7 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
     if not parts:
         return [blocks]
     with step.rehearsed():
-        chains = step.observe_forward(parts.values(), _ChainObserver).chains
+        chains = step.observe_forward(parts.values(), _CallObserver).chains
     names = {id(module): name for name, module in named_modules(step.model)}
     found = [inner for _, module in blocks for inner in _expanded(module, chains)]
     if len(found) == len(blocks) or not _are_apart(found):
@@ -319,14 +308,16 @@ class _Call:
 _Chains = dict[int, list[_Call]]
 
 
-class _ChainObserver(Observer):
-    """An observer of the modules that each module within stages calls, and of their inputs."""
+class _CallObserver(Observer):
+    """An observer of the modules that a forward calls, in order, and of what each calls itself."""
 
     def __init__(self) -> None:
+        self.called: list[nn.Module] = []
         self.chains: _Chains = {}
         self._calls: list[_Call] = []
 
     def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.called.append(module)
         given, _ = flatten((args, kwargs))
         if self._calls:
             around = self._calls[-1]

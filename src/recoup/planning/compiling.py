@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BlockCode:
-    """The code that blocks run by: their own.
+    """The code that blocks run by: their own. It is a follower of blocks that all keep residuals.
 
     A subclass is other code for the same results.
     """
@@ -76,6 +76,10 @@ class BlockCode:
         """
         del module
         return forward
+
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
+        """Run a block, which keeps its residuals."""
+        return self.of_call(module, forward)(*args, **kwargs)
 
 
 class CompiledCode(BlockCode):

@@ -39,14 +39,14 @@ from recoup._core.operators import DispatchMode
 from recoup._core.pytree import flatten, tensors_in
 from recoup.errors import RecoupError
 from recoup.memory import format_bytes
-from recoup.planning.arguments import built_arguments
+from recoup.planning.arguments import model_and_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import FrontierPoint, frontier_of
-from recoup.planning.largest import largest_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.rehearsal import streams_restored
+from recoup.planning.search import largest_of
 
-__all__ = ["Estimate", "estimate", "model_and_arguments"]
+__all__ = ["Estimate", "estimate"]
 
 _FEW = 4096  # entries of a tensor that has values (See Rule 2)
 
@@ -196,7 +196,6 @@ def _built(
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         given = build()
     model, args, kwargs = model_and_arguments(given)
-    args, kwargs = built_arguments(model, tuple(args), kwargs)
 
     def without_values(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
@@ -216,27 +215,6 @@ def _built(
     tensors, tree = flatten((args, kwargs))
     args, kwargs = tree.unflatten(tuple(map(without_values, tensors)))
     return model, tuple(args), kwargs
-
-
-def model_and_arguments(
-    built: Any, name: str = "`build`"
-) -> tuple[nn.Module, list[Any], dict[str, Any]]:
-    """Return the model, its arguments and its keyword arguments, which a function has built.
-
-    Args:
-        built: what it returned: ``(model, *args)``, of which a last dict has keyword arguments.
-        name: the name of the function in errors.
-    """
-    is_several = isinstance(built, (tuple, list))
-    parts: list[Any] = [*cast("Any", built)] if is_several else [built]
-    if not parts or not isinstance(parts[0], nn.Module):
-        raise ValueError(
-            f"{name} returned a {type(built).__name__}, but must return a model and its "
-            "arguments: (model, argument, ...)."
-        )
-    model, *args = parts
-    kwargs: dict[str, Any] = args.pop() if args and isinstance(args[-1], dict) else {}
-    return model, args, kwargs
 
 
 class _Building(DispatchMode):
@@ -271,27 +249,17 @@ class _Building(DispatchMode):
             return func(*args, **kwargs)
 
 
-@contextmanager
-def _filtered(logger: logging.Logger) -> Generator[None]:
-    """A context in which torch does not log the errors of operators, which it raises anyway."""
-
-    def is_no_error(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    logger.addFilter(is_no_error)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_error)
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 @contextmanager
 def _without_values() -> Generator[FakeTensorMode]:
-    """A context without values, whose errors say so."""
+    """A context without values, whose errors say so; torch logs none of those that it raises."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_is_no_error)
     try:
         with (
-            _filtered(logger),
             generators_restored(),
             streams_restored(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
@@ -305,3 +273,5 @@ def _without_values() -> Generator[FakeTensorMode]:
     except Exception as error:
         error.add_note("It ran without values, in torch's FakeTensorMode (recoup.estimate).")
         raise
+    finally:
+        logger.removeFilter(_is_no_error)

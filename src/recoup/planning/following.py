@@ -38,6 +38,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
+from recoup.planning.arguments import ArgumentSizes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
     Args,
@@ -50,7 +51,6 @@ from recoup.planning.forwards import (
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.pricing import MeasuredCall
-from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Step
 from recoup.planning.tiled_parts import TiledParts
 from recoup.schedules import Schedule
@@ -212,8 +212,9 @@ class PlanFollower:
     def _run_model(self, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
-            self._warn_of_drift()
         passes, bound = self._of_thread.passes, self._bound
+        if bound is not None:
+            self._warn_of_drift()
         self._of_thread.outside.end_chain()
         is_counted = not passes and enclosing_checkpoints() == (0, None)
         pending = self._pending.alive() if is_counted else []
@@ -254,7 +255,7 @@ class PlanFollower:
         unused = next((index for index in indices if index not in now.used), None)
         if unused is not None and self._stages[unused].is_kept:
             now.used.add(unused)
-            return self._stages[unused].code.of_call(module, forward)(*args, **kwargs)
+            return self._stages[unused].code.called(module, forward, args, kwargs)
         return run_again(Call(f"block `{self._names[id(module)]}`", forward, args, kwargs, module))
 
     def _run_stage(
@@ -263,7 +264,7 @@ class PlanFollower:
         executor = stage.chain.executor
         if executor is None:
             now.end_chain()
-            return stage.code.of_call(stage.module, forward)(*args, **kwargs)
+            return stage.code.called(stage.module, forward, args, kwargs)
         forward = stage.code.of_call(stage.module, forward)
         given = (f"block `{stage.name}`", forward, args, kwargs, stage.module)
         watching = self._watching

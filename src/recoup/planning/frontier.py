@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +37,8 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.memory.size import aligned
-from recoup.planning.arguments import check_module
+from recoup.memory.tables import aligned
+from recoup.planning.arguments import check_plannable
 from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
@@ -45,28 +46,23 @@ from recoup.planning.called_blocks import (
     with_called_parts,
     with_stem,
 )
-from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
-from recoup.planning.figure import Line, draw_frontier
 from recoup.planning.forwards import suspended
-from recoup.planning.inverting import with_inverses
-from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
-from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.policies import NO_BUDGET, Policy, under_policy
-from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
+from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
+from recoup.planning.plan import Line, Plan, draw_frontier, own_forwards
+from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
+from recoup.planning.priced_ways import price_codes, with_inverses
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.step import Step
 from recoup.planning.tiling import with_tiles
 from recoup.planning.verification import DifferentStepError
-from recoup.planning.verified_plan import seconds_under, verified
+from recoup.planning.verified_plan import faster_of, verified
 
 __all__ = ["Frontier", "FrontierPoint", "frontier_of"]
 
 _NUM_ROWS = 12  # that are printed
 _CLOSE = 1.5  # kinds are timed whose predicted costs differ by less
-_NUM_ROUNDS = 3
-_NOISE = 0.03  # a relative difference of times that says nothing
 
 
 class FrontierPoint(NamedTuple):
@@ -184,7 +180,12 @@ class Frontier:
             ReplayError: the results of a planned step differ from those of the plain step.
         """
         budget_bytes = checked_budget(budget)
-        self._check_state()
+        if _state_of(self.model) != self._state:
+            raise ValueError(
+                f"The frontier was measured for another state of the {type(self.model).__name__}: "
+                "its modules, their training modes, or the shapes, types or devices of its "
+                "parameters have changed. Call recoup.plan again."
+            )
         # The parameters may have changed, and with them the gradients; or the random streams.
         self._kinds = [kind.with_new_step() for kind in self._kinds]
         if pending is None:
@@ -209,7 +210,7 @@ class Frontier:
     def plan_under(self, policy: Policy) -> Plan:
         """Return the plan that follows a policy, whatever it takes; likewise."""
         self._kinds = [under_policy(self._kinds[0], policy)]
-        return self.plan_now(NO_BUDGET)
+        return self.plan_now(sys.maxsize)
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.
@@ -257,7 +258,7 @@ class Frontier:
                 found.append((plan, kind))
                 least_cost = min(cost, least_cost)
         if found:
-            return _faster(found)
+            return faster_of(found)
         if not errors and difference is not None:
             raise difference
         error = min(errors, key=lambda error: error.least_bytes)
@@ -282,8 +283,7 @@ class Frontier:
         whole = self._plain_seconds or 1.0
         lines = [
             Line(
-                ("compiled blocks" if kind.is_compiled else "blocks as they are")
-                + (", in tiles" if kind.step.tiled is not None else ""),
+                _code(kind.is_compiled, kind.step.tiled is not None),
                 [self._room.budget_for(point.peak_bytes) for point in kind.points],
                 [kind.seconds_of(point) / whole for point in kind.points],
             )
@@ -303,19 +303,9 @@ class Frontier:
             title += f"; {self._room.headroom:.3g} of a budget is left for fragmentation"
         rows = [("peak", "time", "forwards", "blocks")]
         for point in reversed(_spread(points, _NUM_ROWS)):
-            code = "compiled" if point.is_compiled else "as they are"
-            code += ", in tiles" if point.is_tiled else ""
-            time = f"{point.relative_time:.2f}"
+            time, code = f"{point.relative_time:.2f}", _code(point.is_compiled, point.is_tiled)
             rows.append((format_bytes(point.peak_bytes), time, str(point.num_forwards), code))
         return "\n".join([title, "", *aligned(rows, left=[3])])
-
-    def _check_state(self) -> None:
-        if _state_of(self.model) != self._state:
-            raise ValueError(
-                f"The frontier was measured for another state of the {type(self.model).__name__}: "
-                "its modules, their training modes, or the shapes, types or devices of its "
-                "parameters have changed. Call recoup.plan again."
-            )
 
 
 def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = None) -> Frontier:
@@ -327,7 +317,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
     """
     model = step.model
-    _check_model(model)
+    check_plannable(model)
     check_hooks_work()
     if guard is None and not options.exact:
         guard = DriftGuard()
@@ -437,38 +427,16 @@ def _remedy_for(blocks: Sequence[Block]) -> str:
     )
 
 
-def _check_model(model: Any) -> None:
-    check_module(model)
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "`model` has parameters on the meta device. Allocate them first: "
-            'model.to_empty(device="cpu").'
-        )
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(
-            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
-            "ranks. Plan for `model.module`, on every rank."
-        )
-
-
-def _faster(found: Sequence[tuple[Plan, PricedBlocks]]) -> Plan:
-    """Return the plan whose steps, run in turn, are fastest; the smallest of those close to it."""
-    if len(found) == 1:
-        return found[0][0]
-    model = found[0][0].model
-    rounds = [[seconds_under(*one) for one in found] for _ in range(_NUM_ROUNDS)]
-    seconds = largest_among_ranks(model, list(map(min, zip(*rounds, strict=True))))
-    quick = (1 + _NOISE) * min(seconds)
-    plans = [plan for (plan, _), taken in zip(found, seconds, strict=True) if taken <= quick]
-    return min(plans, key=lambda plan: plan.rehearsed_peak_bytes)
-
-
 def _state_of(model: nn.Module) -> tuple[object, ...]:
     """Return what the costs of a model depend on, apart from its arguments."""
     parameters = (
         (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
     )
     return (*parameters, *((id(each), each.training) for each in model.modules()))
+
+
+def _code(is_compiled: bool, is_tiled: bool) -> str:
+    return ("compiled" if is_compiled else "as they are") + (", in tiles" if is_tiled else "")
 
 
 def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:

@@ -1,4 +1,4 @@
-"""Measurement of the blocks of a model, in training steps that leave no trace.
+"""Bytes and times of the blocks of a model, measured in training steps that leave no trace.
 
 NOTE [ Measured steps ]
 
@@ -14,13 +14,34 @@ Rule 3. Compiled code may keep a copy of an argument, in another memory layout, 
 Rule 4. The work of operators is counted in the same step, to divide the time of a block among them.
         Compiled code does not run while work is counted, so plans over compiled blocks time all
         codes of a block instead.
+
+NOTE [ Times of a step ]
+
+Rule 5. Whole steps are timed, without counting bytes or work. What a step takes beyond the plain
+        one is what its blocks pay: their second runs, the hooks around them, the comparison, and
+        the copies of products. So all of that is in the costs, and the predictions for these three
+        steps are the times that were measured.
+Rule 6. What blocks pay is divided among them by the times of their second runs, one by one; calls
+        that are alike share the median of theirs. A clock that is read there waits for an
+        accelerator, so steps in which it is read say nothing else. Within a block, products and
+        other operators share its time by their counted work, of which keeping them saves the part
+        that the step which keeps products shows.
+Rule 7. The steps are run in turn, several times if they are short, and the shortest time of each
+        counts, since other programs only make it longer. Times that are counted (without values)
+        are always the same: once is enough.
+Rule 8. The plain step, and the one that keeps products, are run only if the system has room for
+        them. The plain step then takes what is left of the other one without its second runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import math
+from collections import defaultdict
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -29,20 +50,17 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.devices import fingerprint, is_accelerator
+from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import (
-    backward_id,
-    pair_in_force,
-    saving,
-    version_of,
-    versions_of,
-)
+from recoup._core.saved_tensors import backward_id, pair_in_force, saving, version_of, versions_of
 from recoup._core.sketch import make_tables
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
+from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.compiling import BlockCode
+from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import (
     Args,
     CallOutputs,
@@ -51,12 +69,15 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.pricing import Measured, MeasuredCall
-from recoup.planning.step import Step, now
+from recoup.planning.planned_stages import each_alone
+from recoup.planning.pricing import Measured, MeasuredCall, Selection, selections
+from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.step import Step, now, seconds_of
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
+from recoup.schedules import Way, constant
 
-__all__ = ["measure_blocks"]
+__all__ = ["Times", "measure_blocks", "medians_of_alike", "times_of"]
 
 
 def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None = None) -> Measured:
@@ -264,3 +285,136 @@ def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:
         for key, value in vars(each).items()
         if isinstance(value, Tensor) and value.grad_fn is not None
     )
+
+
+_MOST_ROUNDS = 10
+_ENOUGH_SECONDS = 2.0  # for all rounds
+_SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
+_SECONDS_OF_PRODUCT = 60e-6  # of keeping a product: its copy, and giving it to the second run
+
+
+class Times(NamedTuple):
+    """The times of a step, in seconds.
+
+    Args:
+        plain: of the step that keeps all residuals.
+        again: for each call, what its second run takes, with all that belongs to it.
+        share: the part of its work by which a second run is shorter where values are kept; below 0
+            where keeping them takes longer.
+    """
+
+    plain: float
+    again: list[float]
+    share: float
+
+
+def times_of(
+    step: Step,
+    blocks: Sequence[Block],
+    calls: Sequence[MeasuredCall],
+    *,
+    has_room: bool,
+    plain_seconds: float | None = None,
+) -> Times:
+    """Time the steps of a model (See Rule 5).
+
+    Args:
+        step: the step.
+        blocks: the names and modules of the blocks.
+        calls: the measured calls of the blocks.
+        has_room: whether the plain step may be run (See Rule 8).
+        plain_seconds: the time of the plain step, if it is known from other blocks.
+    """
+    planned = PlannedModel.of(step, blocks, calls)
+    runs: list[dict[int, float]] = []  # the seconds of second runs in each step that has them all
+
+    @contextmanager
+    def noted(index: int) -> Generator[None]:
+        begin = now()
+        try:  # a second run may end by an exception
+            yield
+        finally:
+            runs[-1][index] = now() - begin  # the later run of a call counts
+
+    def timed(index: int, run: str) -> AbstractContextManager[None]:
+        return noted(index) if run in ("first", "again") else nullcontext()
+
+    every_way: list[Way] = ["recompute"] * len(calls)
+    again_all = constant([*every_way, "keep"])
+
+    @contextmanager
+    def recomputing() -> Generator[None]:
+        runs.append({})
+        with planned.followed(again_all, timed):
+            yield
+
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
+    if is_accelerator(step.device) and not is_without_values():
+        ways = {"again": partial(planned.followed, again_all), "each": recomputing}
+    found = list(map(selections, calls))
+    most = [each[-1] if each else None for each in found]  # what is kept together at most
+    kept = [len(each) or None for each in found]
+    if has_room and plain_seconds is None:
+        ways["plain"] = nullcontext
+    if has_room and any(kept):
+        ways["products"] = partial(planned.followed, each_alone(kept))
+    seconds = _in_turn(step, ways)
+    shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
+    again = medians_of_alike(calls, shortest)
+    sum_again = sum(again)
+    around = _SECONDS_OF_REGION * len(calls)
+    if plain_seconds is None:
+        plain_seconds = max(seconds["again"] - sum_again - around, sum_again)
+    plain = seconds.get("plain", plain_seconds)
+    scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
+    again = [scale * each for each in again]
+    whole = sum(map(_saved_by, most, calls, again))
+    saved = whole - _SECONDS_OF_PRODUCT * sum(len(each.products) for each in most if each)
+    if "products" in seconds:
+        saved = seconds["again"] - seconds["products"]
+    share = min(max(saved / whole, -1.0), 1.0) if whole else 0.0
+    again = largest_among_ranks(step.model, again)
+    return Times(plain, again, share)
+
+
+def _saved_by(selection: Selection | None, call: MeasuredCall, seconds: float) -> float:
+    """Return the time that a second run is spared, by its counted work."""
+    if selection is None or not call.counted_work:
+        return 0.0
+    return seconds * min(selection.saved_work / call.counted_work, 1.0)
+
+
+def _in_turn(
+    step: Step, ways: dict[str, Callable[[], AbstractContextManager[Any]]]
+) -> dict[str, float]:
+    """Return the shortest time of the step in each way (See Rule 7)."""
+    seconds: dict[str, float] = {}
+    spent = 0.0
+    for _ in range(1 if is_without_values() else _MOST_ROUNDS):
+        if spent > _ENOUGH_SECONDS:
+            break
+        for name, entered in list(ways.items()):
+            try:
+                with entered():
+                    taken = seconds_of(step)
+            except (ChangedError, ReplayError):
+                if name != "products":
+                    raise
+                taken = math.inf
+            (taken,) = largest_among_ranks(step.model, [taken])
+            if not math.isfinite(taken):
+                seconds.pop(name, None)
+                del ways[name]  # a rehearsal of a plan that keeps products says why
+                continue
+            seconds[name] = min(taken, seconds.get(name, taken))
+            spent += taken
+    return seconds
+
+
+def medians_of_alike(calls: Sequence[MeasuredCall], seconds: Sequence[float]) -> list[float]:
+    """Return, for each call, the median of the times of all calls that are like it (See Rule 6)."""
+    alike: defaultdict[object, list[float]] = defaultdict(list)
+    keys = [(type(c.module), c.state_bytes, c.output_bytes, c.own_bytes) for c in calls]
+    for key, taken in zip(keys, seconds, strict=True):
+        alike[key].append(taken)
+    return [median(alike[key]) for key in keys]

@@ -10,11 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import check_flag, is_real, is_whole
 from recoup._core.compile import is_compiled
 from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
 from recoup._core.pytree import flatten, tensors_in
@@ -30,8 +31,19 @@ from recoup.planning.step import Forwards, Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
-__all__ = ["OffloadPlace", "PlanOptions", "Room", "checked_budget", "losses_from", "place_of"]
+__all__ = [
+    "OffloadPlace",
+    "PlanOptions",
+    "Policy",
+    "Room",
+    "checked_budget",
+    "losses_from",
+    "place_of",
+]
 
+Policy = Literal["full", "every 2nd block", "save attention", "keep"]
+# What a policy leaves no choice of.
+_CHOICES = ("compile", "exact", "offload_to", "tiles", "headroom")
 _TRIAL_BYTES = 1 << 25
 # Of a budget, on an accelerator: what is needed where its segments can grow, and where they cannot
 # (tests/unit/planning/test_headroom, benchmarks/budgets.py).
@@ -85,23 +97,20 @@ class PlanOptions:
         if self.budget_of not in ("step", "total"):
             raise ValueError(f'`budget_of` is {self.budget_of!r}, but must be "step" or "total".')
         backend_of(self.compile)
-        tiles: Any = self.tiles
-        if not isinstance(tiles, bool) and not (isinstance(tiles, int) and tiles > 1):
+        tiles = self.tiles
+        if not isinstance(tiles, bool) and not is_whole(tiles, 2):
             raise ValueError(
                 f"`tiles` is {tiles!r}, but must be True, False, or how many tiles the output "
                 "layer runs in with its loss: an int of at least 2."
             )
-        for name in ("exact", "holds_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be True or False.")
-        if type(self.num_forwards) is not int or not 1 <= self.num_forwards <= 1000:
+        check_flag(exact=self.exact, holds_output=self.holds_output)
+        if not is_whole(self.num_forwards, most=1000):
             raise ValueError(
                 f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
                 "step calls the model before one backward, 1 to 1000."
             )
-        headroom: Any = self.headroom
-        is_part = isinstance(headroom, (int, float)) and not isinstance(headroom, bool)
-        if headroom is not None and not (is_part and 0 <= headroom < 1):
+        headroom = self.headroom
+        if headroom is not None and not (is_real(headroom) and 0 <= headroom < 1):
             raise ValueError(
                 f"`headroom` is {headroom!r}, but must be the part of the budget that is left for "
                 "fragmentation, such as 0.05, from 0 to less than 1."
@@ -145,6 +154,30 @@ class PlanOptions:
             return 0
         own = bytes_of((*model.parameters(), *model.buffers()))
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
+
+    def check_policy(self, policy: str, budget: int | str | None) -> None:
+        """Raise ValueError if a policy is unknown, or beside something that it leaves no choice of.
+
+        Args:
+            policy: the policy.
+            budget: the budget; None for none.
+        """
+        names = get_args(Policy)
+        if policy not in names:
+            shown = ", ".join(f'"{name}"' for name in names)
+            raise ValueError(f"`policy` is {policy!r}, but must be one of {shown}, or None.")
+        if budget is not None:
+            raise ValueError(
+                f"`budget` is {budget!r}, and `policy` {policy!r}, but a plan follows one of them: "
+                "the fastest that keeps to the bytes, or what the policy says, whatever it takes. "
+                "Choose one."
+            )
+        for name in _CHOICES:
+            if (given := getattr(self, name)) != getattr(PlanOptions, name):
+                raise ValueError(
+                    f"`{name}` is {given!r}, but `policy` {policy!r} says what each block does. "
+                    f"Leave `{name}` out, or give a `budget` in place of the policy."
+                )
 
     def check_replan(self, model: nn.Module | None = None) -> None:
         """Raise a ValueError if plans with these options cannot be made for other shapes.

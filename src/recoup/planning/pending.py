@@ -34,27 +34,25 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recoup._core.devices import is_accelerator, memory_counts
-from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup._core.storage_tracking import can_follow
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
+from recoup.planning.arguments import tensors_within
 from recoup.planning.lazy_logits import LazyLogits
 from recoup.planning.options import Room
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
 
 __all__ = ["PendingForwards", "StepBound", "StepWatch"]
-
-_DEEPEST = 3  # levels of users' objects in which outputs are found
 
 
 class _Forward:
@@ -116,7 +114,7 @@ class PendingForwards(threading.local):
         """
         made = _Forward(held_bytes, latest, self._watch)
         # Logits that are not computed have a loss that does not pass through them.
-        outputs = [each for each in _tensors_of(output) if not isinstance(each, LazyLogits)]
+        outputs = [each for each in tensors_within(output) if not isinstance(each, LazyLogits)]
         nodes = {id(each.grad_fn): each.grad_fn for each in outputs if each.grad_fn is not None}
         for node in nodes.values():
             node.register_prehook(made)
@@ -128,16 +126,6 @@ class PendingForwards(threading.local):
     def _freed(self, ref: weakref.ref[_Forward]) -> None:
         if not self.alive():
             self.unwatch()
-
-
-def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors of an output, also those of dataclasses and other objects."""
-    tensors, tree = flatten(value)
-    yield from tensors
-    for leaf in tree.others() if depth < _DEEPEST else ():
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            inner: dict[str, Any] = vars(cast("object", leaf))
-            yield from _tensors_of(list(inner.values()), depth + 1)
 
 
 @dataclasses.dataclass

@@ -20,6 +20,16 @@ Rule 3. Each microbatch of a pipeline ("1F1B") has a backward of its own, the fi
 Rule 4. What is kept in the sweep then counts several times, so other schedules are the best. They
         are searched with states and tapes of the sweep as large as those of all forwards, and
         counted with their own.
+
+NOTE [ Policies ]
+
+Rule 5. A policy says what each block does, so there is nothing to search: its plan has one schedule
+        of the blocks that were measured, is rehearsed and compared as any plan, and has no budget.
+Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
+        blocks that a step calls several times, all calls are treated alike. Blocks through which no
+        gradient goes keep nothing in any case.
+Rule 7. To save attention is to keep products (NOTE [ Kept products ]), of which a block then has no
+        others to choose from.
 """
 
 from __future__ import annotations
@@ -27,36 +37,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
-
+from recoup._arguments import is_whole
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
-from recoup.planning.compiling import BlockCode, CodeByModule
-from recoup.planning.forwards import Args, Forward, Kwargs, followed
-from recoup.planning.measuring import measure_blocks
-from recoup.planning.options import OffloadPlace
-from recoup.planning.pricing import Measured, MeasuredCall, price
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
+from recoup.planning.compiling import CodeByModule
+from recoup.planning.forwards import followed
+from recoup.planning.measuring import measure_blocks, times_of
+from recoup.planning.options import OffloadPlace, Policy
+from recoup.planning.planned_stages import each_alone
+from recoup.planning.pricing import Measured, MeasuredCall, price, selections
+from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
-from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room
+from recoup.planning.work import is_attention
 from recoup.schedules import (
-    Advance,
     Cost,
-    Keep,
     Point,
     SelectiveTape,
-    Tape,
     frontier,
     linear,
     simulate,
+    trace,
 )
 
-__all__ = ["PricedBlocks", "points_of", "price_blocks", "price_whole"]
+__all__ = ["PricedBlocks", "price_blocks", "price_whole", "under_policy"]
 
 _NOISE = 1.03  # of times, which says nothing
 
@@ -74,8 +82,6 @@ class PricedBlocks(NamedTuple):
         costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
         seconds: the time of the step in which all calls that were seen keep their whole tapes.
-        code: the code by which the blocks of the plain step run.
-        code_again: the code by which blocks run that are run again.
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
@@ -93,8 +99,6 @@ class PricedBlocks(NamedTuple):
     costs: list[Cost]
     points: list[Point]
     seconds: float = 0.0
-    code: BlockCode = BlockCode()
-    code_again: BlockCode = BlockCode()
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
@@ -104,7 +108,7 @@ class PricedBlocks(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         """Whether some of the blocks are compiled."""
-        return isinstance(self.code, CodeByModule)
+        return any(call.codes for call in self.calls)
 
     @property
     def kept_seconds(self) -> float:
@@ -137,19 +141,19 @@ class PricedBlocks(NamedTuple):
 
     def with_costs(self, costs: list[Cost]) -> PricedBlocks:
         """Return the same calls with other costs, and the plans for them."""
-        *points, whole = points_of(costs, self.place)
+        *points, whole = _points_of(costs, self.place)
         if self.plain_bytes is not None:
             whole = replace(whole, peak_bytes=self.plain_bytes)
             points = [point for point in points if point.peak_bytes < self.plain_bytes]
         points = [*points, whole]
         if self.pending is not None:  # See Rule 4
-            points += points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
+            points += _points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
             points = _best([self._counted(point, costs) for point in points])
         return self._replace(costs=costs, points=points)
 
     def beside(self, pending: int) -> PricedBlocks:
         """Return the same blocks in steps beside forwards that wait for their backward."""
-        if type(pending) is not int or not 0 <= pending < 1000:
+        if not is_whole(pending, 0, 1000):
             raise ValueError(
                 f"`pending` is {pending!r}, but must be a number of forwards, or None."
             )
@@ -169,15 +173,9 @@ class PricedBlocks(NamedTuple):
 
     def _counted(self, point: Point, costs: Sequence[Cost]) -> Point:
         """Return a point with the bytes and the time of its schedule beside other forwards."""
-        actions = point.schedule.actions[: point.schedule.sweep_end]
-        held = sum(
-            costs[a.index].tape(a.variant).tape_bytes for a in actions if isinstance(a, Tape)
-        )
-        held += sum(costs[a.index].state_bytes for a in actions if isinstance(a, Keep))
-        runs = [a for a in actions if isinstance(a, Advance) and a.results]
-        held += sum(costs[a.start].kept(a.results).num_bytes for a in runs)
         found = simulate(point.schedule, costs=costs)
-        peak_bytes = self.bytes_beside(found.peak_bytes, held)
+        held = [each.held_bytes for each in trace(point.schedule, costs) if not each.is_backward]
+        peak_bytes = self.bytes_beside(found.peak_bytes, held[-1])
         return replace(point, peak_bytes=peak_bytes, seconds=found.seconds)
 
     def with_new_step(self) -> PricedBlocks:
@@ -193,12 +191,14 @@ class PricedBlocks(NamedTuple):
             is_tiled: whether the parts that may run in tiles do so.
         """
         step = self.step if is_tiled else replace(self.step, tiled=None)
-        with followed([module for _, module in self.blocks], _RunBy(self.code)):
+        code = CodeByModule({id(call.module): call.codes[0] for call in self.calls if call.codes})
+        with followed([module for _, module in self.blocks], code):
             return rehearse(step)
 
     def outcome_again(self) -> Outcome:
         """Run the step that runs all blocks again, and return its outcome."""
-        code = self.code_again if isinstance(self.code_again, CodeByModule) else None
+        codes = {id(call.module): call.code_again for call in self.calls if call.code_again}
+        code = CodeByModule(codes) if codes else None
         return measure_blocks(self.step, self.blocks, code).outcome
 
     def expect_plain(self) -> None:
@@ -214,11 +214,11 @@ class PricedBlocks(NamedTuple):
         verification = self.step.verification
         if verification.is_plain:
             verification.expect_again(self.plain().outcome)
-        if isinstance(self.code_again, CodeByModule) or not verification.is_plain:
+        if self.is_compiled or not verification.is_plain:
             verification.expect_again(self.outcome_again())
 
 
-def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
+def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
     """Return the plans that are best for some budget; those that offload have bytes in flight.
 
     Args:
@@ -264,17 +264,6 @@ def _best(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-class _RunBy:
-    """The follower by which all blocks keep their residuals, and run by one code."""
-
-    def __init__(self, code: BlockCode) -> None:
-        self._code = code
-
-    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Run a block."""
-        return self._code.of_call(module, forward)(*args, **kwargs)
-
-
 def price_blocks(
     step: Step, blocks: list[Block], place: OffloadPlace, before: PricedBlocks | None = None
 ) -> PricedBlocks:
@@ -311,7 +300,7 @@ def price_blocks(
     timed = zip(measured.calls, times.again, strict=True)
     measured = replace(
         measured,
-        calls=[with_times(call, seconds, times) for call, seconds in timed],
+        calls=[replace(call, work=seconds, share=times.share) for call, seconds in timed],
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
     costs = price(measured, place.seconds_per_byte)
@@ -333,5 +322,47 @@ def price_whole(step: Step) -> PricedBlocks:
 
 def _has_room(step: Step, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, on all ranks."""
-    lacks_room = not has_room(step.device, num_bytes)
-    return not largest_among_ranks(step.model, [float(lacks_room)])[0]
+    return not on_any_rank(step.model, not has_room(step.device, num_bytes))
+
+
+def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
+    """Return the blocks with the one plan that follows a policy, and that which keeps everything.
+
+    Args:
+        kind: the blocks with their costs.
+        policy: the policy.
+
+    Raises:
+        ValueError: attention is to be saved, and none of the blocks has a kernel for it.
+    """
+    saves_attention = policy == "save attention"
+    if saves_attention and kind.calls:
+        calls = [_choosing_attention(call) for call in kind.measured.calls]
+        kind = kind._replace(measured=replace(kind.measured, calls=calls))
+        kind = kind.repriced(calls, price(kind.measured, None), kind.seconds)
+        if not any(each.products for call in calls for each in selections(call)):
+            raise ValueError(
+                f"`policy` is {policy!r}, but no block was seen to call a kernel of attention that "
+                "could be kept alone. Let the model call torch.nn.functional."
+                'scaled_dot_product_attention (`attn_implementation="sdpa"`), which has a kernel '
+                'without dropout on every device, or give "full".'
+            )
+    whole = kind.points[-1]
+    if policy == "keep" or not kind.calls:
+        return kind._replace(points=[whole], policy=policy)
+    places = {id(call.module): None for call in kind.calls}
+    again = set(list(places)[:: 2 if policy == "every 2nd block" else 1])
+    kept: list[int | None] = []
+    for call, cost in zip(kind.calls, kind.costs, strict=False):
+        runs_again = call.until_again is not None and id(call.module) in again
+        most = len(cost.results) if saves_attention else 0
+        kept.append(most if runs_again else None)
+    schedule = replace(each_alone(kept), name=policy)
+    found = simulate(schedule, costs=kind.costs)
+    point = Point(found.peak_bytes, found.seconds, found.num_forwards, schedule)
+    return kind._replace(points=[point, whole], policy=policy)
+
+
+def _choosing_attention(call: MeasuredCall) -> MeasuredCall:
+    products = [p if is_attention(p.func) else p._replace(start=math.inf) for p in call.products]
+    return replace(call, products=products)

@@ -31,7 +31,13 @@ from recoup._core.pytree import tensors_in
 from recoup._core.rng import is_in_second_run
 from recoup.schedules import Cost
 
-__all__ = ["CollectiveCounter", "is_sharded", "largest_among_ranks", "largest_costs_among_ranks"]
+__all__ = [
+    "CollectiveCounter",
+    "is_sharded",
+    "largest_among_ranks",
+    "largest_costs_among_ranks",
+    "on_any_rank",
+]
 
 _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
@@ -58,6 +64,11 @@ def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[floa
             dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
         found = moved.cpu()
     return [float(number) for number in found]
+
+
+def on_any_rank(model: nn.Module, condition: bool) -> bool:
+    """Whether a condition holds on any of these ranks."""
+    return largest_among_ranks(model, [float(condition)]) != [0.0]
 
 
 def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[Cost]:

@@ -52,10 +52,10 @@ from recoup._core.module_marks import is_gathered
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.errors import ReplayError
-from recoup.planning.written_parameters import ParameterCopy
 
 __all__ = [
     "ChangedParameterError",
+    "ParameterCopy",
     "StateSnapshot",
     "foreign_leaves",
     "is_in_rehearsal",
@@ -80,6 +80,19 @@ _here = _Here()
 def is_in_rehearsal() -> bool:
     """Whether the current code is part of a rehearsal, of any model."""
     return _here.num_rehearsals > 0
+
+
+class ParameterCopy:
+    """The value that a parameter had, to be put back.
+
+    Args:
+        parameter: the parameter.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.content = parameter.detach().clone()
+        self.version = version_of(parameter)
 
 
 @contextmanager

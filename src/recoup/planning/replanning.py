@@ -50,6 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup.errors import BudgetError, RecoupError
+from recoup.planning.arguments import ArgumentShapes, shapes_of
 from recoup.planning.forwards import (
     Args,
     Forward,
@@ -64,7 +65,6 @@ from recoup.planning.pending import PendingForwards
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
-from recoup.planning.shapes import ArgumentShapes, shapes_of
 from recoup.planning.step import rehearse_planned
 
 __all__ = ["PlanMaker", "PlansByShape"]
@@ -185,22 +185,17 @@ class PlansByShape:
         """The plan that this thread's next call follows."""
         return self._entry.plan
 
-    @property
-    def summary(self) -> str:
-        """A line on the shapes that have a plan."""
+    def __str__(self) -> str:
         shown = "; ".join(str(entry.shapes) for entry in self._entries[:4])
         more = "; ..." if len(self._entries) > 4 else ""
         return f"plans again for other shapes; {len(self._entries)} planned ({shown}{more})"
 
-    @property
-    def followed_modules(self) -> list[nn.Module]:
-        """The modules whose forwards go through the plans."""
-        modules = (each for plan in self.plans for each in plan.planned.followed_modules)
-        return list({id(each): each for each in modules}.values())
-
     def begin(self, group: WrappedForwards) -> None:
-        """Serve the calls of the model, whose forwards `group` has wrapped, until `end`."""
+        """Wrap the forwards of the model and its blocks, and serve their calls until `end`."""
         self._group = group
+        self._followed = set[int]()
+        for entry in (*self._entries, *self._beside):
+            self._follow(entry, group)
         if self._entries[0].plan.planned.root is not None:
             hook = _Hook(self._model, self)
             self._hook = self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -255,7 +250,6 @@ class PlansByShape:
         near = self._nearest(entries, shapes) if entries else None
         peak = math.inf if near is None else self._maker.peak_under(near.plan, args, kwargs)
         if near is not None and near.serve(shapes, peak):
-            near.plan.sizes.include(args, kwargs)
             what, entry = f"tried the plan for {near.shapes} on", near
         else:
             has_room = near is not None and near.plan.usable_bytes < peak < math.inf
@@ -319,9 +313,9 @@ class PlansByShape:
         return entries[min(found)[1]] if found else None
 
     def _follow(self, entry: _Entry, group: WrappedForwards) -> None:
-        followed = set(map(id, self.followed_modules))
         modules = entry.plan.planned.followed_modules
-        group.begin([each for each in modules if id(each) not in followed])
+        group.begin([each for each in modules if id(each) not in self._followed])
+        self._followed |= entry.modules
 
     def _enter(self, entry: _Entry, group: WrappedForwards) -> None:
         """Enter a plan, and drop those whose shapes it serves (See Rule 6)."""

@@ -13,14 +13,15 @@ from torch import nn
 from recoup._core.devices import Peaks
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
-from recoup.memory.size import aligned, shown_beside
+from recoup.memory.size import shown_beside
+from recoup.memory.tables import aligned
+from recoup.planning.arguments import ArgumentSizes
 from recoup.planning.blocks import find_links, kind_of, modules_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import MeasuredCall, selections
 from recoup.planning.ranks import CollectiveCounter
-from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Rehearsed
 from recoup.schedules import (
     Action,
@@ -101,7 +102,7 @@ class PlanReport:
         self.budget_bytes = budget_bytes
         self.baseline_bytes, self.headroom = room
         self.step_seconds = step_seconds
-        self.sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
+        self._sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]
         self._rehearsed_bytes, self._held_bytes, _, self._rehearsed_peaks = rehearsed

@@ -13,23 +13,24 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import is_compiled
+from recoup._core.compile import is_compiled, never_compiled
 from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
-from recoup._core.operators import InMode
-from recoup._core.pytree import flatten
+from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.fake_values import is_without_values
+from recoup._core.operators import has_schema, traits_of
+from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
-from recoup._core.tensors import is_without_values
+from recoup._core.storage_tracking import storages_of
 from recoup.errors import ReplayError
 from recoup.memory.timeline import Span, most_of, timeline
 from recoup.planning.arguments import explain_model
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
+from recoup.planning.ranks import largest_among_ranks, on_any_rank
+from recoup.planning.rehearsal import ParameterCopy, foreign_leaves, rehearsal, without_gradients
 from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
-from recoup.planning.written_parameters import ParameterCopy, WriteWatch
 
 __all__ = [
     "Forwards",
@@ -126,7 +127,7 @@ class Step:
         """Run a forward, and return the step with the parameters that it writes to."""
         if any(map(is_compiled, self.model.modules())):
             return self  # the compiler gives up what it meets under a dispatch mode
-        watch = WriteWatch(self.model)
+        watch = _WriteWatch(self.model)
         with self._restoring(watch.copies), suppress(Exception), InMode(watch):
             self.observe_forward((), Observer)  # if it fails, so will the measured step
         return replace(self, written=tuple(copy.parameter for copy in watch.copies))
@@ -303,7 +304,7 @@ def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
     """
     found = rehearse(step)
     difference = step.verification.difference(found.outcome, tolerance)
-    if largest_among_ranks(step.model, [float(difference is not None)])[0]:
+    if on_any_rank(step.model, difference is not None):
         raise DifferentStepError(difference or "On another rank, a planned step differs.")
     return found
 
@@ -365,3 +366,44 @@ def _seed_all(seed: int) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(seed)
+
+
+class _WriteWatch(DispatchMode):
+    """A mode that copies the parameters of a model that operators write to, before they do.
+
+    So a copy of all parameters, which may not fit, is not needed. Operators show every write, also
+    one through `.data`, which leaves the version as it was.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        copies: the copies, in the order of the first writes.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.copies: list[ParameterCopy] = []
+        self._untouched: dict[torch.UntypedStorage, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            for storage in storages_of([parameter]):
+                self._untouched.setdefault(storage, []).append(parameter)
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for storage in storages_of(_written_by(func, args, kwargs)):
+            self.copies += map(ParameterCopy, self._untouched.pop(storage, ()))
+        return func(*args, **kwargs)
+
+
+def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an operator that it writes to."""
+    writes = traits_of(func).writes if has_schema(func) else ()
+    return tensors_in(
+        [value for key, value in (*enumerate(args), *kwargs.items()) if key in writes]
+    )

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from recoup._arguments import check_callable, check_flag
 from recoup.memory import format_bytes
 from recoup.memory.figures import path_of, write_whole
 from recoup.memory.size import aligned, shown_beside
@@ -21,7 +20,7 @@ from recoup.memory.timeline_page import Page, check_page, page_of
 from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
-from recoup.planning.options import losses_from
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan, applied_plans, own_forwards
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.step import Step
@@ -157,9 +156,7 @@ def timeline(
         True
     """
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
-    if loss is not None:
-        check_callable(loss=loss)
-    check_flag(holds_output=holds_output)
+    options = PlanOptions(loss, holds_output=holds_output)
     if plan is None:
         plan = next((each for each in applied_plans(model) if each.model is model), None)
         plan = plan and _serving(plan, example_args, example_kwargs)
@@ -173,8 +170,7 @@ def timeline(
             f"`plan` is for another model, a {type(plan.model).__name__}. Make one for this "
             f"{type(model).__name__}, or leave it out."
         )
-    losses = losses_from(loss)
-    step = Step(model, model, example_args, example_kwargs, losses, holds_output)
+    step = options.step(model, model, example_args, example_kwargs)
     name = type(model).__name__
     with suspended(own_forwards(model)), uncollected():
         step = step.knowing_writes()
@@ -202,50 +198,28 @@ def _serving(plan: Plan, args: Args, kwargs: Kwargs) -> Plan:
 
 def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine:
     """Run a step of a model that follows a plan, or none."""
-    if plan is None:
-        recorder = _recorded(step, lambda _: nullcontext(), follows_modules=True)
-        return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
-    planned = plan.planned
-    is_compiled = any(call.codes for call in planned.calls)
-
-    def following(recorder: StepRecorder) -> AbstractContextManager[None]:
-        def told(index: int, run: str) -> AbstractContextManager[Any]:
-            if run == "call":
-                return recorder.within(index)
-            if run == "first":
-                return nullcontext()
-            return recorder.again("inverse" if run == "inverse" else "runs again", index)
-
-        return planned.followed(plan.schedule, told)
-
-    with recompiling(is_compiled):
-        tiled_step = replace(step, tiled=planned.tiled)
-        recorder = _recorded(tiled_step, following, follows_modules=not is_compiled)
-    calls = [BlockCall(block.name, block.way) for block in plan.blocks]
-    tiled = () if planned.tiled is None else planned.tiled.modules
-    stretches = recorder.stretches(calls, tiled)
-    return StepLine("planned", stretches, baseline_bytes, recorder.peaks)
-
-
-def _recorded(
-    step: Step,
-    following: Callable[[StepRecorder], AbstractContextManager[None]],
-    *,
-    follows_modules: bool,
-) -> StepRecorder:
-    """Run a step, and return its recorder.
-
-    Args:
-        step: the step.
-        following: a function from the recorder to a context in which the model follows a plan.
-        follows_modules: whether modules are told apart.
-    """
+    is_compiled = plan is not None and any(call.codes for call in plan.planned.calls)
+    if plan is not None:
+        step = replace(step, tiled=plan.planned.tiled)
     line = meter(step.device, records_levels=True)
-    recorder = StepRecorder(line, step.model, follows_modules=follows_modules)
+    recorder = StepRecorder(line, step.model, follows_modules=not is_compiled)
+
+    def told(index: int, run: str) -> AbstractContextManager[Any]:
+        if run == "call":
+            return recorder.within(index)
+        if run == "first":
+            return nullcontext()
+        return recorder.again("inverse" if run == "inverse" else "runs again", index)
+
+    following = nullcontext() if plan is None else plan.planned.followed(plan.schedule, told)
     observed = replace(step, losses=recorder.observed(step.losses))
-    with following(recorder), observed.rehearsed(), line:
+    with recompiling(is_compiled), following, observed.rehearsed(), line:
         with recorder.recording():
             gradients = observed.run()
         del gradients
         step.forget()
-    return recorder
+    if plan is None:
+        return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
+    calls = [BlockCall(block.name, block.way) for block in plan.blocks]
+    tiled = () if step.tiled is None else step.tiled.modules
+    return StepLine("planned", recorder.stretches(calls, tiled), baseline_bytes, recorder.peaks)

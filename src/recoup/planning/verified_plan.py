@@ -36,15 +36,17 @@ from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.plan import Plan
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.ranks import CollectiveCounter, is_sharded
+from recoup.planning.ranks import CollectiveCounter, is_sharded, largest_among_ranks
 from recoup.planning.report import what_can_be_inverted
 from recoup.planning.step import Rehearsed, rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
-__all__ = ["Choice", "choose", "seconds_under", "verified"]
+__all__ = ["Choice", "choose", "faster_of", "verified"]
 
 _NEAR = 1.25  # budgets; what is predicted to take so much may take less
 _FEW = 3  # further rehearsals
+_NUM_ROUNDS = 3
+_NOISE = 0.03  # a relative difference of times that says nothing
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
@@ -100,10 +102,22 @@ def _without_inverses(kind: PricedBlocks) -> PricedBlocks:
     return kind.with_costs([replace(cost, is_invertible=False) for cost in kind.costs])
 
 
-def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
+def _seconds_under(plan: Plan, kind: PricedBlocks) -> float:
     """Return the seconds of a step of `kind` that follows a plan which was rehearsed."""
     with plan.planned.followed(plan.schedule):
         return seconds_of(kind.step)
+
+
+def faster_of(found: Sequence[tuple[Plan, PricedBlocks]]) -> Plan:
+    """Return the plan whose steps, run in turn, are fastest; the smallest of those close to it."""
+    if len(found) == 1:
+        return found[0][0]
+    model = found[0][0].model
+    rounds = [[_seconds_under(*one) for one in found] for _ in range(_NUM_ROUNDS)]
+    seconds = largest_among_ranks(model, list(map(min, zip(*rounds, strict=True))))
+    quick = (1 + _NOISE) * min(seconds)
+    plans = [plan for (plan, _), taken in zip(found, seconds, strict=True) if taken <= quick]
+    return min(plans, key=lambda plan: plan.rehearsed_peak_bytes)
 
 
 def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:

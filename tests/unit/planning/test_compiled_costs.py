@@ -12,10 +12,9 @@ from torch import nn
 
 import recoup
 from recoup.errors import ChangedError, ReplayError
-from recoup.planning import compiled_costs, compiling, partitioning
+from recoup.planning import compiling, partitioning, priced_ways
 from recoup.planning.compiling import BlockCode, CompiledCode
 from recoup.planning.forwards import followed
-from recoup.planning.priced_blocks import _RunBy
 from tests.neighbours.planned import (
     Block,
     Net,
@@ -52,7 +51,7 @@ def plan_at(model, x, budget, **options):
 def compiled_plainly(model, x, share=1.0):
     """What a step makes whose blocks are compiled and keep what the compiler keeps."""
     code = CompiledCode(share, "aot_eager")
-    with followed(model.blocks, _RunBy(code)):
+    with followed(model.blocks, code):
         return result_of(model, lambda: loss_of(model(x)).backward())
 
 
@@ -261,7 +260,7 @@ def test_compiled_blocks_that_compute_something_else_are_left_out(steady_times, 
             right = super().of_call(module, forward)
             return lambda x: 1.5 * right(x)
 
-    monkeypatch.setattr(compiled_costs, "CompiledCode", Wrong)
+    monkeypatch.setattr(priced_ways, "CompiledCode", Wrong)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     with pytest.warns(UserWarning, match="No block is compiled. A planned step"):
@@ -283,7 +282,7 @@ def test_what_rounding_grows_to_is_no_difference(steady_times, monkeypatch, fact
             right = super().of_call(module, forward)
             return lambda x: factor * right(x)
 
-    monkeypatch.setattr(compiled_costs, "CompiledCode", Rounding)
+    monkeypatch.setattr(priced_ways, "CompiledCode", Rounding)
     torch.manual_seed(0)
     model = Amplifying(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     x = torch.randn(64, 32)
@@ -299,7 +298,7 @@ def test_blocks_that_cannot_run_again_compiled_run_as_they_are(steady_times, mon
         def of_call(self, module, forward):
             raise ChangedError("A tensor was changed in place")
 
-    monkeypatch.setattr(compiled_costs, "CompiledCode", Changed)
+    monkeypatch.setattr(priced_ways, "CompiledCode", Changed)
     model, x = model_and_input()
     with pytest.warns(UserWarning, match="No block is compiled, as it cannot run again. A tensor"):
         plan = plan_at(model, x, "1 GiB")
@@ -312,7 +311,7 @@ def test_where_compiled_steps_cannot_be_compared_the_blocks_run_as_they_are(
     def changed(self, module, forward):
         raise ReplayError("A block drew elsewhere")
 
-    monkeypatch.setattr(compiled_costs.NudgedCode, "of_call", changed)
+    monkeypatch.setattr(priced_ways.NudgedCode, "of_call", changed)
     model, x = model_and_input()
     with pytest.warns(UserWarning, match="No block is compiled. A block drew elsewhere"):
         plan = plan_at(model, x, "1 GiB")
@@ -327,7 +326,7 @@ def test_blocks_for_which_compiling_does_not_pay_stay_as_they_are(monkeypatch):
         is_own = next(slow) == 0
         return [(1.0, 3.0 if is_own else 4.0) for _ in steps[0].calls]
 
-    monkeypatch.setattr(compiled_costs, "_times", times)
+    monkeypatch.setattr(priced_ways, "_times", times)
     torch.manual_seed(0)
     # What is compiled keeps as much: a product keeps its input alone.
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))

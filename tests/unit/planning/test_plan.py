@@ -16,7 +16,7 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning import priced_blocks
-from recoup.planning.timing import Times
+from recoup.planning.measuring import Times
 from tests.planned_zoo import MODELS
 
 
@@ -371,8 +371,8 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
         drawn.extend(panels)
         return b""
 
-    monkeypatch.setattr("recoup.planning.figure.rendered", rendered)
-    monkeypatch.setattr("recoup.planning.figure.finish", lambda *args: None)
+    monkeypatch.setattr("recoup.planning.plan.rendered", rendered)
+    monkeypatch.setattr("recoup.planning.plan.finish", lambda *args: None)
     made.figure(tmp_path / "plan.png")
     before, after = (call.args[0] for call in drawn[0].plot.call_args_list)
     (place,) = (call.args[1] for call in drawn[1].plot.call_args_list)

@@ -1,4 +1,4 @@
-"""The costs of blocks that may run compiled: what each code of a block keeps, and its time.
+"""The costs of blocks that may run compiled, or be inverted.
 
 NOTE [ Costs of several codes ]
 
@@ -19,6 +19,22 @@ Rule 5. Compiled code draws other random numbers than the block's own, so a bloc
 Rule 6. Where a step draws nothing, compiled blocks must give the gradients of uncompiled ones, but
         for what rounding grows to (Rule 7 of NOTE [ Compared steps ]). Where it draws, only
         compiled steps can be compared with each other.
+
+NOTE [ Inverted blocks ]
+
+Rule 7. A block is inverted if the caller allows rounding, and if its call can be (See Rule 4 of
+        NOTE [ The inputs and outputs of a call ]). The first block of a chain is not: its input is
+        kept, so that what an inverse gets wrong can be computed again.
+Rule 8. One more step is run, in which every such block is inverted, by the executor that plans
+        run by. What an inverse and the backward after it have alive is read where the next block
+        begins.
+Rule 9. A block whose inverse the drift guard refuses in that step, or has refused before, is not
+        inverted. If that step fails (an inverse has another shape, a block counts in a buffer), no
+        block is inverted, and the caller gets a warning.
+Rule 10. Plans that invert are compared with the plain step to the tolerance of the guard. If they
+        differ by more, a plan that inverts nothing is made instead, with a warning.
+Rule 11. Blocks of sharded models are not inverted: ranks could see different drift. Compiled blocks
+        are not, either: their networks cannot share an evaluation with an inverse.
 """
 
 from __future__ import annotations
@@ -26,24 +42,37 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
+from recoup._core.compile import is_compiled
 from recoup._core.devices import generator_states, same_states
+from recoup._core.drift_guard import DriftGuard
 from recoup.errors import ChangedError, ReplayError
+from recoup.memory.timeline import Span, timeline
 from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode, NudgedCode
-from recoup.planning.measuring import measure_blocks
+from recoup.planning.following import PlannedModel
+from recoup.planning.forwards import followed
+from recoup.planning.measuring import measure_blocks, medians_of_alike
+from recoup.planning.planned_stages import chains_of
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.pricing import Measured, price
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.timing import medians_of_alike
+from recoup.planning.pricing import Measured, MeasuredCall, price
+from recoup.planning.ranks import (
+    is_sharded,
+    largest_among_ranks,
+    largest_costs_among_ranks,
+    on_any_rank,
+)
 from recoup.planning.verification import DifferentStepError, Outcome, Verification
-from recoup.schedules import Cost, SelectiveTape
+from recoup.planning.work import WorkCounter
+from recoup.schedules import Cost, SelectiveTape, Way, constant
 
-__all__ = ["price_codes"]
+__all__ = ["price_codes", "with_inverses"]
 
 _logger = logging.getLogger("recoup.planning.compiling")
 
@@ -114,10 +143,9 @@ def _compiled(
     own: PricedBlocks, candidates: Sequence[Sequence[_Candidate]], chosen: dict[int, _Codes]
 ) -> PricedBlocks:
     """Return the plans in which all blocks that have chosen codes are compiled."""
-    first, again = dict[int, BlockCode](), dict[int, BlockCode]()
+    again = dict[int, BlockCode]()
     for call, each in zip(own.measured.calls, candidates, strict=True):
         if (codes := chosen.get(id(call.module))) is not None:
-            first[id(call.module)] = each[codes.tapes[0]].code
             again[id(call.module)] = each[codes.again].code
     step = replace(own.step)  # with a verification of its own
     measured = measure_blocks(step, own.blocks, CodeByModule(again))
@@ -136,9 +164,7 @@ def _compiled(
             calls[place] = replace(call, codes=of_tapes, code_again=each[codes.again].code)
             costs[place] = _cost(tapes, each[codes.again], between)
             seconds += tapes[0].seconds - each[0].seconds
-    made = own._replace(
-        step=step, code=CodeByModule(first), code_again=CodeByModule(again), plain_bytes=None
-    )
+    made = own._replace(step=step, plain_bytes=None)
     return made.repriced(calls, [*costs[:-1], tail], max(seconds, 0.0))
 
 
@@ -186,7 +212,7 @@ def _check(own: PricedBlocks, verification: Verification, compiled: Outcome) -> 
         both.allow_other_sums(_eps_of_products(own.step.device))
         both.inherit(verification)
         difference = both.difference(compiled)
-    if largest_among_ranks(own.step.model, [float(difference is not None)])[0]:
+    if on_any_rank(own.step.model, difference is not None):
         raise DifferentStepError(difference or "On another rank, a compiled step differs.")
 
 
@@ -279,3 +305,105 @@ def _chosen(candidates: Sequence[_Candidate]) -> _Codes:
             tapes.append(one)
     again, _ = min(compiled, key=lambda one: (one[1].moment_bytes, one[1].seconds))  # See Rule 3
     return _Codes(tuple(place for place, _ in tapes), again)
+
+
+def with_inverses(kind: PricedBlocks, guard: DriftGuard) -> PricedBlocks:
+    """Return the same blocks with the costs of their inverses (See Rule 8).
+
+    Args:
+        kind: the blocks, with the costs of keeping and recomputing.
+        guard: the drift guard of the plans.
+
+    Returns:
+        The blocks with the costs of inverses, or `kind` itself if no block can be inverted.
+    """
+    chains = list(chains_of(kind.calls))
+    refused = {chains[0][0] + place for place in guard.kept} if len(chains) == 1 else set[int]()
+    inverted = _invertible(kind, chains) - refused
+    if not inverted or is_sharded(kind.step.model):
+        return kind
+    costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
+    try:
+        measured = _measured_inverses(kind, guard, inverted)
+    except (ChangedError, ReplayError) as error:
+        warnings.warn(f"No block is inverted. {error}", stacklevel=5)
+        return kind
+    for index, (work, num_bytes) in measured.items():
+        costs[index] = replace(
+            costs[index],
+            is_invertible=True,
+            invert_seconds=kind.measured.seconds_per_work * work,
+            invert_bytes=num_bytes,
+        )
+    return kind._replace(guard=guard).with_costs(costs)
+
+
+def _with_state(call: MeasuredCall, cost: Cost) -> Cost:
+    """Return a cost with the bytes of the input, also of a call without residuals (a squeeze).
+
+    No plan that only recomputes keeps that input, but the block before may be inverted from it.
+    """
+    if call.until_again is not None or not call.is_linked:
+        return cost
+    return replace(cost, state_bytes=call.state_bytes, tape_bytes=call.state_bytes)
+
+
+def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[int]:
+    """Return the calls that can be inverted from what the next call is given (See Rule 7)."""
+    return {
+        index
+        for start, stop in chains
+        for index in range(start + 1, stop)
+        if kind.calls[index].is_invertible
+        and (index + 1 < stop or stop == len(kind.calls))
+        and not any(map(is_compiled, kind.calls[index].module.modules()))
+        and not any(call.is_estimated for call in kind.calls[start:stop])
+    }
+
+
+def _measured_inverses(
+    kind: PricedBlocks, guard: DriftGuard, inverted: set[int]
+) -> dict[int, tuple[float, int]]:
+    """Return the work of each inverse, and its most bytes beyond the output of its call (Rule 8).
+
+    Args:
+        kind: the blocks.
+        guard: a guard with the settings of that of the step.
+        inverted: the calls that are inverted; all others are recomputed.
+    """
+    step, works = kind.step, dict.fromkeys(inverted, 0.0)
+    marks: list[tuple[int, Span]] = []  # the calls that backward came to
+    ways: list[Way] = ["invert" if i in inverted else "recompute" for i in range(len(kind.calls))]
+    planned = PlannedModel.of(step, kind.blocks, kind.calls, guard)
+    line = timeline(step.device)
+
+    @contextmanager
+    def measured(index: int, run: str) -> Generator[None]:
+        if run == "inverse" or (run == "again" and index not in inverted):
+            marks.append((index, line.mark()))
+        if run == "call":
+            yield
+            return
+        counter = WorkCounter()  # also in the first run, since modes change what operators do
+        with counter.counting():
+            yield
+        if marks and marks[-1][0] == index and index in inverted:
+            works[index] += counter.work  # the second run makes the rest of its tape
+
+    follower = planned.rehearsing(constant([*ways, "keep"]), measured)
+    with step.rehearsed(), line:
+        with followed(planned.whole_modules, follower):
+            gradients = step.run()
+        marks.append((-1, line.mark()))
+        del gradients
+        step.forget()
+    refused = {
+        start + place
+        for (start, _), own in zip(chains_of(kind.calls), follower.guards, strict=True)
+        for place in (() if own is None else own.kept)
+    }
+    return {
+        index: (works[index], max(span.peak_bytes - before.end_bytes, 0))
+        for (index, before), (_, span) in pairwise(marks)
+        if index in inverted and index not in refused
+    }
