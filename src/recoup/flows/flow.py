@@ -13,7 +13,7 @@ from torch.distributions import Distribution, Normal
 
 from recoup._arguments import check_type, check_whole
 from recoup._core.devices import with_seed
-from recoup._core.tensor_arguments import check_tensors
+from recoup._core.tensors import check_tensors
 from recoup.flows.latents import (
     Base,
     Latents,

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from recoup._arguments import check_type, check_whole
 from recoup._core.autocast_off import without_autocast
-from recoup._core.tensor_arguments import check_place
+from recoup._core.tensors import check_place
 from recoup.invertible.contract import (
     InvertibleModule,
     at_each_position,

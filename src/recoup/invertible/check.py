@@ -22,8 +22,8 @@ from torch import Tensor
 
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
-from recoup._core.log_det_pairs import Direction, check_pair
-from recoup._core.tensor_arguments import check_tensors
+from recoup._core.module_marks import Direction, check_pair
+from recoup._core.tensors import check_tensors
 from recoup.invertible.chain import Chain
 from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import InvertibleModule

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recoup._arguments import check_flag, check_real, check_whole
 from recoup._core.saved_tensors import grad_mode
-from recoup._core.tensor_arguments import check_modules
+from recoup._core.tensors import check_modules
 from recoup.errors import GridError
 from recoup.invertible.contract import InvertibleModule, per_sample, zero_log_det
 

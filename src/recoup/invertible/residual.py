@@ -35,7 +35,7 @@ from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import Pair, grad_mode, pair_in_force, saving
-from recoup._core.tensor_arguments import check_modules
+from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.lipschitz import one_weight_a_call

@@ -40,10 +40,11 @@ from recoup._arguments import check_callable
 from recoup._core.captured import parts_of
 from recoup._core.compile import is_loaded, never_compiled
 from recoup._core.pytree import tensors_in
-from recoup._core.save_observer import Way, observed_by
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    Way,
+    observed_by,
     pair_in_force,
     pop_pair,
     saving,

@@ -37,7 +37,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.memory.tables import aligned
+from recoup.memory.size import aligned
 from recoup.planning.arguments import check_plannable
 from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
 from recoup.planning.called_blocks import (

@@ -50,12 +50,12 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.devices import fingerprint, is_accelerator
-from recoup._core.fake_values import is_without_values
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import backward_id, pair_in_force, saving, version_of, versions_of
 from recoup._core.sketch import make_tables
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
+from recoup._core.tensors import is_without_values
 from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block, named_modules

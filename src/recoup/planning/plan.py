@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from recoup._core.tensor_arguments import check_modules
+from recoup._core.tensors import check_modules
 from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in

@@ -13,8 +13,7 @@ from torch import nn
 from recoup._core.devices import Peaks
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
-from recoup.memory.size import shown_beside
-from recoup.memory.tables import aligned
+from recoup.memory.size import aligned, shown_beside
 from recoup.planning.arguments import ArgumentSizes
 from recoup.planning.blocks import find_links, kind_of, modules_of
 from recoup.planning.following import PlannedModel

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled, never_compiled
 from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
-from recoup._core.dispatch_modes import DispatchMode, InMode
-from recoup._core.fake_values import is_without_values
-from recoup._core.operators import has_schema, traits_of
+from recoup._core.operators import DispatchMode, InMode, has_schema, traits_of
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
+from recoup._core.tensors import is_without_values
 from recoup.errors import ReplayError
 from recoup.memory.timeline import Span, most_of, timeline
 from recoup.planning.arguments import explain_model
