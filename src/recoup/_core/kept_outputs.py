@@ -36,8 +36,8 @@ from recoup._core.devices import generator_states, refuse_draws, same_states
 from recoup._core.kept_products import KeptProduct, PackedMask, Products
 from recoup._core.operators import (
     InMode,
-    OperatorMode,
     Interceptor,
+    OperatorMode,
     are_plain,
     beneath,
     has_schema,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real, check_whole
-from recoup._core.autocast_off import without_autocast
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.saved_tensors import grad_mode
+from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
