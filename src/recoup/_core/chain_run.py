@@ -31,13 +31,10 @@ Rule 10. When autograd holds no slot of a stage and of all above it, the draws a
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-from torch import Tensor, nn
 
 from recoup._core.drift_guard import DriftComparison, DriftGuard, check_can_run_alone
 from recoup._core.lazy_values import keep
@@ -52,6 +49,7 @@ from recoup._core.saved_tensors import (
     detached,
     pair_in_force,
     storage_id,
+    unpack,
 )
 from recoup._core.slots import State
 from recoup._core.tiers import tier_for
@@ -105,7 +103,7 @@ class Run:
             elif index not in self._kept:
                 self._keep_input(index, given)
         is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
-        if is_shared and not self._has_parted(state):  # an earlier stage has passed on what is kept
+        if is_shared:  # an earlier stage has passed on what is kept
             state = tuple([value.clone() for value in state])
         if is_taped and not is_run_again:
             return stage.forward(state)
@@ -137,14 +135,6 @@ class Run:
             regions = enumerate(self._regions)
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
-
-    def _has_parted(self, state: State) -> bool:
-        """Whether copies of `state` are kept from now on where it was kept itself."""
-        storages = set(map(storage_id, state))
-        for kept in itertools.chain(*self._kept.values()):
-            if type(kept) is not Kept or not kept.has_parted(storages):
-                return False
-        return True
 
     def _keep_input(self, index: int, state: State) -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
@@ -337,11 +327,7 @@ class Run:
                     kept.check()
         else:
             # The pair beneath may give it once only (torch's checkpoint does).
-            found: list[Tensor] = []
-            for kept in self._kept[index]:
-                value = kept.get()
-                found.append(value if isinstance(value, nn.Parameter) else value.detach())
-            state = self._states[index] = tuple(found)
+            state = self._states[index] = tuple(map(unpack, self._kept[index]))
         self._at, self._state = index, state
         if self._drift is not None:
             self._drift.mark_exact(index)

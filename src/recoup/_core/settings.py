@@ -49,11 +49,8 @@ def _in_settings(values: Settings) -> Generator[None]:
     Autocast is entered without its cache of weight copies: a cached copy would tie the second run
     to the graph of the code around it. The copies hold the same numbers either way.
     """
-    before, has_cache, nesting = (
-        settings_now(),
-        torch.is_autocast_cache_enabled(),
-        autocast_nesting(),
-    )
+    before, nesting = settings_now(), _autocast_nesting()
+    has_cache = torch.is_autocast_cache_enabled()
     try:
         torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(False)
@@ -62,7 +59,7 @@ def _in_settings(values: Settings) -> Generator[None]:
     finally:
         _set(before)
         torch.set_autocast_cache_enabled(has_cache)
-        for _ in range(autocast_nesting() - nesting):
+        for _ in range(_autocast_nesting() - nesting):
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
 
@@ -73,7 +70,7 @@ def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
     return lambda: with_settings(values)
 
 
-def autocast_nesting() -> int:
+def _autocast_nesting() -> int:
     """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
     # Torch has no way to ask.
     both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)

@@ -75,10 +75,7 @@ _MOST_HELD = 2**14  # elements of residuals until the graph is followed
 class Owner(Protocol):
     """The object that runs regions again: it knows where their inputs come from."""
 
-    @property
-    def lock(self) -> threading.RLock:
-        """The lock that is held while a region of this owner is filled."""
-        ...
+    lock: threading.RLock  # held while a region of this owner is filled
 
     def fill_slots(self, index: int) -> None:
         """Run region `index` again, and fill its slots."""
@@ -89,17 +86,9 @@ class Slot:
     """The object that autograd saves in place of a tensor."""
 
     __slots__ = (
-        "__weakref__",
-        "_owner",
-        "_task",
-        "dtype",
-        "inputs",
-        "residuals",
-        "shape",
-        "value",
+        "__weakref__", "_owner", "_task", "dtype", "inputs", "residuals", "shape", "value",
         "version",
-    )
-
+    )  # fmt: skip
     # `Recording` sets these: a call of `__init__` for each saved tensor would cost too much.
     residuals: Residuals
     _owner: Owner
@@ -199,11 +188,9 @@ class Residuals:
             counted: the buffers, with the values that the first run found.
         """
         storages = {storage_id(buffer) for buffer, _ in counted}
-        for ref in self.slots:
-            slot = ref()
-            if slot is not None and slot.value is not None and storage_id(slot.value) in storages:
-                slot.value = slot.value.clone()
-                slot.version = 0
+        for slot in filter(None, (ref() for ref in self.slots)):
+            if slot.value is not None and storage_id(slot.value) in storages:
+                slot.value, slot.version = slot.value.clone(), 0
 
     @property
     def are_wanted(self) -> bool:
@@ -366,7 +353,8 @@ class Filling:
         try:
             if (kind is None or is_filled) and residuals.outcome is not None:
                 if kind is None and not self._stops and self._num_saves != len(residuals.slots):
-                    raise self._another_number()
+                    what = f"it saved {self._num_saves} values where the first run saved"
+                    raise mismatch(surroundings, f"{what} {len(residuals.slots)}")
                 compare(residuals.outcome, made, self._inputs, surroundings)
                 has_drawn = is_filled or not surroundings.has_foreign or surroundings.has_drawn_all
                 if not has_drawn:
@@ -396,34 +384,23 @@ class Filling:
         slot = residuals.slots[place]() if place < len(residuals.slots) else None
         if slot is not None:
             if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
-                raise self._another(slot, tensor)
+                raise mismatch(
+                    residuals.surroundings,
+                    f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run "
+                    f"made a {slot.dtype} of shape {tuple(slot.shape)}",
+                )
             slot.value, slot.inputs = value, self._lent
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))
-        if 0 <= self._last <= place and self._has_drawn_as_far(place):
+        if 0 <= self._last <= place and (
+            residuals.surroundings.has_drawn_as_far
+            or residuals.drawn.get(place) == hash_of(generator_states())
+        ):
             self._stops = True
             if _is_settled(tensor) or any(tensor is each for each in self._inputs):
                 raise Filled(residuals)
         return value
-
-    def _has_drawn_as_far(self, place: int) -> bool:
-        if self._residuals.surroundings.has_drawn_as_far:
-            return True
-        drawn = self._residuals.drawn.get(place)
-        return drawn is not None and drawn == hash_of(generator_states())
-
-    def _another(self, slot: Slot, tensor: Tensor) -> Exception:
-        return mismatch(
-            self._residuals.surroundings,
-            f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run made a "
-            f"{slot.dtype} of shape {tuple(slot.shape)}",
-        )
-
-    def _another_number(self) -> Exception:
-        num_first = len(self._residuals.slots)
-        what = f"it saved {self._num_saves} values where the first run saved {num_first}"
-        return mismatch(self._residuals.surroundings, what)
 
 
 class _Untaped:
