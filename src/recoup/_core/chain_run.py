@@ -99,7 +99,7 @@ class Run:
                 if action.index != 0 and schedule.restarts:  # the others begin a restart
                     self._kept.pop(action.index, None)
             elif isinstance(action, Offload):
-                self._send_input(index, given, action.to)
+                self._keep_input(index, given, action.to)
             elif index not in self._kept:
                 self._keep_input(index, given)
         is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
@@ -136,20 +136,14 @@ class Run:
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
 
-    def _keep_input(self, index: int, state: State) -> None:
+    def _keep_input(self, index: int, state: State, to: str = "") -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
-        kept: list[Packed] = []
-        for value in state:
-            self._storages.add(storage_id(value))
-            kept.append(Kept(value, name, pair) if index else keep(value, name, pair))  # Rule 9
-        self._kept[index] = tuple(kept)
-
-    def _send_input(self, index: int, state: State, to: str) -> None:
-        if pair_in_force() is not None:  # it decides where states are (See Rule 3)
-            self._keep_input(index, state)
-            return
         self._storages.update(map(storage_id, state))
-        self._kept[index] = tuple(self._sent(state, f"The input of {self.stages[index].name}", to))
+        if to and pair is None:  # which would decide where states are
+            self._kept[index] = tuple(self._sent(state, name, to))
+            return
+        keeps = Kept if index else keep  # See Rule 9
+        self._kept[index] = tuple([keeps(value, name, pair) for value in state])
 
     def _sent(self, state: State, name: str, to: str) -> list[Away | Kept]:
         traffic = self._traffic.get(to)

@@ -1,10 +1,11 @@
-"""The settings that affect the results of operators: autocast, and the kernels of attention."""
+"""Settings that affect the results of operators, autocast and attention, and contexts of them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -95,3 +96,14 @@ def _off(device_type: str) -> Generator[None]:
         yield
     finally:
         torch.set_autocast_enabled(device_type, True)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Generator[Any]:
+    """A context in which an attribute has another value; entering it returns the one before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
