@@ -31,6 +31,7 @@ Rule 10. When autograd holds no slot of a stage and of all above it, the draws a
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,7 +104,7 @@ class Run:
             elif index not in self._kept:
                 self._keep_input(index, given)
         is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
-        if is_shared:  # an earlier stage has passed on what is kept
+        if is_shared and not self._has_parted(state):  # an earlier stage has passed on what is kept
             state = tuple([value.clone() for value in state])
         if is_taped and not is_run_again:
             return stage.forward(state)
@@ -135,6 +136,14 @@ class Run:
             regions = enumerate(self._regions)
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
+
+    def _has_parted(self, state: State) -> bool:
+        """Whether copies of `state` are kept from now on where it was kept itself."""
+        storages = set(map(storage_id, state))
+        for kept in itertools.chain(*self._kept.values()):
+            if type(kept) is not Kept or not kept.has_parted(storages):
+                return False
+        return True
 
     def _keep_input(self, index: int, state: State, to: str = "") -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3

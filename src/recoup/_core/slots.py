@@ -5,9 +5,9 @@ NOTE [ Slots ]
 Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves. A
         parameter, or a view of one, is kept, since it is alive anyway. (Not if such a view is given
         to the region: a later run is given another tensor, which is no view. So in both runs each
-        view of that parameter has a slot.) Autograd holds the slots,
-        the slots hold the region and its owner, and the region holds its slots weakly: a residual
-        that autograd has dropped is not made again.
+        view of that parameter has a slot.) Autograd holds the slots, the slots hold the region and
+        its owner, and the region holds its slots weakly: a residual that autograd has dropped is
+        not made again.
 Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
         saves in the same order and fills the slots. The owner of the region does that, since it
         alone knows where the inputs come from. Code may take a gradient itself while its first run
@@ -35,7 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -111,15 +111,14 @@ class Slot:
                     self._owner.fill_slots(self.residuals.index)
                 value = self.value
         self.value, self._task = None, backward_id()
+        name = self.residuals.surroundings.name
         if value is None:
-            name = self.residuals.surroundings.name
             raise ReplayError(
                 f"Running {name} again did not save a tensor of shape {tuple(self.shape)} that the "
                 "first run saved. A region must do the same when it runs again: look for outside "
                 "state that it reads, such as a counter or a cache."
             )
         if not value.is_inference() and value._version != self.version:
-            name = self.residuals.surroundings.name
             raise ChangedError(
                 f"A tensor of shape {tuple(self.shape)} that {name} saved for backward was changed "
                 "in place by a later operator in it, so that its gradient would be wrong. Use an "
@@ -129,8 +128,6 @@ class Slot:
 
 
 _new_slot: Callable[[type[Slot]], Slot] = object.__new__
-
-
 _new_kept: Callable[[type[Kept]], Kept] = object.__new__
 
 
@@ -227,10 +224,8 @@ class Recording(Frontier):
         *,
         follows: bool = False,
     ) -> None:
-        self._residuals = residuals
-        self._owner = owner
-        self._held = held
-        self._follows = follows
+        self._residuals, self._owner = residuals, owner
+        self._held, self._follows = held, follows
         if follows:
             super().__init__(inputs, kept)
 
@@ -309,6 +304,7 @@ class Filling:
     """
 
     _beneath: Pair | None
+    _grad_mode: bool  # that was in force
     follows_history = True
     pair = None  # that is given what is not of the region: nobody, in a run of its own
 
@@ -320,8 +316,7 @@ class Filling:
         *,
         stops: bool = False,
     ) -> None:
-        self._residuals = residuals
-        self._inputs = inputs
+        self._residuals, self._inputs = residuals, inputs
         self._lent: Inputs | None = None
         if state is not None:
             self._lent = lent = Inputs()
@@ -331,14 +326,12 @@ class Filling:
         self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
         self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1
         self._stops = False  # at the next save
-        self._grad_mode = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
         self._beneath = pair_in_force()
         push_pair(self._packed, _itself)
         set_grad_enabled(True)
-        return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
         set_grad_enabled(self._grad_mode)
