@@ -160,7 +160,7 @@ class Draws:
             is_alone: whether no region around records what is drawn.
         """
         start, before = self.start, None
-        if self.has_foreign or any(map(_moves_generator, self._entries)):
+        if start is not None or self.has_foreign or any(map(_moves_generator, self._entries)):
             before = generator_states()
         outer = (self._is_replaying, self._cursor, self._num_begun)
         self._is_replaying, self._cursor, self._num_begun = True, 0, 0
