@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import recoup
 from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
@@ -87,3 +88,28 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
     for again in found[1:]:
         assert all(map(torch.equal, again, found[0]))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class _DrawsAroundAGradient(nn.Module):
+    """It takes a gradient itself, of what it has drawn, and draws again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            z = F.dropout(self.linear(F.dropout(x)).tanh())
+            (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+        return z + F.dropout(grad) * grad.sin()
+
+
+@pytest.mark.parametrize("memory", ["inputs", 2])
+def test_draws_go_on_after_a_gradient_within(memory):
+    found, modules, x = [], [_DrawsAroundAGradient() for _ in range(5)], leaf(3, 4)
+    for each in ("linear", memory):
+        chain = recoup.Sequential(*modules, memory=each)
+        torch.manual_seed(1)
+        found.append((*torch.autograd.grad(chain(x).sum(), x), torch.rand(1)))
+    assert all(map(torch.equal, *found))

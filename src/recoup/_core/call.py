@@ -43,6 +43,7 @@ from recoup._core.saved_tensors import (
     is_transformed,
     pair_in_force,
     storage_id,
+    unpack,
 )
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
@@ -284,12 +285,8 @@ class LoneRegion(Region):
         """Run the call again from its input."""
         state = None if self.inputs is None else self.inputs_again()
         if state is None:
-            values: list[Tensor] = []
-            for kept in self._kept:  # the pair beneath may give it once only (torch's checkpoint)
-                value = kept.get()
-                is_plain = type(value) is Tensor or not isinstance(value, nn.Parameter)
-                values.append(value.detach() if is_plain else value)
-            state = tuple(values)
+            # The pair beneath may give them once only (torch's checkpoint does).
+            state = tuple(map(unpack, self._kept))
         wanted = [pair for pair in self._values if pair[1]() is not None] if self._values else []
         output = self.fill(state, needs_output=bool(wanted) or not self._stops)
         for place, ref in wanted:

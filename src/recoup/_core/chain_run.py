@@ -37,8 +37,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
-
 from recoup._core.drift_guard import DriftComparison, DriftGuard, check_can_run_alone
 from recoup._core.lazy_values import keep
 from recoup._core.offload import Away, Traffic
@@ -52,6 +50,7 @@ from recoup._core.saved_tensors import (
     detached,
     pair_in_force,
     storage_id,
+    unpack,
 )
 from recoup._core.slots import State
 from recoup._core.tiers import tier_for
@@ -101,7 +100,7 @@ class Run:
                 if action.index != 0 and schedule.restarts:  # the others begin a restart
                     self._kept.pop(action.index, None)
             elif isinstance(action, Offload):
-                self._send_input(index, given, action.to)
+                self._keep_input(index, given, action.to)
             elif index not in self._kept:
                 self._keep_input(index, given)
         is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
@@ -146,20 +145,14 @@ class Run:
                 return False
         return True
 
-    def _keep_input(self, index: int, state: State) -> None:
+    def _keep_input(self, index: int, state: State, to: str = "") -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
-        kept: list[Packed] = []
-        for value in state:
-            self._storages.add(storage_id(value))
-            kept.append(Kept(value, name, pair) if index else keep(value, name, pair))  # Rule 9
-        self._kept[index] = tuple(kept)
-
-    def _send_input(self, index: int, state: State, to: str) -> None:
-        if pair_in_force() is not None:  # it decides where states are (See Rule 3)
-            self._keep_input(index, state)
-            return
         self._storages.update(map(storage_id, state))
-        self._kept[index] = tuple(self._sent(state, f"The input of {self.stages[index].name}", to))
+        if to and pair is None:  # which would decide where states are
+            self._kept[index] = tuple(self._sent(state, name, to))
+            return
+        keeps = Kept if index else keep  # See Rule 9
+        self._kept[index] = tuple([keeps(value, name, pair) for value in state])
 
     def _sent(self, state: State, name: str, to: str) -> list[Away | Kept]:
         traffic = self._traffic.get(to)
@@ -337,11 +330,7 @@ class Run:
                     kept.check()
         else:
             # The pair beneath may give it once only (torch's checkpoint does).
-            found: list[Tensor] = []
-            for kept in self._kept[index]:
-                value = kept.get()
-                found.append(value if isinstance(value, nn.Parameter) else value.detach())
-            state = self._states[index] = tuple(found)
+            state = self._states[index] = tuple(map(unpack, self._kept[index]))
         self._at, self._state = index, state
         if self._drift is not None:
             self._drift.mark_exact(index)

@@ -34,8 +34,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
 import torch
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from recoup._arguments import check_real
 from recoup._core.module_marks import is_gathered
+from recoup._core.settings import replaced
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError
 from recoup.schedules import Way
@@ -171,7 +172,7 @@ class DriftGuard:
             >>> with DriftGuard.strict():
             ...     chain(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))[0].sum().backward()
         """
-        return _strict()
+        return replaced(_Strict, "is_on", True)
 
     def __repr__(self) -> str:
         return f"DriftGuard({self.otherwise!r}, tolerance={self.tolerance:g})"
@@ -198,15 +199,6 @@ class DriftGuard:
 
 class _Strict:
     is_on = False
-
-
-@contextmanager
-def _strict() -> Generator[None]:
-    before, _Strict.is_on = _Strict.is_on, True
-    try:
-        yield
-    finally:
-        _Strict.is_on = before
 
 
 Drift = Otherwise | DriftGuard

@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
-from recoup._core.autocast_copies import Cast, cast_of
 from recoup._core.compile import never_compiled
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import (
@@ -62,7 +61,7 @@ from recoup._core.saved_tensors import (
     version_of,
     when_backward_ends,
 )
-from recoup._core.tensors import PLAIN
+from recoup._core.tensors import PLAIN, Cast, cast_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
 _plainly = torch._C.DisableTorchFunctionSubclass
@@ -296,7 +295,8 @@ def read_anew(tensor: Tensor) -> Tensor:
 
 def keep(tensor: Tensor, name: str, pair: Pair | None) -> Packed:
     """Return a slot of the source if `tensor` is a value, else the tensor kept (See Rule 4)."""
-    if isinstance(tensor, Value) and _is_here(tensor._recoup_within, _hooks()):
+    around = _hooks()
+    if isinstance(tensor, Value) and (around is None or around is tensor._recoup_within):
         source = tensor._recoup_source
         if source.owns(tensor):
             return source.slot(tensor)
@@ -318,11 +318,6 @@ def marked(tensor: Tensor, source: Source) -> Value:
     pair = pair_in_force()
     value._recoup_source, value._recoup_within = source, None if pair is None else pair[0]
     return value
-
-
-def _is_here(within: object, around: object) -> bool:
-    """Whether a value read under the hooks `within` counts as one under `around` (Rule 4)."""
-    return around is None or around is within
 
 
 def _check_unchanged(func: Any, given: Iterable[Any]) -> None:

@@ -44,6 +44,7 @@ from recoup._core.compile import never_compiled
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.tensors import PLAIN
 
+_dispatcher: Any = torch._C
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims"))
 _ALLOCATING = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _OVERWRITING = frozenset((
@@ -121,9 +122,8 @@ _FLAGS = tuple(
     for name, value in vars(dispatch).items()
     if name.startswith("_is_in_") and isinstance(value, bool)
 )
-_modes: Any = torch._C
 # Returns how many dispatch modes are active; not a function of ours, for speed.
-num_dispatch_modes: Callable[[], int] = _modes._len_torch_dispatch_stack
+num_dispatch_modes: Callable[[], int] = _dispatcher._len_torch_dispatch_stack
 # The flags are those of the process, and every mode restores the ones that it found. So threads
 # whose modes overlap would leave them set: the last of our modes to end restores the flags that
 # the first one found.
@@ -200,7 +200,7 @@ class InMode:
         with _lock:
             # Where a forward raises, torch 2.11 leaves the modes of its checkpoints on the stack.
             while num_dispatch_modes() > self._num_around + 1:
-                _modes._pop_torch_dispatch_stack(None)
+                _dispatcher._pop_torch_dispatch_stack(None)
             if num_dispatch_modes() > self._num_around:
                 self._mode.__exit__(*error)
             _active.discard(id(self))
@@ -217,7 +217,6 @@ def _restore_flags() -> None:
 
 
 Interceptor = Callable[[Any, Any, dict[str, Any]], Any]
-_dispatcher: Any = torch._C
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _key: Any = _dispatcher._dispatch_key_parse(_KEY_NAME)
 _autograd_key = torch._C.DispatchKey.AutogradFunctionality

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -49,8 +49,6 @@ class Tree:
         is_flat: whether there is nothing beside tensors that could be changed.
     """
 
-    has_containers = True  # whether a list or dict in the value may be changed
-
     __slots__ = ("_leaves", "_spec", "is_flat")
 
     def __init__(self, leaves: list[Any], spec: Any) -> None:
@@ -76,10 +74,6 @@ class Tree:
         leaves = [leaf if leaf is _TENSOR else change(leaf) for leaf in self._leaves]
         return Tree(leaves, self._spec)
 
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Return the modules among the leaves."""
-        return tuple(leaf for leaf in self._leaves if isinstance(leaf, nn.Module))
-
     def others(self) -> list[Any]:
         """Return the leaves that are not tensors."""
         return [leaf for leaf in self._leaves if leaf is not _TENSOR]
@@ -99,7 +93,6 @@ class _Arguments(Tree):
     """The arguments of a call none of which is a container: the usual ones, without a walk."""
 
     __slots__ = ()
-    has_containers = False
 
     def mapped(self, change: Callable[[Any], Any]) -> Tree:
         return _Arguments(super().mapped(change)._leaves, self._spec)

@@ -41,6 +41,7 @@ from recoup._core.devices import (
     with_seed,
 )
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
+from recoup._core.settings import replaced
 from recoup._core.tensors import is_without_values
 from recoup.errors import RecoupError, ReplayError
 
@@ -128,11 +129,6 @@ class Draws:
     def __init__(self) -> None:
         self._entries: list[Any] = []  # seeds, seeded calls, and the decisions of Rule 6
 
-    @property
-    def has_entries(self) -> bool:
-        """Whether anything was drawn or decided by recoup."""
-        return bool(self._entries)
-
     @contextmanager
     def recording(self) -> Generator[None]:
         """A context for the first run of a region, which records seeds and notes foreign draws."""
@@ -164,7 +160,7 @@ class Draws:
             is_alone: whether no region around records what is drawn.
         """
         start, before = self.start, None
-        if self.has_foreign or any(map(_moves_generator, self._entries)):
+        if start is not None or self.has_foreign or any(map(_moves_generator, self._entries)):
             before = generator_states()
         outer = (self._is_replaying, self._cursor, self._num_begun)
         self._is_replaying, self._cursor, self._num_begun = True, 0, 0
@@ -200,17 +196,6 @@ class Draws:
         entry = self._entries[self._cursor] if self._cursor < len(self._entries) else None
         self._cursor += 1
         return entry
-
-
-@contextmanager
-def _within(regions: tuple[Draws, ...]) -> Generator[None]:
-    """A context in which draws belong to `regions`."""
-    around = _local.regions
-    _local.regions = regions
-    try:
-        yield
-    finally:
-        _local.regions = around
 
 
 def _moves_generator(entry: Any) -> bool:
@@ -292,7 +277,7 @@ def remembered(decide: Callable[[], T]) -> T:
 
     def make(recorded: Any) -> tuple[Counted, T]:
         if recorded is None:
-            with _within(()):
+            with replaced(_local, "regions", ()):
                 made = counted(decide)
             return made, made.value
         if not isinstance(recorded, Counted):
@@ -357,13 +342,13 @@ class SeededCall:
             generators.states = generator_states()
             seed_generators(seed)
             start = generator_states()
-            with _within((within,)):
+            with replaced(_local, "regions", (within,)):
                 result = call()
             if same_states(start, generator_states()):
                 generators.states = before  # See Rule 2
             else:
                 self._seed = seed
-        self._within = within if within.has_entries else None
+        self._within = within if within._entries else None
         return result
 
     def _repeat(self, call: Callable[[], T]) -> T:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, is_not, methodcaller
 from typing import Any, Literal, Protocol
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core.compile import never_compiled
+from recoup._core.settings import replaced
 from recoup.errors import ChangedError, RecoupError
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
@@ -355,11 +356,6 @@ class _Current(threading.local):
 current = _Current()
 
 
-@contextmanager
-def observed_by(observer: SaveObserver) -> Generator[SaveObserver | None]:
-    """Call `observer` in this context; entering it returns the previous observer."""
-    previous, current.observer = current.observer, observer
-    try:
-        yield previous
-    finally:
-        current.observer = previous
+def observed_by(observer: SaveObserver) -> AbstractContextManager[SaveObserver | None]:
+    """Return a context that calls `observer`; entering it returns the previous observer."""
+    return replaced(current, "observer", observer)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from recoup._core.pytree import Tree, flatten
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
+from recoup._core.settings import replaced
 from recoup._core.slots import Filling, Owner, Recording, Residuals, untaped
 from recoup._core.stand_ins import REPLACED_FORWARDS
 from recoup._core.tensors import in_order, strides_of
@@ -176,21 +177,6 @@ def _run(network: Network, inputs: Inputs, then: Then, call: SeededCall) -> Any:
     return call.run(lambda: _called(network, inputs, then))  # See Rule 4
 
 
-@contextmanager
-def _answering(answer: _Answer) -> Generator[None]:
-    """A context in which `answer` makes every evaluation.
-
-    Args:
-        answer: returns what a network returns for its inputs.
-    """
-    before = answers.answer
-    answers.answer = answer
-    try:
-        yield
-    finally:
-        answers.answer = before
-
-
 class _Evaluation:
     """One evaluation: its region, its seeded call, and its output while that is needed."""
 
@@ -244,7 +230,7 @@ class Evaluations:
             region: the region of the whole call.
             owner: fills the slots.
         """
-        return _answering(partial(self._record, region, owner))
+        return replaced(answers, "answer", partial(self._record, region, owner))
 
     def inverting(self, fills: bool) -> AbstractContextManager[None]:
         """Return a context for the inverse.
@@ -252,7 +238,7 @@ class Evaluations:
         Args:
             fills: whether it fills slots and remembers outputs (See Rule 1).
         """
-        return _answering(self._fill_and_remember if fills else self._only_run)
+        return replaced(answers, "answer", self._fill_and_remember if fills else self._only_run)
 
     def answering(self, recall: bool) -> AbstractContextManager[None]:
         """Return a context for a second forward.
@@ -262,7 +248,7 @@ class Evaluations:
                 networks run again (See Rule 3).
         """
         self._cursor = {}
-        return _answering(self._recall if recall else self._fill_in_order)
+        return replaced(answers, "answer", self._recall if recall else self._fill_in_order)
 
     def forget(self) -> None:
         """Release the remembered outputs."""

@@ -5,9 +5,9 @@ NOTE [ Slots ]
 Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves. A
         parameter, or a view of one, is kept, since it is alive anyway. (Not if such a view is given
         to the region: a later run is given another tensor, which is no view. So in both runs each
-        view of that parameter has a slot.) Autograd holds the slots,
-        the slots hold the region and its owner, and the region holds its slots weakly: a residual
-        that autograd has dropped is not made again.
+        view of that parameter has a slot.) Autograd holds the slots, the slots hold the region and
+        its owner, and the region holds its slots weakly: a residual that autograd has dropped is
+        not made again.
 Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
         saves in the same order and fills the slots. The owner of the region does that, since it
         alone knows where the inputs come from. Code may take a gradient itself while its first run
@@ -35,7 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,7 @@ _MOST_HELD = 2**14  # elements of residuals until the graph is followed
 class Owner(Protocol):
     """The object that runs regions again: it knows where their inputs come from."""
 
-    @property
-    def lock(self) -> threading.RLock:
-        """The lock that is held while a region of this owner is filled."""
-        ...
+    lock: threading.RLock  # held while a region of this owner is filled
 
     def fill_slots(self, index: int) -> None:
         """Run region `index` again, and fill its slots."""
@@ -89,17 +86,9 @@ class Slot:
     """The object that autograd saves in place of a tensor."""
 
     __slots__ = (
-        "__weakref__",
-        "_owner",
-        "_task",
-        "dtype",
-        "inputs",
-        "residuals",
-        "shape",
-        "value",
+        "__weakref__", "_owner", "_task", "dtype", "inputs", "residuals", "shape", "value",
         "version",
-    )
-
+    )  # fmt: skip
     # `Recording` sets these: a call of `__init__` for each saved tensor would cost too much.
     residuals: Residuals
     _owner: Owner
@@ -122,15 +111,14 @@ class Slot:
                     self._owner.fill_slots(self.residuals.index)
                 value = self.value
         self.value, self._task = None, backward_id()
+        name = self.residuals.surroundings.name
         if value is None:
-            name = self.residuals.surroundings.name
             raise ReplayError(
                 f"Running {name} again did not save a tensor of shape {tuple(self.shape)} that the "
                 "first run saved. A region must do the same when it runs again: look for outside "
                 "state that it reads, such as a counter or a cache."
             )
         if not value.is_inference() and value._version != self.version:
-            name = self.residuals.surroundings.name
             raise ChangedError(
                 f"A tensor of shape {tuple(self.shape)} that {name} saved for backward was changed "
                 "in place by a later operator in it, so that its gradient would be wrong. Use an "
@@ -140,8 +128,6 @@ class Slot:
 
 
 _new_slot: Callable[[type[Slot]], Slot] = object.__new__
-
-
 _new_kept: Callable[[type[Kept]], Kept] = object.__new__
 
 
@@ -199,11 +185,9 @@ class Residuals:
             counted: the buffers, with the values that the first run found.
         """
         storages = {storage_id(buffer) for buffer, _ in counted}
-        for ref in self.slots:
-            slot = ref()
-            if slot is not None and slot.value is not None and storage_id(slot.value) in storages:
-                slot.value = slot.value.clone()
-                slot.version = 0
+        for slot in filter(None, (ref() for ref in self.slots)):
+            if slot.value is not None and storage_id(slot.value) in storages:
+                slot.value, slot.version = slot.value.clone(), 0
 
     @property
     def are_wanted(self) -> bool:
@@ -240,10 +224,8 @@ class Recording(Frontier):
         *,
         follows: bool = False,
     ) -> None:
-        self._residuals = residuals
-        self._owner = owner
-        self._held = held
-        self._follows = follows
+        self._residuals, self._owner = residuals, owner
+        self._held, self._follows = held, follows
         if follows:
             super().__init__(inputs, kept)
 
@@ -322,6 +304,7 @@ class Filling:
     """
 
     _beneath: Pair | None
+    _grad_mode: bool  # that was in force
     follows_history = True
     pair = None  # that is given what is not of the region: nobody, in a run of its own
 
@@ -333,8 +316,7 @@ class Filling:
         *,
         stops: bool = False,
     ) -> None:
-        self._residuals = residuals
-        self._inputs = inputs
+        self._residuals, self._inputs = residuals, inputs
         self._lent: Inputs | None = None
         if state is not None:
             self._lent = lent = Inputs()
@@ -344,14 +326,12 @@ class Filling:
         self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
         self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1
         self._stops = False  # at the next save
-        self._grad_mode = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
         self._beneath = pair_in_force()
         push_pair(self._packed, _itself)
         set_grad_enabled(True)
-        return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
         set_grad_enabled(self._grad_mode)
@@ -366,7 +346,8 @@ class Filling:
         try:
             if (kind is None or is_filled) and residuals.outcome is not None:
                 if kind is None and not self._stops and self._num_saves != len(residuals.slots):
-                    raise self._another_number()
+                    what = f"it saved {self._num_saves} values where the first run saved"
+                    raise mismatch(surroundings, f"{what} {len(residuals.slots)}")
                 compare(residuals.outcome, made, self._inputs, surroundings)
                 has_drawn = is_filled or not surroundings.has_foreign or surroundings.has_drawn_all
                 if not has_drawn:
@@ -396,34 +377,23 @@ class Filling:
         slot = residuals.slots[place]() if place < len(residuals.slots) else None
         if slot is not None:
             if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
-                raise self._another(slot, tensor)
+                raise mismatch(
+                    residuals.surroundings,
+                    f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run "
+                    f"made a {slot.dtype} of shape {tuple(slot.shape)}",
+                )
             slot.value, slot.inputs = value, self._lent
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))
-        if 0 <= self._last <= place and self._has_drawn_as_far(place):
+        if 0 <= self._last <= place and (
+            residuals.surroundings.has_drawn_as_far
+            or residuals.drawn.get(place) == hash_of(generator_states())
+        ):
             self._stops = True
             if _is_settled(tensor) or any(tensor is each for each in self._inputs):
                 raise Filled(residuals)
         return value
-
-    def _has_drawn_as_far(self, place: int) -> bool:
-        if self._residuals.surroundings.has_drawn_as_far:
-            return True
-        drawn = self._residuals.drawn.get(place)
-        return drawn is not None and drawn == hash_of(generator_states())
-
-    def _another(self, slot: Slot, tensor: Tensor) -> Exception:
-        return mismatch(
-            self._residuals.surroundings,
-            f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run made a "
-            f"{slot.dtype} of shape {tuple(slot.shape)}",
-        )
-
-    def _another_number(self) -> Exception:
-        num_first = len(self._residuals.slots)
-        what = f"it saved {self._num_saves} values where the first run saved {num_first}"
-        return mismatch(self._residuals.surroundings, what)
 
 
 class _Untaped:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import is_graph_retained, num_nodes, without_pairs
+from recoup._core.settings import without_autocast
 from recoup.errors import GradientError
 
 # The places of the second matrix and the names of the first, by the node of a product.

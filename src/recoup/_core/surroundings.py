@@ -44,12 +44,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import accelerator, autocast_kinds, unrepeated
+from recoup._core.devices import accelerator, unrepeated
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run_plainly
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
+from recoup._core.settings import settings_now, with_settings
 from recoup._core.tensors import has_values, is_without_values
 
 Code = weakref.ref[Any]
@@ -93,7 +94,7 @@ class Surroundings(Draws):
     ) -> None:
         self._entries = []
         self.name = name
-        self._settings = _settings()
+        self._settings = settings_now()
         self._context = contextvars.copy_context() if accelerator() is not None else None
         self._has_mode = num_dispatch_modes() > 0
         self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
@@ -307,7 +308,7 @@ class Surroundings(Draws):
         is_any = is_any or (self._context and _differs(self._context))
         if is_in_mode or is_any or True in settings[0]:
             return self._restored()
-        return self.replaying() if settings == _settings() else self._restored()
+        return self.replaying() if settings == settings_now() else self._restored()
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -318,7 +319,8 @@ class Surroundings(Draws):
             mode = InMode(OperatorMode(run_plainly))
         buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
         variables = _variables(self._context) if self._context else nullcontext()
-        with _with(self._settings), variables, _BUFFERS if buffers or replaced else nullcontext():
+        lock = _BUFFERS if buffers or replaced else nullcontext()
+        with with_settings(self._settings), variables, lock:
             after = [buffer.detach().clone() for buffer in buffers]
             others = [owners.get(name) for owners, name, _ in replaced]
             try:
@@ -412,71 +414,3 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
                 set_versions((buffer.resize_(value.shape),), (version,))
         # `data` has versions of its own: other threads may look at those of the buffers now.
         cast("Any", torch)._foreach_copy_([buffer.data for buffer in buffers], values)
-
-
-# --- the settings of autocast, and of the kernels of scaled dot product attention ----------------
-
-_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-_sdpa = torch.backends.cuda
-# What torch.backends.cuda asks, a call of Python less for each setting of each region.
-_flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
-_math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-_Values = tuple[tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool]]
-
-
-def _settings() -> _Values:
-    """Return the settings that affect the results of operators."""
-    kinds = autocast_kinds()
-    kernels = _flash(), _mem_efficient(), _math(), _cudnn()
-    return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels
-
-
-def _set(values: _Values) -> None:
-    for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
-        torch.set_autocast_enabled(kind, is_enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    kernels = values[2]
-    if kernels != _settings()[2]:
-        _sdpa.enable_flash_sdp(kernels[0])
-        _sdpa.enable_mem_efficient_sdp(kernels[1])
-        _sdpa.enable_math_sdp(kernels[2])
-        _sdpa.enable_cudnn_sdp(kernels[3])
-
-
-def _with(values: _Values) -> AbstractContextManager[object]:
-    """Return a context with these settings."""
-    return _in_settings(values) if True in values[0] or values != _settings() else nullcontext()
-
-
-@contextmanager
-def _in_settings(values: _Values) -> Generator[None]:
-    """A context with other settings.
-
-    Autocast is entered without its cache of weight copies: a cached copy would tie the second run
-    to the graph of the code around it. The copies hold the same numbers either way.
-    """
-    before, has_cache, nesting = _settings(), torch.is_autocast_cache_enabled(), autocast_nesting()
-    try:
-        torch.autocast_increment_nesting()
-        torch.set_autocast_cache_enabled(False)
-        _set(values)
-        yield
-    finally:
-        _set(before)
-        torch.set_autocast_cache_enabled(has_cache)
-        for _ in range(autocast_nesting() - nesting):
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-
-
-def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
-    """Return a function that makes contexts with the settings that are in force now."""
-    values = _settings()
-    return lambda: _with(values)
-
-
-def autocast_nesting() -> int:
-    """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
-    # Torch has no way to ask.
-    both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
-    return list(map(operator.call, both))[1]

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from recoup._arguments import check_type, check_whole
-from recoup._core.autocast_off import without_autocast
+from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_place
 from recoup.invertible.contract import (
     InvertibleModule,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recoup._arguments import check_flag, check_real, check_whole
-from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import grad_mode
+from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_place
 
 _linalg: Any = torch.linalg  # torch does not type its functions

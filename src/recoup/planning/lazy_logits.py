@@ -31,8 +31,8 @@ from torch import Tensor
 
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, storage_id, version_of, without_pairs
+from recoup._core.settings import settings_as_now
 from recoup._core.storage_tracking import bytes_of
-from recoup._core.surroundings import settings_as_now
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.forwards import Forward
 

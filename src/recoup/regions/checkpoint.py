@@ -105,17 +105,10 @@ def checkpoint(
     return run_again(call, stops=early_stop if forced is None else forced)
 
 
-class _AllNodes:
-    """The numbers of all nodes."""
-
-    def __contains__(self, number: object) -> bool:
-        return True
-
-
 class _CallWithin(Call):
     """A call with two contexts of the caller's: one for the first run, one for later runs."""
 
-    kept_nodes = _AllNodes()  # the second context may give the outputs of any operators
+    kept_nodes = range(2**63)  # all: the second context may give the outputs of any operators
     context: AbstractContextManager[Any]
     later: AbstractContextManager[Any]
 

@@ -19,10 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.autocast_copies import Cast
 from recoup._core.devices import is_accelerator
 from recoup._core.lazy_values import Source, as_value, keep
 from recoup._core.saved_tensors import Packed, is_transformed, pair_in_force, storage_id
+from recoup._core.tensors import Cast
 from recoup.errors import ReplayError
 from recoup.weights.steps import running_on
 
