@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex, TypeGuard
 
 __all__ = [
     "check_callable",
+    "check_choice",
     "check_flag",
     "check_real",
     "check_type",
@@ -84,3 +85,12 @@ def check_type(kind: type | tuple[type, ...], needed: str, **given: object) -> N
     for name, value in given.items():
         if not isinstance(value, kind):
             raise ValueError(f"`{name}` is {shown(value)}, but must be {needed}.")
+
+
+def check_choice(*choices: str, **given: object) -> None:
+    """Raise ValueError unless each argument is one of the choices."""
+    for name, value in given.items():
+        if value not in choices:
+            raise ValueError(
+                f"`{name}` is {shown(value)}, but must be one of {', '.join(choices)}."
+            )

@@ -17,7 +17,7 @@ from recoup._core.saved_tensors import storage_id
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Invert, Way
-from recoup.schedules.grouping import groups_of, on_groups
+from recoup.schedules.actions import groups_of, on_groups
 from recoup.schedules.memory import Memory, schedule_for
 
 Otherwise = Literal["recompute", "keep"] | None

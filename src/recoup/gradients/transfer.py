@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_type
+from recoup._arguments import check_choice, check_flag, check_type
 from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, coalesced, is_sharded
 from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.targets import check_choice, number_in, refuse_any
+from recoup.gradients.targets import number_in, refuse_any
 from recoup.memory.size import parse_bytes
 
 Op = Literal["mean", "sum"]
