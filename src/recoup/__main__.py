@@ -33,8 +33,6 @@ from recoup.memory.figures import check_format, require_matplotlib
 from recoup.memory.timeline_page import check_page
 from recoup.planning.estimate import model_and_arguments
 
-__all__ = ["main"]
-
 # What the user can correct.
 _MISTAKES = (ValueError, OSError, ImportError, RecoupError)
 

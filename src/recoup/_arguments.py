@@ -7,18 +7,6 @@ import numbers
 import operator
 from typing import Any, SupportsIndex, TypeGuard
 
-__all__ = [
-    "check_callable",
-    "check_choice",
-    "check_flag",
-    "check_real",
-    "check_type",
-    "check_whole",
-    "is_real",
-    "is_whole",
-    "shown",
-]
-
 _LONGEST = 80
 _MOST = 2**31 - 1  # what torch can count in any of its sizes
 
