@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import recoup
 from recoup.flows import Glow
 from recoup.schedules import sqrt
-from recoup.schedules.grouping import groups_of
+from recoup.schedules.actions import groups_of
 
 Steps = Mapping[str, Callable[[], Any]]
 

@@ -7,17 +7,6 @@ import numbers
 import operator
 from typing import Any, SupportsIndex, TypeGuard
 
-__all__ = [
-    "check_callable",
-    "check_flag",
-    "check_real",
-    "check_type",
-    "check_whole",
-    "is_real",
-    "is_whole",
-    "shown",
-]
-
 _LONGEST = 80
 _MOST = 2**31 - 1  # what torch can count in any of its sizes
 
@@ -84,3 +73,12 @@ def check_type(kind: type | tuple[type, ...], needed: str, **given: object) -> N
     for name, value in given.items():
         if not isinstance(value, kind):
             raise ValueError(f"`{name}` is {shown(value)}, but must be {needed}.")
+
+
+def check_choice(*choices: str, **given: object) -> None:
+    """Raise ValueError unless each argument is one of the choices."""
+    for name, value in given.items():
+        if value not in choices:
+            raise ValueError(
+                f"`{name}` is {shown(value)}, but must be one of {', '.join(choices)}."
+            )

@@ -210,7 +210,6 @@ CALLS: Calls = {
             "add_": lambda: {"param": MODEL[0].weight, "grad": torch.ones(4, 4)},
             "backward": lambda: {"outputs": MODEL(x()).sum()},
             "clip_norm_": lambda: {"max_norm": 1.0},
-            "clip_value_": lambda: {"clip_value": 1.0},
             "cosine": lambda: {"other": collected()},
             "dot": lambda: {"other": collected()},
             "extend_": lambda: {"others": collected()},

@@ -119,15 +119,11 @@ def algebra(model: Any, rank: int) -> dict[str, float]:
     store.mean_()
     want = whole()
     flat = torch.cat([value.flatten() for value in want.values()]) / STEPS
-    cut = store.clone().clip_value_(0.01)
     found = {f"norm {order}": store.norm(order) - flat.norm(order) for order in (1.0, 2.0)}
     found["dot"] = store.dot(store) - flat @ flat
     found["cosine"] = store.cosine(store * 2.0) - 1
     found["finite"] = 1 - float(store.isfinite())
     found["sum"] = (store + store * 0.5 - store.to(dtype=torch.float64) * 1.5).norm()
-    found["value"] = difference(
-        cut.named(model), {n: (g / STEPS).clamp(-0.01, 0.01) for n, g in want.items()}
-    )
     found["clip"] = store.clip_norm_(0.1) - flat.norm()
     found["clipped"] = store.norm() - 0.1
     return {name: abs(float(value)) for name, value in found.items()}

@@ -13,7 +13,7 @@ from recoup._arguments import check_flag, check_type
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import are_finite, check_fits, dot, norm, scaled
 from recoup.gradients.container import Container
-from recoup.gradients.targets import described, number_in, weight_in
+from recoup.gradients.targets import number_in, weight_in
 
 
 class Algebra(Container):
@@ -208,7 +208,9 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        max_norm = _bound_in(max_norm=max_norm)
+        max_norm = number_in(
+            "a number of at least 0", lambda number: number >= 0, max_norm=max_norm
+        )
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -218,34 +220,6 @@ class Algebra(Container):
             )
         self.scale_((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
-
-    def clip_value_(self, clip_value: float) -> Self:
-        """Clip each entry to ``[-clip_value, clip_value]``.
-
-        Args:
-            clip_value: the largest magnitude of an entry, at least 0.
-
-        Raises:
-            GradientError: a gradient is complex, which has no order.
-            ValueError: `clip_value` is not a number, or below 0.
-        """
-        self._check_is_whole()
-        clip_value = _bound_in(clip_value=clip_value)
-        for each, gradient in self.items():
-            if gradient.is_complex():
-                raise GradientError(
-                    f"The gradient of {described(each)} is complex, and complex numbers have no "
-                    "order. Clip by norm (`clip_norm_`), or take it out (`filter`, `split`)."
-                )
-
-        def clipped(gradient: Tensor) -> Tensor:
-            if gradient.requires_grad:
-                return gradient.clamp(-clip_value, clip_value)
-            values = gradient._values() if gradient.is_sparse else gradient
-            values.clamp_(-clip_value, clip_value)
-            return gradient
-
-        return self.coalesce_()._map(clipped)
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -287,8 +261,3 @@ def _factor_in(given: object, argument: str) -> float | Tensor:
         "`store[param]` in place"
     )
     return number_in(needed, lambda number: not math.isnan(number), **{argument: given})
-
-
-def _bound_in(**given: object) -> float:
-    """Return the bound of a clip as a number, or raise."""
-    return number_in("a number of at least 0", lambda number: number >= 0, **given)

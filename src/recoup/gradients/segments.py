@@ -10,14 +10,15 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_callable, check_flag, check_type
+from recoup._arguments import check_callable, check_choice, check_flag, check_type
+from recoup._core.callable_chain import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode
 from recoup.gradients.collecting import MODES, Mode
 from recoup.gradients.store import GradStore
-from recoup.gradients.targets import check_choice, described, tensors_in, weight_in
+from recoup.gradients.targets import described, tensors_in, weight_in
 from recoup.planning.budget import Budget, is_bytes
 from recoup.schedules.memory import Memory
 

@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_flag
+from recoup._arguments import check_choice, check_flag
 from recoup.errors import GradientError
 from recoup.gradients.algebra import Algebra, check_are_stores, check_scales
 from recoup.gradients.collecting import ReplacedGrad
 from recoup.gradients.container import UNSCALED
 from recoup.gradients.targets import (
-    check_choice,
     members_of,
     parameters_of,
     refuse_any,

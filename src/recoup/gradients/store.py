@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_flag, check_type, shown
+from recoup._arguments import check_choice, check_flag, check_type, shown
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import is_reduced
 from recoup.gradients.collecting import (
@@ -21,7 +21,7 @@ from recoup.gradients.collecting import (
     handed_over,
 )
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import check_choice, described, scale_of, tensors_in, weight_in
+from recoup.gradients.targets import described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
 
 # What candle's store calls what this one has.

@@ -79,13 +79,6 @@ def refuse_any(tensors: Sequence[Tensor], optimizer: Any, words: str) -> None:
     raise GradientError(words.format(listed + more))
 
 
-def check_choice(*choices: str, **given: object) -> None:
-    """Raise ValueError unless each argument is one of the choices."""
-    for name, value in given.items():
-        if value not in choices:
-            raise ValueError(f"`{name}` is {value!r}, but must be one of {', '.join(choices)}.")
-
-
 def scale_of(scaler: Any) -> float:
     """Return the scale of a GradScaler now."""
     if isinstance(scaler, type) or not hasattr(scaler, "get_scale"):

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_type
-from recoup._core.tensors import check_modules, check_place
+from recoup._arguments import check_choice, check_flag, check_type
+from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, coalesced, is_sharded
 from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.targets import check_choice, number_in, refuse_any
+from recoup.gradients.targets import number_in, refuse_any
 from recoup.memory.size import parse_bytes
 
 Op = Literal["mean", "sum"]
@@ -51,40 +51,21 @@ class Transfer(Container):
     """The methods that copy, save, load and reduce gradients."""
 
     def to(
-        self,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        non_blocking: bool = False,
-        pin_memory: bool = False,
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
         """Return a copy on another device or in another type.
 
         Args:
             device: the device; by default that of the gradients.
             dtype: the type; by default that of the gradients.
-            non_blocking: as for ``torch.Tensor.to``; synchronize before you read the copies.
-            pin_memory: whether to put the copies, on the CPU, in pinned memory; has no effect
-                where there is no accelerator.
-
-        Raises:
-            ValueError: memory of another device than the CPU cannot be pinned.
         """
         self._check_is_whole()
         check_place(dtype=dtype)
-        check_flag(non_blocking=non_blocking, pin_memory=pin_memory)
         where = self._device if device is None else device_of(device)
         store = self._derived((), dtype=dtype or self._dtype, device=where)
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
-            moved = gradient.to(device=where, dtype=kind, non_blocking=non_blocking, copy=True)
-            if pin_memory and not moved.is_cpu:
-                raise ValueError(
-                    f"`pin_memory` is for memory of the CPU, and the copies are on {moved.device}. "
-                    'Pass device="cpu" too.'
-                )
-            is_pinned = pin_memory and torch.accelerator.is_available()
-            store._gradients[each] = moved.pin_memory() if is_pinned else moved
+            store._gradients[each] = gradient.to(device=where, dtype=kind, copy=True)
         return store
 
     def named(self, module: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeVar, cast
 
@@ -40,11 +40,6 @@ class SelectiveTape:
         _require_time("seconds", self.seconds)
         for name in ("tape_bytes", "tape_run_bytes", "reverse_bytes"):
             require_size(name, getattr(self, name))
-
-    def scaled(self, factor: float) -> SelectiveTape:
-        """Return the tape with its time multiplied by a number."""
-        _require_time("factor", factor)
-        return replace(self, seconds=factor * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +78,6 @@ class Results:
                 f"`taped_bytes` is {self.taped_bytes}, but it must be at most `num_bytes` "
                 f"({self.num_bytes}): the tape holds a part of the results"
             )
-
-    def scaled(self, factor: float) -> Results:
-        """Return the results with their time multiplied by a number."""
-        _require_time("factor", factor)
-        return replace(self, seconds=factor * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +174,6 @@ class Cost:
                     f"`{name}.tape_bytes` is {tape.tape_bytes}, but it must be at least "
                     f"`state_bytes` ({self.state_bytes}): the stage's input is counted in it"
                 )
-
-    def scaled(self, factor: float) -> Cost:
-        """Return the cost with all its times multiplied by a number: in another unit of time."""
-        _require_time("factor", factor)
-        offload = self.offload_seconds
-        return replace(
-            self,
-            seconds=factor * self.seconds,
-            invert_seconds=factor * self.invert_seconds,
-            offload_seconds=None if offload is None else factor * offload,
-            variants=tuple(tape.scaled(factor) for tape in self.variants),
-            results=tuple(each.scaled(factor) for each in self.results),
-            again=None if self.again is None else self.again.scaled(factor),
-        )
 
     def tape(self, variant: int) -> SelectiveTape:
         """Return a tape by its number: 0 is the whole one, for which backward pays nothing."""

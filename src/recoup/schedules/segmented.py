@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import isqrt
-from typing import Literal
+from typing import Literal, get_args
 
-from recoup._arguments import check_type, check_whole
+from recoup._arguments import check_choice, check_type, check_whole
 from recoup.schedules._binomial import binomial
 from recoup.schedules.actions import (
     Action,
@@ -228,11 +228,7 @@ def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
         return ["invert" for _ in range(ways)]
     if not ways:
         raise ValueError("`ways` is empty, but a chain has at least one stage")
-    for index, way in enumerate(ways):
-        if way not in ("invert", "recompute", "keep"):
-            raise ValueError(
-                f"`ways[{index}]` is {way!r}, but it must be 'invert', 'recompute' or 'keep'"
-            )
+    check_choice(*get_args(Way), **{f"ways[{index}]": way for index, way in enumerate(ways)})
     return ways
 
 

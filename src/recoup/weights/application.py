@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from recoup._arguments import check_choice, check_whole
 from recoup._core.rng import draw_seed
 from recoup._core.stand_ins import check_can_be_derived_from
 from recoup.weights.choosing import (
@@ -40,11 +40,7 @@ def apply_to(
     Everything is checked before anything is changed. With ``tied="same"``, uses of one parameter
     get one reparametrization.
     """
-    if tied not in ("own", "same"):
-        raise ValueError(
-            f'`tied` is {tied!r}, but must be "own" (each name of a tied parameter has a draw of '
-            'its own) or "same" (they share one).'
-        )
+    check_choice("own", "same", tied=tied)
     found = suited(module, where)
     owners = {id(each.owner) for each in found}
     covering = [e for e in module.modules() if not owners.isdisjoint(map(id, e.modules()))]
@@ -220,8 +216,7 @@ def set_step(module: nn.Module, step: int) -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.set_step(layer, 200))[0].step
         200
     """
-    if not _is_whole(step):
-        raise ValueError(f"`step` is {step!r}, but must be an int from 0.")
+    check_whole(0, most=2**63 - 1, step=step)
     for weight in _weights_in(module):
         for application in weight.applications:
             application.step, application.counts = int(step), False
@@ -353,8 +348,8 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         >>> torch.equal(layer(x), layer(x))
         False
     """
-    if seed is not None and not _is_whole(seed):
-        raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
+    if seed is not None:
+        check_whole(0, most=2**64 - 1, seed=seed)
     # Drawn in any case: the position in the stream identifies code that torch runs again.
     drawn = draw_seed()
     return SameDraw(None, (), drawn if seed is None else int(seed))
@@ -402,7 +397,3 @@ def enabled(module: nn.Module) -> AbstractContextManager[None]:
         False
     """
     return Override(_weights_in(module), is_on=True)
-
-
-def _is_whole(given: Any) -> bool:
-    return type(given) is not bool and isinstance(given, Integral) and int(given) >= 0

@@ -168,9 +168,6 @@ class WeightFunction(Reparametrization):
     def operands(self, module: nn.Module, key: str) -> Operands:
         return ()
 
-    def complete(self, module: nn.Module, key: str, weight: Tensor) -> None:
-        return None
-
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
         version = version_of(weight)
         fn = cast("Function", self.function)

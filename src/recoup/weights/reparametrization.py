@@ -173,7 +173,8 @@ class Reparametrization:
 
     def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
         """Return the entry beside `weight` for a `state_dict` from before this was applied."""
-        return self.operands(module, key)[0].detach()
+        own = self.operands(module, key)
+        return own[0].detach() if own else None
 
     def operands(self, module: nn.Module, key: str) -> Operands:
         """Return the parameters that it takes in addition to the weight."""

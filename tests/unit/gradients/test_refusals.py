@@ -184,8 +184,6 @@ w.store.clip_norm_(1.0, 0) -> `norm_type` -> is 0
 w.store.clip_norm_(-1.0) -> `max_norm` -> is -1.0
 w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
 w.store.clip_norm_("1") -> `max_norm` -> '1'
-w.store.clip_value_(math.nan) -> `clip_value` -> is nan
-w.complex.clip_value_(0.1) -> complex -> `clip_norm_`
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
 w.weightless.mean_() -> weight of 0 -> `scale_`
 # a step
@@ -216,7 +214,6 @@ w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
 w.store.as_grad(w.model).__enter__() -> `params` -> module\.parameters
 w.store.step(torch.optim.SGD([w.inside], differentiable=True)) -> not a leaf -> `differentiable`
 # copies and files
-w.store.to("meta", pin_memory=True) -> `pin_memory` -> device="cpu"
 w.store.to(dtype=torch.int8) -> `dtype` -> floating-point
 w.store.named(nn.Linear(3, 2)) -> no parameter -> Linear.*`filter`
 w.store.named(3) -> `module` -> 3

@@ -208,13 +208,11 @@ def test_what_is_elsewhere_is_summed_there():
     store = GradStore(model.parameters())
     with Undisturbed(*model.parameters()):
         store.backward(model(torch.ones(2, 4)).sum())
-        away = store.to("meta", non_blocking=True)
+        away = store.to("meta")
         away.backward(model(torch.ones(2, 4)).sum())
     assert {value.device.type for value in away.values()} == {"meta"}
     assert {value.device.type for value in store.values()} == {"cpu"}
     assert away.weight == 2
-    pinned = store.to("cpu", pin_memory=True)
-    assert all(torch.equal(pinned[each], store[each]) for each in store)
 
 
 @pytest.mark.parametrize(

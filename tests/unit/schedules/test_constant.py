@@ -63,7 +63,7 @@ def test_constant_executes_every_mixture():
 
 
 def test_constant_refuses_what_is_no_way():
-    with pytest.raises(ValueError, match=r"`ways\[1\]` is 'offload', but it must be 'invert'"):
+    with pytest.raises(ValueError, match=r"`ways\[1\]` is 'offload', but must be one of invert"):
         constant(["invert", "offload"])
     with pytest.raises(ValueError, match=r"`ways` is empty"):
         constant([])

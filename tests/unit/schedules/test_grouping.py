@@ -22,7 +22,7 @@ from recoup.schedules import (
     simulate,
     sqrt,
 )
-from recoup.schedules.grouping import groups_of, on_groups
+from recoup.schedules.actions import groups_of, on_groups
 
 SCHEDULES = [
     *(make(n) for make in (sqrt, log, linear) for n in (1, 2, 3, 10, 31)),

@@ -163,8 +163,8 @@ REFUSED = [
       for m in (None, nn.Linear, [layer()])
       for call in (*KINDS, applied, remove, disabled, enabled, twin,
                    lambda m: set_step(m, 1), lambda m: update(m, p=0.1))),
-    *((layer, lambda _, s=s: same_draw(s), "`seed` is .*from 0") for s in (-1, 0.5, "3", True)),
-    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*from 0") for s in (-1, 0.5, None, True)),
+    *((layer, lambda _, s=s: same_draw(s), "`seed` is .*least 0") for s in (-1, 0.5, "3", True)),
+    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*least 0") for s in (-1, 0.5, None, True)),
     *((layer, lambda m, fn=fn: apply(m, fn), "`fn` is") for fn in (Scaled, None, 3, "relu")),
     *((noisy, lambda m, k=k: KINDS[k](m), "`weight` has .*already.*remove") for k in (0, 1)),
     (lambda: recoup.weight_norm(layer()), of(2), "`weight_g` exists already"),
