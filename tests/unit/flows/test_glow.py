@@ -71,6 +71,9 @@ def test_options_choose_the_layers():
     kinds = [type(stage) for stage in flow.chain]
     assert kinds.count(AdditiveCoupling) == kinds.count(InvertibleConv1x1LU) == 4
     assert kinds[0] is Normalize
+    # The mixing takes the place of turns: every coupling changes the second half.
+    couplings = [stage for stage in flow.chain if isinstance(stage, AdditiveCoupling)]
+    assert {stage.condition for stage in couplings} == {"first"}
     assert sum(isinstance(m, nn.Dropout) for m in flow.modules()) == 4
 
 
