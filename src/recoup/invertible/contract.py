@@ -166,9 +166,14 @@ class Backwards(Adapted):
 
     def __init__(self, layer: InvertibleModule) -> None:
         networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
-        why_not = "" if layer.inverts_in_backward else "its inverse is an iteration"
+        why_not = "" if layer.inverts_in_backward else "backward does not invert it"
         super().__init__(layer, networks, getattr(layer, "why_not", why_not))
         self.takes_context = layer.takes_context
+
+    @property
+    def is_light(self) -> bool:
+        """Whether backward inverts the layer, and it has no networks."""
+        return getattr(self.transform, "is_light", False)
 
     @property
     def has_started(self) -> bool:
