@@ -178,14 +178,13 @@ class _OfTorch(Adapted):
     def _built(self, context: Tensor | None) -> Any:
         return self.transform
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        y = self.transform(x)
-        return y, self.transform.log_abs_det_jacobian(x, y)
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         built = self._built(context)
-        x = undone(built, y)
-        return x, -built.log_abs_det_jacobian(x, y)
+        if back:
+            y = undone(built, x)
+            return y, -built.log_abs_det_jacobian(y, x)
+        y = built(x)
+        return y, built.log_abs_det_jacobian(x, y)
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
         return undone(self._built(context), y)
@@ -202,7 +201,9 @@ class _OfZuko(_OfTorch):
     def _built(self, context: Tensor | None) -> Any:
         return self.transform(context)
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+        if back:
+            return super()._run(x, context, back=True)
         return self.transform(context).call_and_ladj(x)
 
 
@@ -212,23 +213,17 @@ class _OfNflows(Adapted):
     def __init__(self, transform: Any) -> None:
         super().__init__(transform, networks_of(transform), why_not(transform))
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self.transform(x, context)
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self.transform.inverse(y, context)
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+        return self.transform.inverse(x, context) if back else self.transform(x, context)
 
 
 class _OfNormflows(_OfNflows):
     """A flow of normflows, whose forward maps latent to data."""
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        if context is None:  # most have no such argument
-            return self.transform.inverse(x)
-        return self.transform.inverse(x, context=context)
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self.transform(y) if context is None else self.transform(y, context=context)
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+        layer = self.transform if back else self.transform.inverse
+        # Most have no such argument.
+        return layer(x) if context is None else layer(x, context=context)
 
 
 class _OfFrEIA(Adapted):
@@ -251,18 +246,12 @@ class _OfFrEIA(Adapted):
         super().__init__(transform, networks_of(transform), why_not(transform))
         self.takes_context = bool(self._places)
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self._run(x, context, rev=False)
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self._run(y, context, rev=True)
-
-    def _run(self, x: Tensor, context: Tensor | None, *, rev: bool) -> tuple[Tensor, Any]:
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         given: dict[str, Any] = {}
         if context is not None:
             flat = context.flatten(1)
             given = {"c": [flat[:, at].unflatten(1, tuple(dims)) for at, dims in self._places]}
-        (y,), log_det = self.transform([x], rev=rev, jac=True, **given)
+        (y,), log_det = self.transform([x], rev=back, jac=True, **given)
         return y, log_det
 
 

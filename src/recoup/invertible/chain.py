@@ -152,8 +152,7 @@ class Chain(HasMemoryMode, InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
         self._check_context(context)
-        is_linear = not torch.is_grad_enabled() or self._memory == "linear" or not len(self)
-        if is_linear:
+        if not torch.is_grad_enabled() or self._memory == "linear" or not len(self):
             return self._forward_plainly(x, context)
         return (uncompiled(Chain._forward) if is_watched() else Chain._forward)(self, x, context)
 
@@ -179,21 +178,21 @@ class Chain(HasMemoryMode, InvertibleModule):
             several = units[each.start : each.stop]
             groups.append(several[0] if len(several) == 1 else StageGroup(several))
         state, values = executor.execute(groups, state_of(x, context))
-        log_dets: list[Tensor | None] = []
+        log_dets: list[Tensor] = []
         for value in values:
             log_dets += value if isinstance(value, list) else (value,)
         return self._to_pair(x, context, state, log_dets)
 
     def _forward_plainly(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
         state = state_of(x, context)
-        log_dets: list[Tensor | None] = []
+        log_dets: list[Tensor] = []
         for stage in self._module_stages(context):
             state, value = stage.forward(state)
             log_dets.append(value)
         return self._to_pair(x, context, state, log_dets)
 
     def _to_pair(
-        self, x: Tensor, context: Tensor | None, state: State, log_dets: list[Tensor | None]
+        self, x: Tensor, context: Tensor | None, state: State, log_dets: list[Tensor]
     ) -> tuple[Any, Tensor]:
         if context is not None:
             state = (state[0], *state[2:])
@@ -223,7 +222,7 @@ class Chain(HasMemoryMode, InvertibleModule):
         state = to_state(y)
         if context is not None:
             state = (state[0], context, *state[1:])
-        log_dets: list[Tensor | None] = []
+        log_dets: list[Tensor] = []
         for stage in reversed(self._module_stages(context)):
             try:
                 state, value = stage.invert(state)
@@ -259,7 +258,7 @@ class Chain(HasMemoryMode, InvertibleModule):
             else:
                 yield str(index), module
 
-    def _sum(self, log_dets: Iterator[Tensor | None], like: Tensor, *, flat: bool) -> Tensor:
+    def _sum(self, log_dets: Iterator[Tensor], like: Tensor, *, flat: bool) -> Tensor:
         """Sum the log-determinants of the stages, each inner chain first: addition rounds."""
         total: Tensor | None = None
         for module in self:
@@ -267,7 +266,7 @@ class Chain(HasMemoryMode, InvertibleModule):
                 value = module._sum(log_dets, like, flat=True)
             else:
                 value = next(log_dets)
-            total = value if total is None or value is None else total + value
+            total = value if total is None else total + value
         if total is not None:
             return total
         dtype = like.dtype if like.is_floating_point() else None

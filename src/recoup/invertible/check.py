@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -196,21 +196,18 @@ def _round_trip(
     with torch.no_grad():
         y, log_det = _run(module, "forward", x, contexts)
 
-        def inverse() -> tuple[Tensor, Tensor]:
+        def back() -> tuple[Tensor, Tensor]:
             return _run(module, "inverse", y, contexts)
 
         def again() -> Any:
-            return _run(module, "forward", inverse()[0], contexts)[0]
+            return _run(module, "forward", back()[0], contexts)[0]
 
-        yield _attempt("forward, then inverse", tolerance, lambda: (_error(inverse()[0], x), ""))
-        yield _attempt(
-            "inverse, then forward", tolerance, lambda: (_error(_flat(again()), _flat(y)), "")
-        )
-        yield _attempt(
-            "log-det of forward and inverse",
-            tolerance,
-            lambda: (_error(-inverse()[1], log_det), ""),
-        )
+        for name, compare in (
+            ("forward, then inverse", lambda: _error(back()[0], x)),
+            ("inverse, then forward", lambda: _error(_flat(again()), _flat(y))),
+            ("log-det of forward and inverse", lambda: _error(-back()[1], log_det)),
+        ):
+            yield _attempt(name, tolerance, lambda compare=compare: (compare(), ""))
 
 
 def _log_dets(
@@ -255,9 +252,7 @@ def _worst(samples: Sequence[Gradients], tolerance: float) -> tuple[float, str]:
         errors[name] = error if math.isnan(error) else max(errors.get(name, 0.0), error)
         if stated is None and not error <= tolerance:
             missing.add(name)
-    wrong = [name for name, e in errors.items() if not e <= tolerance and name not in missing]
-    note = _note_of(("wrong", wrong), ("no gradient, though it depends on", sorted(missing)))
-    return _largest(errors.values()), note
+    return _summed_up(errors, tolerance, "no gradient, though it depends on", missing)
 
 
 def _gradients(
@@ -273,10 +268,8 @@ def _gradients(
                 errors[name] = 0.0 if gradient is other else math.inf
             else:
                 errors[name] = _error(other, gradient)
-        wrong = [name for name, error in errors.items() if not error <= tolerance]
-        unused = [name for name, gradient in expected.items() if gradient is None]
-        note = _note_of(("wrong", wrong), ("no gradient in any mode", unused))
-        return _largest(errors.values()), note
+        unused = {name for name, gradient in expected.items() if gradient is actual[name] is None}
+        return _summed_up(errors, tolerance, "no gradient in any mode", unused)
 
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
 
@@ -312,14 +305,16 @@ def _gradients_by_name(
     return dict(zip(leaves, gradients, strict=True))
 
 
-def _note_of(*parts: tuple[str, Sequence[str]]) -> str:
-    return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
-
-
-def _largest(errors: Iterable[float]) -> float:
+def _summed_up(
+    errors: dict[str, float], tolerance: float, what: str, names: set[str]
+) -> tuple[float, str]:
+    """Return the largest error, and a note on the wrong ones, and on `names`, which are `what`."""
+    wrong = [name for name, e in errors.items() if not e <= tolerance and name not in names]
+    parts = ("wrong", wrong), (what, sorted(names))
+    note = "; ".join(f"{words}: {', '.join(each)}" for words, each in parts if each)
     # NaN if any error is NaN: max() alone would depend on the order.
-    values = list(errors)
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
+    is_nan = any(map(math.isnan, errors.values()))
+    return math.nan if is_nan else max(errors.values(), default=0.0), note
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -133,26 +133,24 @@ class Adapted(InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
         with lending(self._networks):
-            return _pair(*self._forward(x, context), x)
+            return _pair(*self._run(x, context, back=False), x)
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map latent to data: ``y`` of shape ``(N, ...)`` to ``(x, log_det)``."""
         with lending(self._networks):
-            return _pair(*self._inverse(y, context), y)
+            return _pair(*self._run(y, context, back=True), y)
 
     def input_of(self, y: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the value of `inverse` alone: backward has no use for the log-determinant."""
         with lending(self._networks):
             return self._input_of(y, context)
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        raise NotImplementedError
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+        """Return the value and the log-determinant, of any shape, in one direction."""
         raise NotImplementedError
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
-        return self._inverse(y, context)[0]
+        return self._run(y, context, back=True)[0]
 
     def extra_repr(self) -> str:
         """Show what backward does with the layer."""
@@ -168,20 +166,23 @@ class Backwards(Adapted):
 
     def __init__(self, layer: InvertibleModule) -> None:
         networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
-        why_not = "" if layer.inverts_in_backward else "its inverse is an iteration"
+        why_not = "" if layer.inverts_in_backward else "backward does not invert it"
         super().__init__(layer, networks, getattr(layer, "why_not", why_not))
         self.takes_context = layer.takes_context
+
+    @property
+    def is_light(self) -> bool:
+        """Whether backward inverts the layer, and it has no networks."""
+        return getattr(self.transform, "is_light", False)
 
     @property
     def has_started(self) -> bool:
         """Whether the layer has seen a batch in the mode that it is in."""
         return getattr(self.transform, "has_started", True)
 
-    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self.transform.inverse(x, *(() if context is None else (context,)))
-
-    def _inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return self.transform(y, *(() if context is None else (context,)))
+    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+        layer = self.transform if back else self.transform.inverse
+        return layer(x) if context is None else layer(x, context)
 
 
 def _pair(value: Tensor, log_det: Any, like: Tensor) -> tuple[Tensor, Tensor]:

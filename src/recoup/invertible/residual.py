@@ -7,14 +7,11 @@ Rule 1. The log-determinant consists of derivatives of the network, which are ta
         that carries no hooks of the caller; if no gradient is needed it is freed after the call.
 Rule 2. All draws follow from one seed a call. The length of a series is drawn first, from a
         generator of its own: probes drawn from the same numbers would depend on it.
-
-NOTE [ Residuals that are used before the call ends ]
-
-Rule 1. A call that takes gradients (the log-determinant of a network) needs its own residuals
+Rule 3. A call that takes gradients (the log-determinant of a network) needs its own residuals
         before it has ended, and so before the region around it can make them again: some second
         runs keep nothing at all. So the tensors that such a call saves are held here until the call
         ends, whatever the pair beneath does with them.
-Rule 2. After the call nothing is held here: backward gets the tensors from the pair beneath, which
+Rule 4. After the call nothing is held here: backward gets the tensors from the pair beneath, which
         packed each tensor once, in the order of the saves.
 """
 
@@ -343,7 +340,7 @@ def _given(value: Tensor, log_det: Tensor, wants_grad: bool) -> tuple[Tensor, Te
 
 @contextmanager
 def gradients_in_forward() -> Generator[None]:
-    """Let `torch.autograd.grad` use tensors that are saved within, in any region."""
+    """Let `torch.autograd.grad` use tensors that are saved within, in any region (Rule 3)."""
     pair = pair_in_force()
     if pair is None:  # autograd has everything itself
         yield
@@ -354,7 +351,7 @@ def gradients_in_forward() -> Generator[None]:
             yield
     finally:
         for saved in at_hand:
-            saved.tensor = None  # See Rule 2
+            saved.tensor = None  # See Rule 4
 
 
 @never_compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.flows.latents import as_tuple
@@ -84,8 +85,10 @@ def test_the_chain_is_invertible_with_parameters_of_both_signs(name, shape, opti
     ids=str,
 )
 def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, options):
+    flow = stirred(built(name, shape, **options))
+    assert any(isinstance(m, nn.Dropout) for m in flow.modules()) is ("dropout" in options)
     labels = classes(6, 3) if "num_classes" in options else None
-    assert_same_in_every_mode(stirred(built(name, shape, **options)), digits(shape=shape), labels)
+    assert_same_in_every_mode(flow, digits(shape=shape), labels)
 
 
 @recomputes

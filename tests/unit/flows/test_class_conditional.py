@@ -40,16 +40,6 @@ def test_every_coupling_sees_the_label(build):
         assert (of_labels != 0).any(1).all()
 
 
-def test_the_same_latents_are_another_sample_under_another_label(build):
-    flow = filled(build(num_classes=3))
-    a, b = (
-        flow.sample(20, labels=torch.full((20,), i), generator=torch.Generator().manual_seed(1))
-        for i in (0, 2)
-    )
-    assert a.shape == (20, 1, 4, 4)
-    assert not torch.equal(a, b)
-
-
 def test_without_classes_nothing_takes_a_context(build):
     flow = build()
     assert flow.num_classes is None

@@ -51,10 +51,3 @@ def test_a_linear_flow_reaches_the_entropy_of_gaussian_data(kind, memory):
     assert history[0] > best + 0.1  # there was something to learn
     assert min(history) > best - 1e-9  # no density is better than the best
     assert min(history) == pytest.approx(best, abs=1e-6)
-
-
-def test_bits_per_dim_of_uniform_noise_is_the_number_of_bits():
-    # All levels alike: no model is better than log2(levels), and the identity is as good.
-    flow = Flow(Chain(), shape=(3,), levels=16, base=torch.distributions.Uniform(0.0, 1.0))
-    x = torch.randint(16, (50, 3))
-    torch.testing.assert_close(flow.bits_per_dim(x), torch.full((50,), 4.0))
