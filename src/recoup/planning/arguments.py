@@ -27,8 +27,6 @@ from recoup._core.pytree import flatten
 from recoup.memory import format_bytes
 from recoup.planning.forwards import Args, Kwargs
 
-__all__ = ["ArgumentShapes", "ArgumentSizes", "shapes_of", "tensors_within"]
-
 
 def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the arguments and keyword arguments that a model is called with.

@@ -55,8 +55,6 @@ from recoup.planning.step import Step
 from recoup.planning.tiled_parts import TiledParts
 from recoup.schedules import Schedule
 
-__all__ = ["PlanFollower", "PlannedModel", "Watching"]
-
 Run = Literal["call", "first", "again", "inverse"]
 # From the index of a call to a context of a run of it: of the call as a whole in forward, of its
 # first run and a later one, and of its inverse.

@@ -20,8 +20,6 @@ from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import PlanReport
 from recoup.schedules import Advance, Moment, Tape, trace
 
-__all__ = ["Line", "Plan", "applied_plans", "draw", "draw_frontier", "own_forwards"]
-
 _BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
 
 

@@ -27,8 +27,6 @@ from recoup.schedules import (
     Tape,
 )
 
-__all__ = ["PlannedChain", "PlannedStage", "chains_of", "each_alone", "planned_stages"]
-
 
 class PlannedChain(NamedTuple):
     """A chain of a plan.

@@ -36,8 +36,6 @@ from recoup.schedules import (
     simulate,
 )
 
-__all__ = ["BlockPlan", "PlanReport", "what_can_be_inverted"]
-
 
 class BlockPlan(NamedTuple):
     """The planned treatment of one call of a block.
