@@ -334,6 +334,11 @@ class ArgumentSizes:
         self._planned = _argument_bytes(args, kwargs)
         self._has_warned = False
 
+    def include(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Let the plan be made for these arguments, too."""
+        for key, num_bytes in _argument_bytes(args, kwargs).items():
+            self._planned[key] = max(num_bytes, self._planned.get(key, 0))
+
     def warn_if_larger(self, name: str, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Warn once if the arguments are larger than those that the plan was made with."""
         if self._has_warned:

@@ -210,9 +210,8 @@ class PlanFollower:
     def _run_model(self, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
-        passes, bound = self._of_thread.passes, self._bound
-        if bound is not None:
             self._warn_of_drift()
+        passes, bound = self._of_thread.passes, self._bound
         self._of_thread.outside.end_chain()
         is_counted = not passes and enclosing_checkpoints() == (0, None)
         pending = self._pending.alive() if is_counted else []

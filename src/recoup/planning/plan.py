@@ -307,15 +307,13 @@ class Plan(PlanReport):
         return [self._held_bytes * share // (sum(shares) or 1) for share in shares]
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:
-        """Return a follower of the plan.
+        """Return a follower of the plan, which warns once of larger arguments.
 
         Args:
-            bound: the bound that the plans for several shapes set to steps; None for its own, and a
-                warning of larger arguments.
+            bound: the bound that it sets to steps; None for its own.
         """
-        if bound is not None:
-            return PlanFollower(self.planned, self.schedule, bound=bound)
-        return PlanFollower(self.planned, self.schedule, self._sizes, self.bound(self._pending))
+        bound = self.bound(self._pending) if bound is None else bound
+        return PlanFollower(self.planned, self.schedule, self.sizes, bound)
 
     def _begin(self, *, is_held: bool) -> None:
         family = self.replanner
