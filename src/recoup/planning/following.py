@@ -49,7 +49,7 @@ from recoup.planning.forwards import (
     followed,
 )
 from recoup.planning.pending import PendingForwards, StepBound
-from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
+from recoup.planning.planned_stages import PlannedStage, planned_stages
 from recoup.planning.pricing import MeasuredCall
 from recoup.planning.step import Step
 from recoup.planning.tiled_parts import TiledParts
@@ -89,10 +89,10 @@ _SKIPPED = _SkippedBlock()
 class _OpenChain:
     """A chain whose last block has not been called yet."""
 
-    __slots__ = ("latest", "num_entered", "outputs", "planned", "run")
+    __slots__ = ("executor", "latest", "num_entered", "outputs", "run")
 
-    def __init__(self, planned: PlannedChain, executor: Executor) -> None:
-        self.planned = planned
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
         self.run = executor.begin()
         self.latest: Call | None = None
         self.outputs = CallOutputs(())
@@ -172,10 +172,8 @@ class PlanFollower:
         self._names = {id(module): name for name, module in planned.blocks}
         self._sizes = sizes
         self._stages = planned_stages(schedule, planned.calls, planned.guard)
-        executors = {id(stage.chain): stage.chain.executor for stage in self._stages}
-        self.guards = [  # of each chain
-            None if executor is None else executor.guard for executor in executors.values()
-        ]
+        executors = (stage.executor for stage in self._stages if stage.step == 0)
+        self.guards = [None if each is None else each.guard for each in executors]  # of each chain
         self._indices: dict[int, list[int]] = {}  # of the stages of each block
         for index, stage in enumerate(self._stages):
             self._indices.setdefault(id(stage.module), []).append(index)
@@ -258,7 +256,7 @@ class PlanFollower:
     def _run_stage(
         self, stage: PlannedStage, now: _Pass, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
-        executor = stage.chain.executor
+        executor = stage.executor
         if executor is None:
             now.end_chain()
             return stage.code.called(stage.module, forward, args, kwargs)
@@ -270,13 +268,13 @@ class PlanFollower:
         if stage.step in executor.prepared.inverted:
             call.expect_inverse()
         linked, picks = (), ()
-        if now.chain is not None and now.chain.planned is stage.chain:
+        if now.chain is not None and now.chain.executor is executor:
             linked, picks = now.chain.outputs.indices_in(call.tensors, stage.module)
             if not linked:
                 self._warn(stage.module)
         if now.chain is None or not linked:
             now.end_chain()
-            now.chain = _OpenChain(stage.chain, executor)
+            now.chain = _OpenChain(executor)
         # The pass releases the chain first: an exception then neither continues nor holds it.
         chain, now.chain = now.chain, None
         state = call.tensors
@@ -291,7 +289,7 @@ class PlanFollower:
         state, _ = chain.run.enter(call, state)
         chain.latest, chain.outputs = call, CallOutputs(state)
         chain.num_entered = stage.step + 1
-        if chain.num_entered == stage.chain.num_stages:
+        if chain.num_entered == executor.prepared.num_stages:
             chain.run.end(state)
         else:
             now.chain = chain
