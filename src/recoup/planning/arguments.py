@@ -64,7 +64,7 @@ def built_arguments(model: nn.Module, parts: Sequence[Any]) -> tuple[Args, Kwarg
     """
     *args, last = parts or ({},)
     if not isinstance(last, dict):
-        return tuple(parts), {}
+        return example_arguments(model, tuple(parts), {})
     kwargs = cast("Kwargs", last)
     if kwargs and not args and not _fits(model, (), kwargs) and _fits(model, (kwargs,), {}):
         return (kwargs,), {}
