@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recoup
-from recoup.planning import compiling, frontier, priced_ways
+from recoup.planning import compiling, priced_ways, verified_plan
 
 __all__ = [
     "Block",
@@ -115,7 +115,7 @@ def give_steps_times(monkeypatch: Any, *, compiled: float, others: float) -> Non
         del plan
         return compiled if kind.is_compiled else others
 
-    monkeypatch.setattr(frontier, "seconds_under", seconds)
+    monkeypatch.setattr(verified_plan, "_seconds_under", seconds)
 
 
 def result_of(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:

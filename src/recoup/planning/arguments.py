@@ -27,8 +27,6 @@ from recoup._core.pytree import flatten
 from recoup.memory import format_bytes
 from recoup.planning.forwards import Args, Kwargs
 
-__all__ = ["ArgumentShapes", "ArgumentSizes", "shapes_of", "tensors_within"]
-
 
 def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the arguments and keyword arguments that a model is called with.
@@ -66,7 +64,7 @@ def built_arguments(model: nn.Module, parts: Sequence[Any]) -> tuple[Args, Kwarg
     """
     *args, last = parts or ({},)
     if not isinstance(last, dict):
-        return tuple(parts), {}
+        return example_arguments(model, tuple(parts), {})
     kwargs = cast("Kwargs", last)
     if kwargs and not args and not _fits(model, (), kwargs) and _fits(model, (kwargs,), {}):
         return (kwargs,), {}
@@ -335,6 +333,11 @@ class ArgumentSizes:
     def __init__(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         self._planned = _argument_bytes(args, kwargs)
         self._has_warned = False
+
+    def include(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Let the plan be made for these arguments, too."""
+        for key, num_bytes in _argument_bytes(args, kwargs).items():
+            self._planned[key] = max(num_bytes, self._planned.get(key, 0))
 
     def warn_if_larger(self, name: str, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Warn once if the arguments are larger than those that the plan was made with."""

@@ -26,28 +26,6 @@ from torch import nn
 
 from recoup._core.module_marks import has_inverse, is_gathered, mark_of
 
-__all__ = [
-    "Block",
-    "ModuleGroup",
-    "are_groups_of",
-    "find_leaves",
-    "find_links",
-    "groups_of",
-    "has_forward",
-    "has_list_of_blocks",
-    "kind_of",
-    "modules_of",
-    "name_blocks",
-    "named_modules",
-    "outermost_called",
-    "outermost_of",
-    "pattern_without",
-    "repeated_calls",
-    "repeats",
-    "run_groups",
-    "with_links",
-]
-
 Block = tuple[str, nn.Module]
 Named = str | Iterable[str | nn.Module] | None
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -37,8 +37,6 @@ from recoup.planning.step import Step
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, shown
 
-__all__ = ["Budget", "HasMemoryMode", "is_bytes"]
-
 
 def is_bytes(memory: object) -> TypeGuard[str]:
     """Whether `memory` looks like bytes with a unit, such as ``"2 GiB"``."""

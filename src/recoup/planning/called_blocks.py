@@ -63,16 +63,6 @@ from recoup.planning.ranks import is_sharded
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
-__all__ = [
-    "Sequences",
-    "blocks_of_any_forward",
-    "blocks_that_are_called",
-    "kinds_of_blocks",
-    "measure_most",
-    "with_called_parts",
-    "with_stem",
-]
-
 Sequences = list[list[nn.Module]]
 _MOST_TRIES = 32
 _ENOUGH_ALIKE = 3

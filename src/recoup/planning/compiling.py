@@ -44,16 +44,6 @@ from recoup._core.pytree import flatten
 from recoup._core.storage_tracking import storages_of
 from recoup.planning.forwards import Args, Forward, Kwargs
 
-__all__ = [
-    "SHARES",
-    "BlockCode",
-    "CodeByModule",
-    "CompiledCode",
-    "NudgedCode",
-    "backend_of",
-    "recompiling",
-]
-
 SHARES = (1.0, 0.8, 0.5, 0.1, 0.0)
 _RECOMPILE_LIMIT = 128
 _logger = logging.getLogger(__name__)

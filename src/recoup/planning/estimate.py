@@ -46,8 +46,6 @@ from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.rehearsal import streams_restored
 from recoup.planning.search import largest_of
 
-__all__ = ["Estimate", "estimate"]
-
 _FEW = 4096  # entries of a tensor that has values (See Rule 2)
 
 

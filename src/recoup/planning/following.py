@@ -49,13 +49,11 @@ from recoup.planning.forwards import (
     followed,
 )
 from recoup.planning.pending import PendingForwards, StepBound
-from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
+from recoup.planning.planned_stages import PlannedStage, planned_stages
 from recoup.planning.pricing import MeasuredCall
 from recoup.planning.step import Step
 from recoup.planning.tiled_parts import TiledParts
 from recoup.schedules import Schedule
-
-__all__ = ["PlanFollower", "PlannedModel", "Watching"]
 
 Run = Literal["call", "first", "again", "inverse"]
 # From the index of a call to a context of a run of it: of the call as a whole in forward, of its
@@ -91,10 +89,10 @@ _SKIPPED = _SkippedBlock()
 class _OpenChain:
     """A chain whose last block has not been called yet."""
 
-    __slots__ = ("latest", "num_entered", "outputs", "planned", "run")
+    __slots__ = ("executor", "latest", "num_entered", "outputs", "run")
 
-    def __init__(self, planned: PlannedChain, executor: Executor) -> None:
-        self.planned = planned
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
         self.run = executor.begin()
         self.latest: Call | None = None
         self.outputs = CallOutputs(())
@@ -174,10 +172,8 @@ class PlanFollower:
         self._names = {id(module): name for name, module in planned.blocks}
         self._sizes = sizes
         self._stages = planned_stages(schedule, planned.calls, planned.guard)
-        executors = {id(stage.chain): stage.chain.executor for stage in self._stages}
-        self.guards = [  # of each chain
-            None if executor is None else executor.guard for executor in executors.values()
-        ]
+        executors = (stage.executor for stage in self._stages if stage.step == 0)
+        self.guards = [None if each is None else each.guard for each in executors]  # of each chain
         self._indices: dict[int, list[int]] = {}  # of the stages of each block
         for index, stage in enumerate(self._stages):
             self._indices.setdefault(id(stage.module), []).append(index)
@@ -212,9 +208,8 @@ class PlanFollower:
     def _run_model(self, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
-        passes, bound = self._of_thread.passes, self._bound
-        if bound is not None:
             self._warn_of_drift()
+        passes, bound = self._of_thread.passes, self._bound
         self._of_thread.outside.end_chain()
         is_counted = not passes and enclosing_checkpoints() == (0, None)
         pending = self._pending.alive() if is_counted else []
@@ -261,7 +256,7 @@ class PlanFollower:
     def _run_stage(
         self, stage: PlannedStage, now: _Pass, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
-        executor = stage.chain.executor
+        executor = stage.executor
         if executor is None:
             now.end_chain()
             return stage.code.called(stage.module, forward, args, kwargs)
@@ -273,13 +268,13 @@ class PlanFollower:
         if stage.step in executor.prepared.inverted:
             call.expect_inverse()
         linked, picks = (), ()
-        if now.chain is not None and now.chain.planned is stage.chain:
+        if now.chain is not None and now.chain.executor is executor:
             linked, picks = now.chain.outputs.indices_in(call.tensors, stage.module)
             if not linked:
                 self._warn(stage.module)
         if now.chain is None or not linked:
             now.end_chain()
-            now.chain = _OpenChain(stage.chain, executor)
+            now.chain = _OpenChain(executor)
         # The pass releases the chain first: an exception then neither continues nor holds it.
         chain, now.chain = now.chain, None
         state = call.tensors
@@ -294,7 +289,7 @@ class PlanFollower:
         state, _ = chain.run.enter(call, state)
         chain.latest, chain.outputs = call, CallOutputs(state)
         chain.num_entered = stage.step + 1
-        if chain.num_entered == stage.chain.num_stages:
+        if chain.num_entered == executor.prepared.num_stages:
             chain.run.end(state)
         else:
             now.chain = chain

@@ -47,20 +47,6 @@ from recoup._core.stand_ins import (
 )
 from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
 
-__all__ = [
-    "Args",
-    "CallOutputs",
-    "Follower",
-    "Forward",
-    "Kwargs",
-    "WrappedForwards",
-    "enclosing_checkpoints",
-    "followed",
-    "own_forward",
-    "suspended",
-    "wrapped_forwards_in",
-]
-
 _COMPILED = "_compiled_call_impl"
 _OF_A_FUNCTION = frozenset((
     "__annotations__", "__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__",

@@ -59,8 +59,6 @@ from recoup.planning.tiling import with_tiles
 from recoup.planning.verification import DifferentStepError
 from recoup.planning.verified_plan import faster_of, verified
 
-__all__ = ["Frontier", "FrontierPoint", "frontier_of"]
-
 _NUM_ROWS = 12  # that are printed
 _CLOSE = 1.5  # kinds are timed whose predicted costs differ by less
 

@@ -36,8 +36,6 @@ from recoup._core.storage_tracking import bytes_of
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.forwards import Forward
 
-__all__ = ["LazyLogits", "RowCall"]
-
 _torch: Any = torch
 _plainly: Any = _torch._C.DisableTorchFunctionSubclass
 _ATTRIBUTES = cast("dict[str, Any]", vars(_torch._C.TensorBase))

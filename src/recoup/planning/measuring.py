@@ -77,8 +77,6 @@ from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Way, constant
 
-__all__ = ["Times", "measure_blocks", "medians_of_alike", "times_of"]
-
 
 def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None = None) -> Measured:
     """Measure a step in which each block is recomputed (See Rule 1).

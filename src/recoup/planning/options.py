@@ -31,16 +31,6 @@ from recoup.planning.step import Forwards, Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
-__all__ = [
-    "OffloadPlace",
-    "PlanOptions",
-    "Policy",
-    "Room",
-    "checked_budget",
-    "losses_from",
-    "place_of",
-]
-
 Policy = Literal["full", "every 2nd block", "save attention", "keep"]
 # What a policy leaves no choice of.
 _CHOICES = ("compile", "exact", "offload_to", "tiles", "headroom")

@@ -17,8 +17,6 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["TINY_SHARE", "SavingDraws", "partitioned"]
-
 TINY_SHARE = 1e-6
 _PLAIN_NAMESPACES = ("aten", "prims", "recoup")
 

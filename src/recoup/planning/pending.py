@@ -52,8 +52,6 @@ from recoup.planning.options import Room
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
 
-__all__ = ["PendingForwards", "StepBound", "StepWatch"]
-
 
 class _Forward:
     """A forward that has ended; nodes of its graph hold it (See Rule 1).

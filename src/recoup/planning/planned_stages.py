@@ -27,20 +27,6 @@ from recoup.schedules import (
     Tape,
 )
 
-__all__ = ["PlannedChain", "PlannedStage", "chains_of", "each_alone", "planned_stages"]
-
-
-class PlannedChain(NamedTuple):
-    """A chain of a plan.
-
-    Args:
-        num_stages: the number of its calls.
-        executor: runs its schedule; None if all of its stages keep their residuals.
-    """
-
-    num_stages: int
-    executor: Executor | None
-
 
 class PlannedStage(NamedTuple):
     """The part of a plan for one call of a block.
@@ -48,7 +34,7 @@ class PlannedStage(NamedTuple):
     Args:
         name: the qualified name of the block.
         module: the block.
-        chain: its chain.
+        executor: runs the schedule of its chain; None if all stages of that keep their residuals.
         step: its index in that chain.
         is_kept: whether it keeps its residuals when it is first called.
         chosen: the operators whose results it keeps for its second run; None if it keeps none.
@@ -57,7 +43,7 @@ class PlannedStage(NamedTuple):
 
     name: str
     module: nn.Module
-    chain: PlannedChain
+    executor: Executor | None
     step: int
     is_kept: bool
     chosen: Products | None
@@ -78,10 +64,9 @@ def planned_stages(
     results = {a.start: a.results for a in schedule.actions if isinstance(a, Advance) and a.results}
     stages: list[PlannedStage] = []
     for start, stop in chains_of(calls):
-        chain = _planned_chain(schedule, start, stop, guard)
-        if guard is not None and chain.executor is not None and chain.executor.guard is guard:
+        executor = _executor_of(schedule, start, stop, guard)
+        if guard is not None and executor is not None and executor.guard is guard:
             guard = guard.anew()
-        executor = chain.executor
         for index in range(start, stop):
             step, call = index - start, calls[index]
             is_kept = executor is None or executor.prepared.steps[step].is_taped
@@ -95,7 +80,9 @@ def planned_stages(
                 funcs = frozenset(product.func for product in call.products if numbers)
                 saved = {i for i in numbers if call.products[i].is_residual}
                 chosen = Products(funcs, numbers, saved, selection.held)
-            stages.append(PlannedStage(call.name, call.module, chain, step, is_kept, chosen, code))
+            stages.append(
+                PlannedStage(call.name, call.module, executor, step, is_kept, chosen, code)
+            )
     return stages
 
 
@@ -122,9 +109,10 @@ def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
     yield from pairwise([*starts, len(calls)])
 
 
-def _planned_chain(
+def _executor_of(
     schedule: Schedule, start: int, stop: int, guard: DriftGuard | None
-) -> PlannedChain:
+) -> Executor | None:
+    """Return the executor of a chain; None if all of its stages keep their residuals."""
     actions = tuple(_within(schedule.actions, start, stop))
     runs_again = any(isinstance(action, Advance | Invert) for action in actions)
     part = Schedule(stop - start, actions, name=schedule.name)
@@ -133,7 +121,7 @@ def _planned_chain(
     if inverts and Keep(0) not in sweep and Offload(0) not in sweep:
         # What an inverse gets wrong is computed again from the first state.
         part = replace(part, actions=(Keep(0), *actions))
-    return PlannedChain(stop - start, Executor(part, guard=guard) if runs_again else None)
+    return Executor(part, guard=guard) if runs_again else None
 
 
 def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:

@@ -64,8 +64,6 @@ from recoup.schedules import (
     trace,
 )
 
-__all__ = ["PricedBlocks", "price_blocks", "price_whole", "under_policy"]
-
 _NOISE = 1.03  # of times, which says nothing
 
 

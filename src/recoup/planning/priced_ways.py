@@ -72,8 +72,6 @@ from recoup.planning.verification import DifferentStepError, Outcome, Verificati
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Cost, SelectiveTape, Way, constant
 
-__all__ = ["price_codes", "with_inverses"]
-
 _logger = logging.getLogger("recoup.planning.compiling")
 
 _NUM_STEPS = 2  # that are timed

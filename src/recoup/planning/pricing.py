@@ -39,8 +39,6 @@ from recoup.planning.verification import Outcome
 from recoup.planning.work import Product, Residual
 from recoup.schedules import Cost, Results
 
-__all__ = ["Measured", "MeasuredCall", "Selection", "price", "selections"]
-
 _MOST_SELECTIONS = 5
 _SMALL = 64  # of this size, so many residuals are no more than all of them
 

@@ -31,14 +31,6 @@ from recoup._core.pytree import tensors_in
 from recoup._core.rng import is_in_second_run
 from recoup.schedules import Cost
 
-__all__ = [
-    "CollectiveCounter",
-    "is_sharded",
-    "largest_among_ranks",
-    "largest_costs_among_ranks",
-    "on_any_rank",
-]
-
 _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 

@@ -53,18 +53,6 @@ from recoup._core.saved_tensors import set_versions, version_of
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.errors import ReplayError
 
-__all__ = [
-    "ChangedParameterError",
-    "ParameterCopy",
-    "StateSnapshot",
-    "foreign_leaves",
-    "is_in_rehearsal",
-    "rehearsal",
-    "settings_restored",
-    "uncollected",
-    "without_gradients",
-]
-
 
 class ChangedParameterError(ReplayError):
     """A step changed a parameter in a way that planning cannot undo."""
@@ -221,6 +209,7 @@ def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
 
 @contextmanager
 def streams_restored() -> Generator[None]:
+    """Return a context that restores the random streams of Python and numpy."""
     numpy = sys.modules.get("numpy.random")
     of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.get_state()

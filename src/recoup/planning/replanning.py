@@ -67,8 +67,6 @@ from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import rehearse_planned
 
-__all__ = ["PlanMaker", "PlansByShape"]
-
 _MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
 _NEAR = 0.97  # of the entries: such a shape loses nothing that is worth a plan
 _MOST_TRIED = 2.0  # budgets that a step may take, as its shapes say, to be tried
@@ -250,6 +248,7 @@ class PlansByShape:
         near = self._nearest(entries, shapes) if entries else None
         peak = math.inf if near is None else self._maker.peak_under(near.plan, args, kwargs)
         if near is not None and near.serve(shapes, peak):
+            near.plan.sizes.include(args, kwargs)
             what, entry = f"tried the plan for {near.shapes} on", near
         else:
             has_room = near is not None and near.plan.usable_bytes < peak < math.inf

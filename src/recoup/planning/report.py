@@ -35,8 +35,6 @@ from recoup.schedules import (
     simulate,
 )
 
-__all__ = ["BlockPlan", "PlanReport", "what_can_be_inverted"]
-
 
 class BlockPlan(NamedTuple):
     """The planned treatment of one call of a block.
@@ -101,7 +99,7 @@ class PlanReport:
         self.budget_bytes = budget_bytes
         self.baseline_bytes, self.headroom = room
         self.step_seconds = step_seconds
-        self._sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
+        self.sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]
         self._rehearsed_bytes, self._held_bytes, _, self._rehearsed_peaks = rehearsed

@@ -24,8 +24,6 @@ from recoup.planning.plan import Plan
 from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.step import Step
 
-__all__ = ["Largest", "largest", "largest_of", "plan", "plan_of"]
-
 
 @overload
 def plan(

@@ -31,18 +31,6 @@ from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
 
-__all__ = [
-    "Forwards",
-    "Observer",
-    "Rehearsed",
-    "Step",
-    "device_of",
-    "now",
-    "rehearse",
-    "rehearse_planned",
-    "seconds_of",
-]
-
 
 class Observer:
     """What is called around the modules of a forward, without gradients."""

@@ -26,8 +26,6 @@ from recoup.planning.rehearsal import uncollected
 from recoup.planning.step import Step
 from recoup.planning.verification import has_room
 
-__all__ = ["StepTimeline", "timeline"]
-
 _NOTEBOOK_HEIGHT = 760  # pixels
 
 

@@ -37,8 +37,6 @@ from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward
 from recoup.planning.lazy_logits import LazyLogits, RowCall
 
-__all__ = ["ROW_DIM", "Head", "TiledParts", "has_rows", "is_linear"]
-
 ROW_DIM = -2  # of the rows of an MLP: the one before the features
 _TINY = 1e-30  # numbers as small as a gradient over the number of targets
 

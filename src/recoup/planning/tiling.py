@@ -40,8 +40,6 @@ from recoup.planning.step import Observer, Step
 from recoup.planning.tiled_parts import ROW_DIM, Head, TiledParts, has_rows, is_linear
 from recoup.schedules import simulate
 
-__all__ = ["with_tiles"]
-
 _WORTH = 1 / 32  # of the least bytes: smaller logits are left alone
 _LESS = 0.97  # of the least bytes: parts that leave more are left alone
 _LEAST_ROWS = 64  # of a tile: a product of fewer is slow

@@ -46,8 +46,6 @@ from recoup._core.sketch import numbers_of, sketch_of
 from recoup._core.tensors import has_values, is_without_values
 from recoup.errors import ReplayError
 
-__all__ = ["DifferentStepError", "Outcome", "Verification", "has_room", "outcome_of"]
-
 _ROUNDING = 32.0  # in units of the eps of the type; half of it is that of a sketch
 _ROUNDING_OF_SUMS = 256.0  # where products over a large vocabulary are cut in tiles
 _MOST = 2.0**-6  # a larger relative difference is not rounding, even in 16-bit types

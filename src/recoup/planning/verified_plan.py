@@ -41,8 +41,6 @@ from recoup.planning.report import what_can_be_inverted
 from recoup.planning.step import Rehearsed, rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
-__all__ = ["Choice", "choose", "faster_of", "verified"]
-
 _NEAR = 1.25  # budgets; what is predicted to take so much may take less
 _FEW = 3  # further rehearsals
 _NUM_ROUNDS = 3

@@ -20,17 +20,6 @@ from recoup._core.saved_tensors import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.errors import RecoupError
 
-__all__ = [
-    "SECONDS_PER_MOVED_BYTE",
-    "Product",
-    "Residual",
-    "WorkCounter",
-    "counted_seconds",
-    "is_attention",
-    "is_costly",
-    "timed_by_work",
-]
-
 # The approximate number of floating-point operations in the time in which one byte is moved. It
 # weighs products against elementwise operators. Choices depend little on it; a constant keeps them
 # reproducible.
