@@ -34,7 +34,7 @@ from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError, ReplayError, ScheduleError
 from recoup.schedules import Invert, Schedule, Way
-from recoup.schedules.grouping import groups_of, on_groups
+from recoup.schedules.actions import groups_of, on_groups
 from recoup.schedules.memory import Memory, schedule_for
 
 Result = tuple[State, list[Any]]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_callable, check_choice, check_flag, check_type
-from recoup._core.callable_chain import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.pytree import flatten

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recoup._arguments import check_choice, check_flag, check_type
-from recoup._core.tensor_arguments import check_modules, check_place
+from recoup._core.tensors import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, coalesced, is_sharded
 from recoup.gradients.container import UNSCALED, Container, device_of

@@ -27,8 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real, check_whole
-from recoup._core.compile import is_watched, uncompiled
-from recoup._core.saved_tensors import grad_mode
+from recoup._core.compile import is_watched, never_compiled, uncompiled
+from recoup._core.devices import own_generator
+from recoup._core.rng import draw_seed
+from recoup._core.saved_tensors import Pair, grad_mode, pair_in_force, saving
 from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
