@@ -17,8 +17,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -107,7 +106,11 @@ def _explain(
     options: Any = {"blocks": blocks, "loss": of_loss, "compile": compile, "tiles": tiles}
     if budget is not None:
         options["budget"] = budget
-    with _told("the step"), _logged("recoup.planning"):  # which says what is being compiled
+    logger, handler = logging.getLogger("recoup.planning"), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)  # says what is being compiled
+    logger.setLevel(logging.INFO)
+    try:
         make: Any = recoup.plan
         plan = make(model, *args, **options, **kwargs)
         print(plan)
@@ -117,28 +120,10 @@ def _explain(
             applied = None if budget is None else plan
             timeline = recoup.timeline(model, *args, plan=applied, loss=of_loss, **kwargs)
             print(f"timeline: {timeline.page(html)}")
-
-
-@contextmanager
-def _told(what: str) -> Generator[None]:
-    """Raise a `_StepError` for what the user's code raises, and leave mistakes as they are."""
-    try:
-        yield
     except _MISTAKES:
         raise
     except Exception as error:
-        raise _StepError(what, error) from error
-
-
-@contextmanager
-def _logged(name: str) -> Generator[None]:
-    """Print what a logger is told."""
-    logger, handler = logging.getLogger(name), logging.StreamHandler()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
+        raise _StepError("the step", error) from error
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -148,8 +133,12 @@ def _estimate(build: str, budget: str | None, blocks: str | None, loss: str | No
     """Print what a step will take, which is not run."""
     of_loss: Any = None if loss is None else load_builder(loss)
     builder: Any = load_builder(build)
-    with _told("the step"):
+    try:
         print(recoup.estimate(builder, budget, blocks=blocks, loss=of_loss))
+    except _MISTAKES:
+        raise
+    except Exception as error:
+        raise _StepError("the step", error) from error
 
 
 def _curve(
