@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -61,11 +62,9 @@ class Coupling(InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         given, changed = self._halves(x)
-        values = self._evaluate_network(self.network, given, changed, context)
-        changed, log_det = self._change(changed, values)
+        changed, log_det = self._run(self.network, given, changed, context, self._change)
         if self.g is not None:
-            values = self._evaluate_network(self.g, changed, given, context)
-            given, more = self._change(given, values)
+            given, more = self._run(self.g, changed, given, context, self._change)
             log_det = log_det + more
         return self._join(given, changed), log_det
 
@@ -74,10 +73,8 @@ class Coupling(InvertibleModule):
         given, changed = self._halves(y)
         more: Tensor | None = None
         if self.g is not None:
-            values = self._evaluate_network(self.g, changed, given, context)
-            given, more = self._change_back(given, values)
-        values = self._evaluate_network(self.network, given, changed, context)
-        changed, log_det = self._change_back(changed, values)
+            given, more = self._run(self.g, changed, given, context, self._change_back)
+        changed, log_det = self._run(self.network, given, changed, context, self._change_back)
         return self._join(given, changed), log_det if more is None else log_det + more
 
     @abstractmethod
@@ -102,10 +99,15 @@ class Coupling(InvertibleModule):
             return _board(first, second)
         return torch.cat((first, second), dim=1)
 
-    def _evaluate_network(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> Any:
-        """Return what `_of_output` makes of the output of `network` for `given`."""
+    def _run(
+        self,
+        network: nn.Module,
+        given: Tensor,
+        changed: Tensor,
+        context: Tensor | None,
+        change: Callable[[Tensor, Any], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `change` makes of `changed` by the output of `network` for `given`."""
         is_board = self.split == "checkerboard"
         if is_board:
             given = self._join(given, torch.zeros_like(changed))
@@ -128,7 +130,8 @@ class Coupling(InvertibleModule):
             # type, or the inverse would not reproduce the input.
             return self._of_output(output if output.dtype is dtype else output.to(dtype))
 
-        return self.evaluate(network, *inputs, then=of_output)
+        # Nothing here holds what the network says: it goes before the parts are joined.
+        return change(changed, self.evaluate(network, *inputs, then=of_output))
 
     def extra_repr(self) -> str:
         """Show which part is the condition."""
