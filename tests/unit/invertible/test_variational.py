@@ -201,6 +201,14 @@ def test_the_bound_holds_and_training_closes_it():
     assert exact - 0.4 < learned <= exact
 
 
+def test_its_memory_and_drift_follow_those_of_the_flow():
+    flow = flow_with("sqrt")
+    assert flow.dequantize.memory == flow.chain.memory == "sqrt"
+    flow.drift = "raise"
+    assert flow.dequantize.drift.otherwise == flow.chain.drift.otherwise == "raise"
+    assert flow.dequantize.drift is not flow.chain.drift
+
+
 def test_a_schedule_is_for_one_chain():
     flow = flow_with("linear")
     schedule = schedules.sqrt(len(flow.chain))
