@@ -372,10 +372,8 @@ CALLS: Calls = {
         for way, at in (("forward", "x"), ("inverse", "y"))
     },
     "Cost": (schedules.Cost, lambda: {"seconds": 1.0, "state_bytes": 4, "tape_bytes": 8}),
-    "Cost.scaled": (COST.scaled, lambda: {"factor": 2.0}),
     "Cost.tape": (COST.tape, lambda: {"variant": 0}),
     "SelectiveTape": (schedules.SelectiveTape, lambda: {"tape_bytes": 4, "seconds": 1.0}),
-    "SelectiveTape.scaled": (schedules.SelectiveTape(4, 1.0).scaled, lambda: {"factor": 2.0}),
     "Schedule": (
         schedules.Schedule, lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions},
     ),

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.weights import draws
-from recoup.weights import recurrent as recurrent_layers
+from recoup.weights import module as weight_modules
 from tests.alive import Remade, allocated_bytes, held_after, histories, no_collector, step_of
 from tests.oracle import hooks_in_force
 from tests.weight_zoo import (
@@ -129,7 +129,7 @@ def flattened(layer):
 @pytest.mark.parametrize("way", ["dropout", "noise", "stacked"])
 @pytest.mark.parametrize("name", ["lstm", "lstm of layers, both ways", "lstm with projection"])
 def test_one_piece_with_all_weights_of_a_recurrent_layer_is_not_held(name, way, monkeypatch):
-    monkeypatch.setattr(recurrent_layers, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(weight_modules, "is_accelerator", lambda _: True)
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flattened)
     module, inputs = built(LAYERS[name], "float32")
     other = copy.deepcopy(module)
