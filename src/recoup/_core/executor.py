@@ -3,7 +3,7 @@
 NOTE [ One executor ]
 
 Rule 1. Stages that a schedule always treats alike are given as one stage: a segment of `sqrt` is
-        one region, and its states are not handed over one by one (see `schedules/grouping`).
+        one region, and its states are not handed over one by one (see `groups_of`).
 Rule 2. Within a region that is inverted, its owner has every residual, and stages run plainly.
 """
 

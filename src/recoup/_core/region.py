@@ -12,15 +12,15 @@ Rule 3. A tensor that is there twice is one tensor in a later run too, since cod
 
 NOTE [ An inverted call ]
 
-Rule 1. An inverse runs without a graph; each network that it evaluates is a region beside this one,
+Rule 4. An inverse runs without a graph; each network that it evaluates is a region beside this one,
         and fills its own slots (NOTE [ One evaluation ]).
-Rule 2. Draws in an inverted call that no seed repeats come from the generators' state, in the order
+Rule 5. Draws in an inverted call that no seed repeats come from the generators' state, in the order
         in which forward drew; its networks run again, in the order of forward. If the inverse draws
         in another order, it returns another input, which the drift guard sees. Without one, the
         output of the second forward is compared with that of the first.
-Rule 3. An inverse may return the input of forward in another memory layout. It is then copied to
+Rule 6. An inverse may return the input of forward in another memory layout. It is then copied to
         the layout of forward, in which the second forward draws the same masks.
-Rule 4. Residuals that are made from what an inverse returned differ by more than rounding. So they
+Rule 7. Residuals that are made from what an inverse returned differ by more than rounding. So they
         are not compared; the state is, by the drift guard.
 """
 
@@ -299,7 +299,7 @@ class InvertedRegion(Region):
         try:
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
-            if has_foreign and not is_compared:  # See Rule 2
+            if has_foreign and not is_compared:  # See Rule 5
                 output = self._filled(state, recall=False, needs_output=True)
                 self._check_same(output, after)
             elif is_taped and (not recall or super().are_wanted):
@@ -326,7 +326,7 @@ class InvertedRegion(Region):
             )
         # Under autocast an inverse may return another type than forward was given.
         before = tuple(map(Tensor.to, before, self._dtypes))
-        return in_order(before, self._strides)  # See Rule 3
+        return in_order(before, self._strides)  # See Rule 6
 
     def _check_same(self, again: State, after: State) -> None:
         for value, expected in zip(again, after, strict=True):

@@ -19,12 +19,12 @@ Rule 5. While the block runs, a replay runs what was recorded so far, and is its
 
 NOTE [ One operator, one state ]
 
-Rule 1. An operator draws from the generator that it is given, or from the default one of the device
+Rule 6. An operator draws from the generator that it is given, or from the default one of the device
         that it works on. It has drawn if the state of that generator has changed.
-Rule 2. A draw keeps the state before it where that is not the one that the previous draw of the
+Rule 7. A draw keeps the state before it where that is not the one that the previous draw of the
         block left: at the first draw, and where other code seeded the generator or drew from it in
         between. A generator of the CPU that was only seeded is kept as its seed, 8 bytes.
-Rule 3. The numbers come from a private generator in the same state, in forward too, since other
+Rule 8. The numbers come from a private generator in the same state, in forward too, since other
         threads may draw from the original one. An operator that takes no generator, or that works
         on a device for which torch makes none, draws from the default one, which is set to the
         state and restored afterwards. There a draw of another thread leaves another state behind
@@ -69,7 +69,7 @@ _lock = threading.RLock()  # blocks of several threads draw one after the other
 
 
 class Draw(NamedTuple):
-    """A draw: its generator, by address or device, its device, and its states (See Rule 2).
+    """A draw: its generator, by address or device, its device, and its states (See Rule 7).
 
     Attributes:
         before: the state before it, or a seed; None if the previous draw left that state.
@@ -89,7 +89,7 @@ class Draws:
         self._left: dict[Any, tuple[Any, Tensor]] = {}  # by address, which the generator holds
 
     def first(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
-        """Run an operator; return its result, and a `Draw` if it drew (See Rule 1)."""
+        """Run an operator; return its result, and a `Draw` if it drew (See Rule 6)."""
         generator = kwargs.get("generator")
         stream: Any = None if generator is None else generator._cdata  # each call gets a new object
         device = generator.device if generator is not None else _device_of(args, kwargs)
@@ -132,7 +132,7 @@ class Draws:
 def _run(
     func: Any, args: Any, kwargs: dict[str, Any], device: torch.device, state: Tensor
 ) -> tuple[Any, Tensor]:
-    """Run an operator from a state; return its result, and the state after it (See Rule 3)."""
+    """Run an operator from a state; return its result, and the state after it (See Rule 8)."""
     with_generator = _with_generator(func)
     if with_generator is not None and devices.makes_generators(device.type):
         ours = devices.own_generator(device, 0)

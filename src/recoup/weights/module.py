@@ -16,13 +16,13 @@ Rule 4. A forward of the module that something was applied to is a step. The for
 
 NOTE [ One piece of memory ]
 
-Rule 1. cuDNN runs a recurrent layer on one piece of memory with all of its weights. Those that were
+Rule 5. cuDNN runs a recurrent layer on one piece of memory with all of its weights. Those that were
         computed one by one it copies to such a piece in each forward, and autograd holds that: what
         nothing was to store would be stored. So they are copied here, to a piece that is made again
         in backward as any value is. The layer takes views of it, and cuDNN copies nothing.
-Rule 2. Where each weight lies is what `flatten_parameters` of torch says. It leaves weights as they
+Rule 6. Where each weight lies is what `flatten_parameters` of torch says. It leaves weights as they
         are where cuDNN does not run.
-Rule 3. Nobody else sees the piece, so nothing changes it. Tensors that torch makes from its storage
+Rule 7. Nobody else sees the piece, so nothing changes it. Tensors that torch makes from its storage
         have versions of their own, which say nothing.
 """
 
@@ -307,7 +307,7 @@ class _Piece(Source):
         self._weights = [keep(weight, self.name, pair) for weight in weights]
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is of its type (See Rule 3 of NOTE [ One piece of memory ])."""
+        """Whether `tensor` is of its type (See Rule 7)."""
         return tensor.dtype is self.dtype
 
     def slot(self, tensor: Tensor, cast: Cast | None = None) -> Packed:
