@@ -21,8 +21,9 @@ Rule 4. Hooks of ours run within the operators of others. What they compute is h
 Rule 5. Interceptors see plain tensors alone. What the compiler traces, what a transform of
         torch.func or forward-mode autograd wraps, sparse and nested tensors, and those of other
         classes pass by, and so does what their operators run.
-Rule 6. Kernels may run operators themselves (a fused dropout draws its mask), as a mode does not
-        see either. They run beneath autograd, which shows in the keys that are excluded.
+Rule 6. Kernels may run operators themselves (a fused dropout draws its mask). Interceptors do not
+        see these, as a mode does not: they run beneath autograd, which shows in the keys that are
+        excluded then.
 """
 
 from __future__ import annotations

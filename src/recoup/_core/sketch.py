@@ -16,10 +16,11 @@ Rule 3. Kernels may round otherwise in a second run: threads add in another orde
         precision that is so much that two rows of like weights might change places unseen. So these
         have 17 columns: a row of a tensor that moves comes to stand in others.
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
-Rule 5. On a CUDA device, launching a kernel takes longer than reading a few megabytes. So what is
-        left of a large tensor there is a weighted sum of each of some thousand rows, one kernel
-        (twice as fast as sums of columns), of integers a sum of each row of words. Two runs mostly
-        make the same bits. Only if they do not are the sums folded into a sketch.
+Rule 5. On a CUDA device, launching a kernel takes longer than reading a few megabytes. So one
+        kernel makes the sketch of a large tensor there: the weighted sums of its rows, some
+        thousands, which is twice as fast as sums of columns. (That of integers is the sums of rows
+        of words.) Two runs mostly make the same bits, and then nothing more is done. Only if they
+        do not, these sums are folded into the few numbers of Rule 1.
 """
 
 from __future__ import annotations
