@@ -142,7 +142,12 @@ def _panel(
     axes.set_ylim(0, 1.06 * top)
     axes.set_xlim(0, 1.02 * depths[-1])
     axes.set_xticks(_ticks(depths))
-    axes.legend(loc="upper left", frameon=False, fontsize=9.5)
+    # The numbers are those of the last point of each line.
+    legend = axes.legend(
+        loc="upper left", frameon=False, fontsize=9.5, title="at its largest depth",
+        alignment="left",
+    )  # fmt: skip
+    legend.get_title().set(color=QUIET, fontsize=9)
     finish(axes, f"{title} ({unit})", "Depth (blocks)")
 
 
