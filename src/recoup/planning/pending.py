@@ -22,7 +22,8 @@ Rule 5. A plan is rehearsed with the loss that it was given. What a training loo
         the first step is measured, from its first forward to the end of its backward.
 Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
         as well if the forward or the backward fails, if the graph is freed without a backward, and
-        with the next forward.
+        with the next forward. A backward in another thread says nothing, and cannot end it: the
+        next forward does.
 Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On an accelerator the
         statistics of the allocator are read, and not reset, since they may be the user's.
 """
@@ -86,14 +87,14 @@ class PendingForwards(threading.local):
 
     def watch(self, bound: StepBound, model: nn.Module) -> None:
         """Watch the step that begins, if it is the first one."""
+        self.unwatch()
         if self._watch is None or not self._watch.is_done:
-            self.unwatch()
             device = device_of(model)
             self._watch = StepWatch(type(model).__name__, device, bound.step_bytes)
 
     def unwatch(self) -> None:
-        """End the watch on a step that has no backward."""
-        if self._watch is not None and not self._watch.is_done:
+        """End the watch on a step that has no backward in this thread."""
+        if self._watch is not None and not self._watch.is_ending:
             self._watch.end()
 
     def alive(self) -> list[_Forward]:
@@ -220,7 +221,8 @@ class StepWatch:
         most_bytes: the most that its plan leaves to a step.
 
     Attributes:
-        is_done: whether a step was watched to its end.
+        is_done: whether the step has come to its backward, so that no other one is watched.
+        is_ending: whether that backward, once it is freed, ends the watch.
     """
 
     def __init__(self, name: str, device: torch.device, most_bytes: int) -> None:
@@ -228,7 +230,7 @@ class StepWatch:
         self._most_bytes = most_bytes
         self._thread = threading.get_ident()
         self._line: Timeline | _DevicePeak | None = None
-        self.is_done = False
+        self.is_done = self.is_ending = False
         if not is_in_backward() and not is_in_rehearsal():
             if is_accelerator(device):
                 self._line = _DevicePeak(device)
@@ -241,7 +243,9 @@ class StepWatch:
         """End the watch when the backward that this thread runs is freed (See Rule 6)."""
         if not self.is_done:
             self.is_done = True
-            when_backward_is_freed(self._say)
+            self.is_ending = threading.get_ident() == self._thread
+            if self.is_ending:
+                when_backward_is_freed(self._say)
 
     def end(self) -> int:
         """End the watch, and return the peak; 0 if nothing was watched."""
