@@ -9,7 +9,8 @@ Rule 1. A second run is given back the settings of operators (autocast, the kern
         the first run. (Elsewhere they are not held: what they hold may hold the graph.)
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
-        versions, since fused kernels leave versions alone. So does one that it assigned anew.
+        versions, since fused kernels leave versions alone. The same goes for buffers that it
+        assigned anew, or for the first time: a module has the ones again that it had.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
 Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
@@ -54,8 +55,8 @@ from recoup._core.settings import settings_now, with_settings
 from recoup._core.tensors import has_values, is_without_values
 
 Code = weakref.ref[Any]
-# A buffer, in the buffers of its module, with its name.
-Place = tuple[dict[str, Tensor | None], str, Tensor]
+# The buffers of a module, and what they were at some time.
+Buffers = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
 _of_modules: Any = nn.modules.module
 _hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
 _hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
@@ -100,12 +101,13 @@ class Surroundings(Draws):
         self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
-        self._replaced: list[Place] = []  # buffers that the first run assigned anew
+        self._assigned: list[Buffers] = []  # that the first run assigned anew
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
-        self.buffers: list[Tensor] = []
+        self.buffers: list[Buffers] = []
         self._parameters: list[Tensor] = []
         self._versions: list[int] = []
+        self._buffer_versions: list[int] = []
         self._hooks: list[object] = []
         self._is_unsure = False
         if modules:
@@ -140,14 +142,14 @@ class Surroundings(Draws):
         found = dict.fromkeys(roots)
         modules = list(found)
         parameters: list[Tensor] = []
-        buffers: list[Tensor] = []
+        buffers: list[Buffers] = []
         hooks: list[object] = []
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
             if own["_parameters"]:
                 parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
             if own["_buffers"]:
-                buffers += cast("Iterable[Any]", filter(is_there, own["_buffers"].values()))
+                buffers.append((own["_buffers"], own["_buffers"].copy()))
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 hooks += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
                 hooks.append(own.get("forward"))
@@ -159,7 +161,7 @@ class Surroundings(Draws):
         self._modules, self._modes = modules, list(map(_training, modules))
         self._parameters, self._versions = parameters, versions_of(parameters)
         self._hooks = hooks
-        self.buffers, self._buffer_versions = buffers, versions_of(buffers) if buffers else []
+        self.buffers, self._buffer_versions = buffers, versions_of(_all(buffers)) if buffers else []
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -173,13 +175,13 @@ class Surroundings(Draws):
     def _looking(self) -> Generator[None]:
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
-        places = self._buffers_that_may_count()
-        with _BUFFERS if places else nullcontext():
-            before = [(each, each.detach().clone()) for _, _, each in places]
+        found = self._buffers_that_may_count()
+        with _BUFFERS if found else nullcontext():
+            before = _copies_of(found)
             self.counted = [*before]
-            with self._finding(before, places) as called, self.recording(), mode:
+            with self._finding(before, found) as called, self.recording(), mode:
                 yield
-            self._replaced = [each for each in places if each[0].get(each[1]) is not each[2]]
+            self._assigned = [each for each in found if _are_assigned(each)]
             if self._is_finding:
                 self.counted = [pair for pair in before if not torch.equal(*pair)]
                 self._has_found(called)
@@ -190,35 +192,42 @@ class Surroundings(Draws):
             # It has begun to draw, or another thread has drawn: the next run shows which.
             self._is_unsure = True
             self.look_again()
-        if not self.buffers or versions_of(self.buffers) == self._buffer_versions:
+        assigned = {id(own) for own, _ in self._assigned}
+        begun = [
+            each for each in self.buffers if _are_assigned(each) and id(each[0]) not in assigned
+        ]
+        before = _all(self.buffers)
+        if not begun and versions_of(before) == self._buffer_versions:
             return
+        self._assigned += begun
         counted = {id(buffer) for buffer, _ in self.counted}
-        before = dict(zip(map(id, self.buffers), self._buffer_versions, strict=True))
+        versions = dict(zip(map(id, before), self._buffer_versions, strict=True))
         for module in self._modules:  # one that has begun to count since it was looked at
+            if any(own is module._buffers for own, _ in begun):
+                _add(_counts, [weakref.ref(module)])
             own = [each for each in module._buffers.values() if each is not None]
-            changed = [each for each in own if version_of(each) != before.get(id(each))]
+            changed = [e for e in own if version_of(e) != versions.get(id(e), version_of(e))]
             if changed and counted.isdisjoint(map(id, own)):
                 _add(_counts, [weakref.ref(module)])
                 self.counted += [(buffer, None) for buffer in own]
 
-    def _buffers_that_may_count(self) -> list[Place]:
+    def _buffers_that_may_count(self) -> list[Buffers]:
         """Return the buffers that the run may change (See Rule 5)."""
         return [
-            place
+            (module._buffers, module._buffers.copy())
             for module, ref in zip(self._modules, self._code[1:], strict=True)
-            if module._buffers and (self._is_looking or ref in _counts)
-            for place in _places_in(module)
+            if self._is_looking or ref in _counts
         ]
 
     @contextmanager
     def _finding(
-        self, before: list[tuple[Tensor, Tensor]], places: list[Place]
+        self, before: list[tuple[Tensor, Tensor]], found: list[Buffers]
     ) -> Generator[set[int] | None]:
         """A context that finds the modules that are called (See Rule 5); yields their ids.
 
         Args:
             before: takes their buffers, and the values that these have.
-            places: takes the places of these.
+            found: takes the buffers of each module.
         """
         if not self._is_finding or self.kept_outputs is None:
             yield None  # compiled code runs under no such mode, and looks at hooks
@@ -242,9 +251,8 @@ class Surroundings(Draws):
             is_copied = is_held and (self._is_looking or ref in _counts)
             is_seen = ref in (training if module.training else evaluated)
             if not is_copied and (not is_seen or ref in _counts):
-                found = _places_in(module)
-                places.extend(found)
-                before.extend((each, each.detach().clone()) for _, _, each in found)
+                found.append((module._buffers, module._buffers.copy()))
+                before.extend(_copies_of(found[-1:]))
 
         with nn.modules.module.register_module_forward_pre_hook(begins):
             yield called
@@ -252,12 +260,12 @@ class Surroundings(Draws):
     def _has_found(self, called: set[int] | None) -> None:
         """Note what the first run showed about its code, and which modules it has called."""
         changed = {id(buffer) for buffer, _ in self.counted}
-        changed.update(id(buffers.get(name)) for buffers, name, _ in self._replaced)
+        changed.update(id(own) for own, _ in self._assigned)
         left: set[Code] = set()  # with buffers that may change when they are called
         for module, ref in zip(self._modules, self._code[1:], strict=True):
             if not module._buffers:
                 continue
-            if not changed.isdisjoint(map(id, module._buffers.values())):
+            if not changed.isdisjoint(map(id, (module._buffers, *module._buffers.values()))):
                 _add(_counts, [ref])
             elif called is not None and id(module) not in called and ref not in self._root:
                 left.add(ref)
@@ -304,7 +312,7 @@ class Surroundings(Draws):
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
-        is_any = self.counted or self._replaced or self.kept_outputs
+        is_any = self.counted or self._assigned or self.kept_outputs
         is_any = is_any or (self._context and _differs(self._context))
         if is_in_mode or is_any or True in settings[0]:
             return self._restored()
@@ -317,23 +325,21 @@ class Surroundings(Draws):
             mode = self.kept_outputs.repeating()
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(OperatorMode(run_plainly))
-        buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
+        buffers, assigned = [buffer for buffer, _ in self.counted], self._assigned
         variables = _variables(self._context) if self._context else nullcontext()
-        lock = _BUFFERS if buffers or replaced else nullcontext()
+        lock = _BUFFERS if buffers or assigned else nullcontext()
         with with_settings(self._settings), variables, lock:
             after = [buffer.detach().clone() for buffer in buffers]
-            others = [owners.get(name) for owners, name, _ in replaced]
+            others = [(own, own.copy()) for own, _ in assigned]
             try:
-                for owners, name, buffer in replaced:
-                    owners[name] = buffer
+                _assign(assigned)
                 known = [(buffer, value) for buffer, value in self.counted if value is not None]
                 _put([buffer for buffer, _ in known], [value for _, value in known])
                 with self.replaying(), mode:
                     yield
             finally:
                 _put(buffers, after)
-                for (owners, name, _), other in zip(replaced, others, strict=True):
-                    owners[name] = other
+                _assign(others)
 
     # -- what has changed ------------------------------------------------------------------
 
@@ -388,12 +394,26 @@ def _variables(context: contextvars.Context) -> Generator[None]:
             variable.reset(token)
 
 
-def _places_in(module: nn.Module) -> list[Place]:
-    return [
-        (module._buffers, name, each)
-        for name, each in module._buffers.items()
-        if each is not None and has_values(each)
-    ]
+def _all(buffers: Iterable[Buffers]) -> list[Tensor]:
+    """Return the buffers that modules had."""
+    return [each for _, before in buffers for each in before.values() if each is not None]
+
+
+def _copies_of(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
+    return [(each, each.detach().clone()) for each in _all(buffers) if has_values(each)]
+
+
+def _are_assigned(buffers: Buffers) -> bool:
+    """Whether a module has other tensors as its buffers now."""
+    own, before = buffers
+    return [*map(id, own.values())] != [*map(id, before.values())]
+
+
+def _assign(buffers: Iterable[Buffers]) -> None:
+    """Let modules have the buffers that they had."""
+    for own, before in buffers:
+        own.clear()
+        own.update(before)
 
 
 def _add(known: set[Code], parts: Iterable[Code]) -> None:
