@@ -13,6 +13,8 @@ Rule 2. A buffer of the modules that the first run changed counts once: a second
         assigned anew, or for the first time: a module has the ones again that it had.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
+        But what a second run sets as attributes of modules, and the hooks that it adds to
+        parameters, are taken away: a module has those of the first run, in whose graph they are.
 Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
         residual differs, they tell an error what has changed.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
@@ -27,6 +29,9 @@ Rule 6. A run that began in a dispatch mode is repeated in one: composite operat
 Rule 7. If a later run that is given what the first one decided differs from it, fails, or is not
         compared, and has decided less, it was given what is of other calls: the first run has
         cached a mask. Then it is run again, and decides.
+Rule 8. Threads may share a module, so one thread at a time has the turn to find or put other values
+        in buffers. Code within a turn may take a gradient, which on an accelerator runs regions in
+        another thread, while this one waits: they share the turn in which they were made.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, cast
 
@@ -55,14 +60,14 @@ from recoup._core.settings import settings_now, with_settings
 from recoup._core.tensors import has_values, is_without_values
 
 Code = weakref.ref[Any]
-# The buffers of a module, and what they were at some time.
+# The buffers of a module, or its attributes, and what they were at some time.
 Buffers = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
+Attributes = tuple[dict[str, Any], dict[str, Any]]
 _of_modules: Any = nn.modules.module
 _hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
 _hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
 _training: Callable[[nn.Module], bool] = attrgetter("training")
-# Held while buffers have the values of an earlier time: threads may share a module.
-_BUFFERS = threading.RLock()
+_hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
 # decided or may have drawn then; and modules that changed a buffer of their own.
 _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
@@ -71,6 +76,37 @@ _draws: set[Code] = set()
 _counts: set[Code] = set()
 # Code that calls modules which it does not hold (See Rule 5).
 _finds: set[Code] = set()
+
+
+class _Turn:
+    """A turn to have other values in buffers (See Rule 8)."""
+
+    lock = threading.Lock()
+    current: _Turn | None = None
+
+
+class _Here(threading.local):
+    turn: _Turn | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def _turn(of: _Turn | None, *, is_needed: bool) -> Generator[_Turn | None]:
+    """A context that has the turn, if it is needed: that of this thread or `of` a call around."""
+    around = _here.turn
+    if not is_needed or around is not None:
+        yield around
+        return
+    is_shared = of is not None and of is _Turn.current
+    with nullcontext() if is_shared else _Turn.lock:
+        _here.turn = _Turn.current = of if is_shared else _Turn()
+        try:
+            yield _here.turn
+        finally:
+            _here.turn = None
+            _Turn.current = of if is_shared else None
 
 
 class Surroundings(Draws):
@@ -110,6 +146,7 @@ class Surroundings(Draws):
         self._buffer_versions: list[int] = []
         self._hooks: list[object] = []
         self._is_unsure = False
+        self._turn = _here.turn
         if modules:
             self._note(modules)
         self._code = list(map(weakref.ref, (code, *self._modules)))
@@ -176,7 +213,7 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        with _BUFFERS if found else nullcontext():
+        with _turn(self._turn, is_needed=bool(found)) as self._turn:
             before = _copies_of(found)
             self.counted = [*before]
             with self._finding(before, found) as called, self.recording(), mode:
@@ -314,9 +351,9 @@ class Surroundings(Draws):
         settings = self._settings
         is_any = self.counted or self._assigned or self.kept_outputs
         is_any = is_any or (self._context and _differs(self._context))
-        if is_in_mode or is_any or True in settings[0]:
-            return self._restored()
-        return self.replaying() if settings == settings_now() else self._restored()
+        is_any = is_in_mode or is_any or True in settings[0] or settings != settings_now()
+        run = self._restored() if is_any else self.replaying()
+        return _LeftAlone(run, self._modules, self._parameters)
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -327,8 +364,8 @@ class Surroundings(Draws):
             mode = InMode(OperatorMode(run_plainly))
         buffers, assigned = [buffer for buffer, _ in self.counted], self._assigned
         variables = _variables(self._context) if self._context else nullcontext()
-        lock = _BUFFERS if buffers or assigned else nullcontext()
-        with with_settings(self._settings), variables, lock:
+        turn = _turn(self._turn, is_needed=bool(buffers or assigned))
+        with with_settings(self._settings), variables, turn:
             after = [buffer.detach().clone() for buffer in buffers]
             others = [(own, own.copy()) for own, _ in assigned]
             try:
@@ -375,6 +412,40 @@ class Surroundings(Draws):
         return f"a {type(found).__name__}"
 
 
+class _LeftAlone:
+    """A context for a later run that leaves modules and parameters alone (See Rule 3)."""
+
+    __slots__ = ("_attributes", "_hooks", "_modules", "_parameters", "_run")
+
+    def __init__(
+        self,
+        run: AbstractContextManager[None],
+        modules: Sequence[nn.Module],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        self._run, self._modules, self._parameters = run, modules, parameters
+
+    def __enter__(self) -> None:
+        self._attributes: list[dict[str, Any]] = list(map(dict.copy, map(vars, self._modules)))
+        self._hooks: list[tuple[Any, ...]] = list(map(_hooks_of, self._parameters))
+        if self._hooks.count((None, None)) < len(self._hooks):
+            self._hooks = [tuple(own and dict(own) for own in each) for each in self._hooks]
+        self._run.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        try:
+            return self._run.__exit__(*exc_info)
+        finally:
+            for module, before in zip(self._modules, self._attributes, strict=True):
+                own = vars(module)
+                if [*map(id, own.values())] != [*map(id, before.values())]:
+                    _assign([(own, before)])
+            hooks = list(map(_hooks_of, self._parameters))
+            if hooks != self._hooks:
+                for found, before in zip(chain(*hooks), chain(*self._hooks), strict=True):
+                    _assign([(found, before or {})] if found else [])
+
+
 _UNSET = object()
 
 
@@ -403,15 +474,15 @@ def _copies_of(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
     return [(each, each.detach().clone()) for each in _all(buffers) if has_values(each)]
 
 
-def _are_assigned(buffers: Buffers) -> bool:
-    """Whether a module has other tensors as its buffers now."""
-    own, before = buffers
+def _are_assigned(found: Attributes) -> bool:
+    """Whether a module has other objects as its buffers, or attributes, now."""
+    own, before = found
     return [*map(id, own.values())] != [*map(id, before.values())]
 
 
-def _assign(buffers: Iterable[Buffers]) -> None:
-    """Let modules have the buffers that they had."""
-    for own, before in buffers:
+def _assign(found: Iterable[Attributes]) -> None:
+    """Let modules have the buffers, or attributes, that they had."""
+    for own, before in found:
         own.clear()
         own.update(before)
 

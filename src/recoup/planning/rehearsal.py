@@ -190,21 +190,27 @@ def uncollected() -> Generator[None]:
 @contextmanager
 def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
     """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    found: list[Any] = [getattr(leaf, name) for leaf in leaves for name in names]
-    hooks = [(own, dict(own)) for own in found if own]
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [(leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in names]
     for leaf, _ in gradients:
         leaf.grad = None
-    for own, _ in hooks:
-        own.clear()
+    _refill_hooks((leaf, name, {}) for leaf, name, _ in hooks)
     try:
         yield leaves
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
-        for own, before in hooks:
-            own.update(before)
+        _refill_hooks(hooks)
+
+
+def _refill_hooks(hooks: Iterable[tuple[Tensor, str, dict[int, Any]]]) -> None:
+    """Let tensors have these hooks, and none that were added meanwhile."""
+    for leaf, name, found in hooks:
+        own = getattr(leaf, name)
+        if own is not None:
+            own.clear()
+            own.update(found)
 
 
 @contextmanager
