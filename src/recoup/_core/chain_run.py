@@ -152,7 +152,7 @@ class Run:
             self._kept[index] = tuple(self._sent(state, name, to))
             return
         keeps = Kept if index else keep  # See Rule 9
-        self._kept[index] = tuple([keeps(value, name, pair) for value in state])
+        self._kept[index] = tuple(map(keeps, state, itertools.repeat(name), itertools.repeat(pair)))
 
     def _sent(self, state: State, name: str, to: str) -> list[Away | Kept]:
         traffic = self._traffic.get(to)

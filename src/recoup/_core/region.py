@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
-from recoup._core.rng import is_in_second_run
+from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
     Way,
     as_leaves,
@@ -144,7 +144,7 @@ class Region(Residuals):
         outputs = self.surroundings.kept_outputs
         kept = getattr(stage, "kept_nodes", None) or (() if outputs is None else outputs.nodes)
         # Within a second run of a region around, which is compared itself, it need not be.
-        follows = stage.compares and not is_in_second_run()
+        follows = stage.compares and not draws_here.num_replayed
         products = getattr(stage, "products", None)
         held = () if products is None else products.held
         recording = Recording(self, owner, given, kept, held, follows=follows)
@@ -162,7 +162,9 @@ class Region(Residuals):
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
-        if surroundings.buffers or surroundings.has_foreign:
+        parameters = surroundings.parameters
+        is_written = bool(parameters) and versions_of(parameters) != surroundings.versions
+        if is_written or surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()
         return result
 

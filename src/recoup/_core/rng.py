@@ -51,10 +51,11 @@ _64_BITS = 2**64 - 1
 
 class _Local(threading.local):
     regions: tuple[Draws, ...] = ()  # the draws of the regions around this code
+    num_replayed = 0  # of these, those that run again now
     num_seeds = 0  # that this thread has taken from the default generator
 
 
-_local = _Local()
+draws_here = _Local()
 
 
 # --- seeds ---------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def hash_seed(*numbers: int) -> int:
 
 def draw_seed() -> int:
     """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same seed."""
-    if not _local.regions:
+    if not draws_here.regions:
         return _fresh_seed()
 
     def make(recorded: Any) -> tuple[int, int]:
@@ -87,7 +88,7 @@ def draw_seed() -> int:
 def _fresh_seed() -> int:
     if accelerator() is not None:
         refuse_capture()
-    _local.num_seeds += 1
+    draws_here.num_seeds += 1
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     try:
         return int(seed.item())
@@ -132,8 +133,8 @@ class Draws:
     @contextmanager
     def recording(self) -> Generator[None]:
         """A context for the first run of a region, which records seeds and notes foreign draws."""
-        around = _local.regions
-        _local.regions = (*around, self)
+        around = draws_here.regions
+        draws_here.regions = (*around, self)
         self.start = self._expected = states = generator_states()
         for draws in around:
             if draws._is_replaying:
@@ -143,7 +144,7 @@ class Draws:
         try:
             yield
         finally:
-            _local.regions = around
+            draws_here.regions = around
             states = generator_states()
             if self.has_foreign or not same_states(self._expected, states):
                 self.has_foreign = True
@@ -164,14 +165,16 @@ class Draws:
             before = generator_states()
         outer = (self._is_replaying, self._cursor, self._num_begun)
         self._is_replaying, self._cursor, self._num_begun = True, 0, 0
-        around = _local.regions
-        _local.regions = (self,) if is_alone else (*around, self)
+        around = draws_here.regions
+        draws_here.regions = (self,) if is_alone else (*around, self)
+        draws_here.num_replayed += 1
         try:
             if start is not None:
                 set_generator_states(start)
             yield
         finally:
-            _local.regions = around
+            draws_here.num_replayed -= 1
+            draws_here.regions = around
             self._is_replaying, self._cursor, self._num_begun = outer
             if before is not None:
                 set_generator_states(before)  # See Rule 5
@@ -212,7 +215,7 @@ def _recorded(make: Callable[[Any], tuple[Any, T]]) -> T:
         make: returns the entry and the result; it is given the entry of the first run if a region
             around runs again, else None.
     """
-    around = _local.regions
+    around = draws_here.regions
     num_outer = len(around)
     while num_outer and not around[num_outer - 1]._is_replaying:
         num_outer -= 1
@@ -233,15 +236,7 @@ def _recorded(make: Callable[[Any], tuple[Any, T]]) -> T:
 
 def num_repeated() -> int:
     """Return the number of regions around this code that may run again, or run again now."""
-    return len(_local.regions)
-
-
-def is_in_second_run() -> bool:
-    """Whether a region around this code runs again now."""
-    for draws in _local.regions:  # noqa: SIM110 - without a generator, for speed
-        if draws._is_replaying:
-            return True
-    return False
+    return len(draws_here.regions)
 
 
 def is_run_again() -> bool:
@@ -250,7 +245,7 @@ def is_run_again() -> bool:
 
 
 # Returns something true inside a region that may run again, or runs again now.
-is_repeated: Callable[[], object] = partial(getattr, _local, "regions")
+is_repeated: Callable[[], object] = partial(getattr, draws_here, "regions")
 
 
 # --- decisions and calls among the draws of a region ---------------------------------------------
@@ -265,19 +260,19 @@ class Counted(NamedTuple):
 
 def counted(decide: Callable[[], Any]) -> Counted:
     """Return the result of `decide`, and how many seeds it drew."""
-    before = _local.num_seeds
+    before = draws_here.num_seeds
     value = decide()
-    return Counted(value, _local.num_seeds - before)
+    return Counted(value, draws_here.num_seeds - before)
 
 
 def remembered(decide: Callable[[], T]) -> T:
     """Return the result of `decide`; a region that runs again gets that of its first run."""
-    if not _local.regions:
+    if not draws_here.regions:
         return decide()
 
     def make(recorded: Any) -> tuple[Counted, T]:
         if recorded is None:
-            with replaced(_local, "regions", ()):
+            with replaced(draws_here, "regions", ()):
                 made = counted(decide)
             return made, made.value
         if not isinstance(recorded, Counted):
@@ -342,7 +337,7 @@ class SeededCall:
             generators.states = generator_states()
             seed_generators(seed)
             start = generator_states()
-            with replaced(_local, "regions", (within,)):
+            with replaced(draws_here, "regions", (within,)):
                 result = call()
             if same_states(start, generator_states()):
                 generators.states = before  # See Rule 2

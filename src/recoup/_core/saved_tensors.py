@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core.compile import never_compiled
 from recoup._core.settings import replaced
-from recoup.errors import ChangedError, RecoupError
+from recoup.errors import ChangedError, RecoupError, ReplayError
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 # torch.enable_grad() calls this; making and entering that context takes ten times as long.
@@ -222,6 +222,27 @@ def when_backward_is_freed(call: Callable[[], object]) -> None:
     The thread is outside of that backward by then: its profiler can be ended.
     """
     _engine.queue_callback(_Freed(call))
+
+
+class GraphOfRun:
+    """The unpack hook of the graph of a second run, which can be differentiated within that run.
+
+    Attributes:
+        name: the name of the call that runs again.
+        is_over: whether the run has ended.
+    """
+
+    name = ""
+    is_over = False
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if self.is_over:
+            raise ReplayError(
+                f"A tensor that the second run of {self.name} has made is differentiated after it: "
+                "its gradient would end at the input of that run. Code within puts it into a list, "
+                "or another object, beside what it returns. Let it return the tensor."
+            )
+        return tensor
 
 
 def version_of(tensor: Tensor) -> int:

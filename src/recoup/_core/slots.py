@@ -44,6 +44,7 @@ from recoup._core.compile import never_compiled
 from recoup._core.devices import generator_states, hash_of
 from recoup._core.outcome import Frontier, Outcome, compare, mismatch
 from recoup._core.saved_tensors import (
+    GraphOfRun,
     Kept,
     Pair,
     Way,
@@ -305,6 +306,7 @@ class Filling:
 
     _beneath: Pair | None
     _grad_mode: bool  # that was in force
+    _graph: GraphOfRun
     follows_history = True
     pair = None  # that is given what is not of the region: nobody, in a run of its own
 
@@ -330,11 +332,14 @@ class Filling:
     def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
         self._beneath = pair_in_force()
-        push_pair(self._packed, _itself)
+        self._graph = graph = GraphOfRun()
+        graph.name = self._residuals.surroundings.name
+        push_pair(self._packed, graph)
         set_grad_enabled(True)
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
         set_grad_enabled(self._grad_mode)
+        self._graph.is_over = True
         if kind is None:
             pop_pair()
         else:
@@ -444,7 +449,3 @@ def _last_of(residuals: Residuals) -> int:
         if residuals.slots[place]() is not None:
             return place
     return last
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

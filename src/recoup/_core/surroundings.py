@@ -16,7 +16,8 @@ Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a s
         But what a second run sets as attributes of modules, and the hooks that it adds to
         parameters, are taken away: a module has those of the first run, in whose graph they are.
 Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
-        residual differs, they tell an error what has changed.
+        residual differs, they tell an error what has changed. But what a second run writes to a
+        parameter, as the first one did, is taken back, since there is no copy to begin with.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
         each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
@@ -29,9 +30,6 @@ Rule 6. A run that began in a dispatch mode is repeated in one: composite operat
 Rule 7. If a later run that is given what the first one decided differs from it, fails, or is not
         compared, and has decided less, it was given what is of other calls: the first run has
         cached a mask. Then it is run again, and decides.
-Rule 8. Threads may share a module, so one thread at a time has the turn to find or put other values
-        in buffers. Code within a turn may take a gradient, which on an accelerator runs regions in
-        another thread, while this one waits: they share the turn in which they were made.
 """
 
 from __future__ import annotations
@@ -44,12 +42,22 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from recoup._core.buffers import (
+    Buffers,
+    all_of,
+    are_assigned,
+    assign,
+    copies_of_buffers,
+    having_turn,
+    put_values,
+    turn_here,
+)
 from recoup._core.devices import accelerator, unrepeated
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
@@ -57,16 +65,14 @@ from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
 from recoup._core.settings import settings_now, with_settings
-from recoup._core.tensors import has_values, is_without_values
+from recoup._core.tensors import is_without_values
 
 Code = weakref.ref[Any]
-# The buffers of a module, or its attributes, and what they were at some time.
-Buffers = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
-Attributes = tuple[dict[str, Any], dict[str, Any]]
 _of_modules: Any = nn.modules.module
 _hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
 _hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
 _training: Callable[[nn.Module], bool] = attrgetter("training")
+_copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
 # decided or may have drawn then; and modules that changed a buffer of their own.
@@ -76,37 +82,6 @@ _draws: set[Code] = set()
 _counts: set[Code] = set()
 # Code that calls modules which it does not hold (See Rule 5).
 _finds: set[Code] = set()
-
-
-class _Turn:
-    """A turn to have other values in buffers (See Rule 8)."""
-
-    lock = threading.Lock()
-    current: _Turn | None = None
-
-
-class _Here(threading.local):
-    turn: _Turn | None = None
-
-
-_here = _Here()
-
-
-@contextmanager
-def _turn(of: _Turn | None, *, is_needed: bool) -> Generator[_Turn | None]:
-    """A context that has the turn, if it is needed: that of this thread or `of` a call around."""
-    around = _here.turn
-    if not is_needed or around is not None:
-        yield around
-        return
-    is_shared = of is not None and of is _Turn.current
-    with nullcontext() if is_shared else _Turn.lock:
-        _here.turn = _Turn.current = of if is_shared else _Turn()
-        try:
-            yield _here.turn
-        finally:
-            _here.turn = None
-            _Turn.current = of if is_shared else None
 
 
 class Surroundings(Draws):
@@ -141,12 +116,12 @@ class Surroundings(Draws):
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self.buffers: list[Buffers] = []
-        self._parameters: list[Tensor] = []
-        self._versions: list[int] = []
+        self.parameters: list[Tensor] = []
+        self.versions: list[int] = []
         self._buffer_versions: list[int] = []
         self._hooks: list[object] = []
         self._is_unsure = False
-        self._turn = _here.turn
+        self._turn = turn_here.turn
         if modules:
             self._note(modules)
         self._code = list(map(weakref.ref, (code, *self._modules)))
@@ -196,9 +171,10 @@ class Surroundings(Draws):
                         found[child] = None
                         modules.append(child)
         self._modules, self._modes = modules, list(map(_training, modules))
-        self._parameters, self._versions = parameters, versions_of(parameters)
+        self.parameters, self.versions = parameters, versions_of(parameters)
         self._hooks = hooks
-        self.buffers, self._buffer_versions = buffers, versions_of(_all(buffers)) if buffers else []
+        self.buffers = buffers
+        self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -213,12 +189,12 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        with _turn(self._turn, is_needed=bool(found)) as self._turn:
-            before = _copies_of(found)
+        with having_turn(self._turn, is_needed=bool(found)) as self._turn:
+            before = copies_of_buffers(found)
             self.counted = [*before]
             with self._finding(before, found) as called, self.recording(), mode:
                 yield
-            self._assigned = [each for each in found if _are_assigned(each)]
+            self._assigned = [each for each in found if are_assigned(each)]
             if self._is_finding:
                 self.counted = [pair for pair in before if not torch.equal(*pair)]
                 self._has_found(called)
@@ -229,11 +205,17 @@ class Surroundings(Draws):
             # It has begun to draw, or another thread has drawn: the next run shows which.
             self._is_unsure = True
             self.look_again()
+        for place, (parameter, before) in enumerate(
+            zip(self.parameters, self.versions, strict=True)
+        ):
+            if version_of(parameter) != before:
+                self.versions[place] = version_of(parameter)
+                self.counted.append((parameter, None))
         assigned = {id(own) for own, _ in self._assigned}
         begun = [
-            each for each in self.buffers if _are_assigned(each) and id(each[0]) not in assigned
+            each for each in self.buffers if are_assigned(each) and id(each[0]) not in assigned
         ]
-        before = _all(self.buffers)
+        before = all_of(self.buffers)
         if not begun and versions_of(before) == self._buffer_versions:
             return
         self._assigned += begun
@@ -289,7 +271,7 @@ class Surroundings(Draws):
             is_seen = ref in (training if module.training else evaluated)
             if not is_copied and (not is_seen or ref in _counts):
                 found.append((module._buffers, module._buffers.copy()))
-                before.extend(_copies_of(found[-1:]))
+                before.extend(copies_of_buffers(found[-1:]))
 
         with nn.modules.module.register_module_forward_pre_hook(begins):
             yield called
@@ -345,15 +327,32 @@ class Surroundings(Draws):
         """Whether a later run has left the generators where the first one did."""
         return self._is_unsure or super().has_drawn_all
 
-    def restored(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def restored(self) -> Generator[None]:
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         is_any = self.counted or self._assigned or self.kept_outputs
         is_any = is_any or (self._context and _differs(self._context))
-        is_any = is_in_mode or is_any or True in settings[0] or settings != settings_now()
+        is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
         run = self._restored() if is_any else self.replaying()
-        return _LeftAlone(run, self._modules, self._parameters)
+        modules, parameters = self._modules, self.parameters
+        attributes = list(map(_copy, map(vars, modules)))
+        hooks: list[tuple[Any, ...]] = list(map(_hooks_of, parameters))
+        if hooks.count((None, None)) < len(hooks):
+            hooks = [tuple(own and dict(own) for own in each) for each in hooks]
+        try:
+            with run:
+                yield
+        finally:  # See Rule 3
+            for module, before in zip(modules, attributes, strict=False):  # it may have found more
+                own = vars(module)
+                if [*map(id, own.values())] != [*map(id, before.values())]:
+                    assign([(own, before)])
+            after = list(map(_hooks_of, parameters))
+            if after != hooks:
+                for own, before in zip(chain(*after), chain(*hooks), strict=True):
+                    assign([(own, before or {})] if own else [])
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -364,19 +363,22 @@ class Surroundings(Draws):
             mode = InMode(OperatorMode(run_plainly))
         buffers, assigned = [buffer for buffer, _ in self.counted], self._assigned
         variables = _variables(self._context) if self._context else nullcontext()
-        turn = _turn(self._turn, is_needed=bool(buffers or assigned))
+        turn = having_turn(self._turn, is_needed=bool(buffers or assigned))
         with with_settings(self._settings), variables, turn:
             after = [buffer.detach().clone() for buffer in buffers]
+            written = tuple(each for each in buffers if isinstance(each, nn.Parameter))
+            versions = versions_of(written)
             others = [(own, own.copy()) for own, _ in assigned]
             try:
-                _assign(assigned)
+                assign(assigned)
                 known = [(buffer, value) for buffer, value in self.counted if value is not None]
-                _put([buffer for buffer, _ in known], [value for _, value in known])
+                put_values([buffer for buffer, _ in known], [value for _, value in known])
                 with self.replaying(), mode:
                     yield
             finally:
-                _put(buffers, after)
-                _assign(others)
+                put_values(buffers, after)
+                set_versions(written, tuple(versions))
+                assign(others)
 
     # -- what has changed ------------------------------------------------------------------
 
@@ -386,13 +388,13 @@ class Surroundings(Draws):
             if module.training is not training:
                 was = "training" if training else "evaluation"
                 return f"{self._name_of(module)} was in {was} mode in forward, and no longer is"
-        for value, version in zip(self._parameters, self._versions, strict=True):
+        for value, version in zip(self.parameters, self.versions, strict=True):
             if version_of(value) != version:
                 return f"{self._name_of(value)} was changed in place"
         now = Surroundings(self.name, self._modules, self, keeps_outputs=False)
         if now._modules != self._modules:
             return "a module in it was replaced, added or removed"
-        if list(map(id, now._parameters)) != list(map(id, self._parameters)):
+        if list(map(id, now.parameters)) != list(map(id, self.parameters)):
             return "a parameter in it was replaced"
         if now._hooks != self._hooks:
             return "hooks of its modules were added or removed, or a `forward` was replaced"
@@ -410,40 +412,6 @@ class Surroundings(Draws):
                 if part is found:
                     return f"`{name}` of {type(root).__name__}"
         return f"a {type(found).__name__}"
-
-
-class _LeftAlone:
-    """A context for a later run that leaves modules and parameters alone (See Rule 3)."""
-
-    __slots__ = ("_attributes", "_hooks", "_modules", "_parameters", "_run")
-
-    def __init__(
-        self,
-        run: AbstractContextManager[None],
-        modules: Sequence[nn.Module],
-        parameters: Sequence[Tensor],
-    ) -> None:
-        self._run, self._modules, self._parameters = run, modules, parameters
-
-    def __enter__(self) -> None:
-        self._attributes: list[dict[str, Any]] = list(map(dict.copy, map(vars, self._modules)))
-        self._hooks: list[tuple[Any, ...]] = list(map(_hooks_of, self._parameters))
-        if self._hooks.count((None, None)) < len(self._hooks):
-            self._hooks = [tuple(own and dict(own) for own in each) for each in self._hooks]
-        self._run.__enter__()
-
-    def __exit__(self, *exc_info: Any) -> bool | None:
-        try:
-            return self._run.__exit__(*exc_info)
-        finally:
-            for module, before in zip(self._modules, self._attributes, strict=True):
-                own = vars(module)
-                if [*map(id, own.values())] != [*map(id, before.values())]:
-                    _assign([(own, before)])
-            hooks = list(map(_hooks_of, self._parameters))
-            if hooks != self._hooks:
-                for found, before in zip(chain(*hooks), chain(*self._hooks), strict=True):
-                    _assign([(found, before or {})] if found else [])
 
 
 _UNSET = object()
@@ -465,43 +433,8 @@ def _variables(context: contextvars.Context) -> Generator[None]:
             variable.reset(token)
 
 
-def _all(buffers: Iterable[Buffers]) -> list[Tensor]:
-    """Return the buffers that modules had."""
-    return [each for _, before in buffers for each in before.values() if each is not None]
-
-
-def _copies_of(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
-    return [(each, each.detach().clone()) for each in _all(buffers) if has_values(each)]
-
-
-def _are_assigned(found: Attributes) -> bool:
-    """Whether a module has other objects as its buffers, or attributes, now."""
-    own, before = found
-    return [*map(id, own.values())] != [*map(id, before.values())]
-
-
-def _assign(found: Iterable[Attributes]) -> None:
-    """Let modules have the buffers, or attributes, that they had."""
-    for own, before in found:
-        own.clear()
-        own.update(before)
-
-
 def _add(known: set[Code], parts: Iterable[Code]) -> None:
     for part in parts:
         value = part()
         if value is not None and part not in known:
             known.add(weakref.ref(value, known.discard))
-
-
-def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Give buffers other values, without a trace in their versions."""
-    if not buffers:
-        return
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            if buffer.shape != value.shape:  # an observer that takes its size in the first run
-                version = version_of(buffer)
-                set_versions((buffer.resize_(value.shape),), (version,))
-        # `data` has versions of its own: other threads may look at those of the buffers now.
-        cast("Any", torch)._foreach_copy_([buffer.data for buffer in buffers], values)

@@ -28,7 +28,7 @@ from torch import nn
 from recoup._core.compile import never_compiled
 from recoup._core.operators import DispatchMode
 from recoup._core.pytree import tensors_in
-from recoup._core.rng import is_in_second_run
+from recoup._core.rng import draws_here
 from recoup.schedules import Cost
 
 _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
@@ -103,7 +103,7 @@ class CollectiveCounter(DispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
             self.num_all += 1
-            if is_in_second_run():
+            if draws_here.num_replayed:
                 self.num_again += 1
                 self.bytes_again += sum(tensor.nbytes for tensor in tensors_in(args))
         return func(*args, **(kwargs or {}))

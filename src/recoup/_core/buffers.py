@@ -1,0 +1,94 @@
+"""The values of buffers, and of other attributes of modules, at an earlier time.
+
+Threads may share a module, so one thread at a time has the turn to find or put other values in
+buffers. Code within a turn may take a gradient, which on an accelerator runs regions in another
+thread, while this one waits: they share the turn in which they were made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from recoup._core.saved_tensors import set_versions, version_of
+from recoup._core.tensors import has_values
+
+# The buffers of a module, or its attributes, and what they were at some time.
+Buffers = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
+Attributes = tuple[dict[str, Any], dict[str, Any]]
+
+
+class Turn:
+    """A turn to have other values in buffers."""
+
+    lock = threading.Lock()
+    current: Turn | None = None
+
+
+class _Here(threading.local):
+    turn: Turn | None = None
+
+
+turn_here = _Here()
+
+
+@contextmanager
+def having_turn(of: Turn | None, *, is_needed: bool) -> Generator[Turn | None]:
+    """Return a context that has the turn, if it is needed: this thread's, or that `of` a call."""
+    around = turn_here.turn
+    if not is_needed or around is not None:
+        yield around
+        return
+    is_shared = of is not None and of is Turn.current
+    with nullcontext() if is_shared else Turn.lock:
+        turn_here.turn = Turn.current = of if is_shared else Turn()
+        try:
+            yield turn_here.turn
+        finally:
+            turn_here.turn = None
+            Turn.current = of if is_shared else None
+
+
+def all_of(buffers: Iterable[Buffers]) -> list[Tensor]:
+    """Return the buffers that modules had."""
+    return [each for _, before in buffers for each in before.values() if each is not None]
+
+
+def copies_of_buffers(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers that modules had, with copies; without those of other layouts."""
+    return [
+        (each, each.detach().clone())
+        for each in all_of(buffers)
+        if each.layout is torch.strided and not each.is_nested and has_values(each)
+    ]
+
+
+def are_assigned(found: Attributes) -> bool:
+    """Whether a module has other objects as its buffers, or attributes, now."""
+    own, before = found
+    return [*map(id, own.values())] != [*map(id, before.values())]
+
+
+def assign(found: Iterable[Attributes]) -> None:
+    """Let modules have the buffers, or attributes, that they had."""
+    for own, before in found:
+        own.clear()
+        own.update(before)
+
+
+def put_values(buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Give buffers other values, without a trace in their versions."""
+    if not buffers:
+        return
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            if buffer.shape != value.shape:  # an observer that takes its size in the first run
+                version = version_of(buffer)
+                set_versions((buffer.resize_(value.shape),), (version,))
+        # `data` has versions of its own: other threads may look at those of the buffers now.
+        cast("Any", torch)._foreach_copy_([buffer.data for buffer in buffers], values)
