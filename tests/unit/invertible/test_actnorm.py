@@ -1,3 +1,5 @@
+"""When ActNorm starts, and from what."""
+
 from __future__ import annotations
 
 import copy
@@ -9,49 +11,35 @@ import torch
 from torch import distributed, multiprocessing
 
 from recoup.invertible import ActNorm
-
-
-def moments(y):
-    dims = [0, *range(2, y.dim())]
-    return y.mean(dims), y.var(dims, correction=0)
+from tests.oracle import assert_same_tensors
 
 
 @pytest.mark.parametrize("shape", [(64, 3), (8, 3, 5, 7), (1, 3, 4, 4)])
 def test_first_training_batch_has_mean_0_and_variance_1_a_channel(shape):
-    layer = ActNorm(3)
     scale = torch.tensor([0.01, 1.0, 50.0]).view(1, 3, *[1] * (len(shape) - 2))
-    y, _ = layer(torch.randn(shape) * scale - 7)
-    mean, variance = moments(y)
-    torch.testing.assert_close(mean, torch.zeros(3), atol=1e-3, rtol=0)
-    torch.testing.assert_close(variance, torch.ones(3), atol=1e-3, rtol=0)
+    y, _ = ActNorm(3)(torch.randn(shape) * scale - 7)
+    dims = [0, *range(2, y.dim())]
+    torch.testing.assert_close(y.mean(dims), torch.zeros(3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(y.var(dims, correction=0), torch.ones(3), atol=1e-3, rtol=0)
 
 
-def test_start_happens_once():
-    layer = ActNorm(2)
-    layer(torch.randn(16, 2))
-    before = copy.deepcopy(layer.state_dict())
-    layer(5 + torch.randn(16, 2))
-    assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
-
-
-def test_resume_does_not_start_again():
-    first = ActNorm(2)
-    first(5 + torch.randn(16, 2))
+def resumed(layer):
     buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
+    torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
-    second = ActNorm(2)
-    second.load_state_dict(torch.load(buffer, weights_only=True))
-    x = torch.randn(16, 2)
-    assert torch.equal(second(x)[0], first(x)[0])
+    other = ActNorm(2)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    return other
 
 
-def test_resume_before_the_start_still_starts():
+@pytest.mark.parametrize("again", [lambda layer: layer, copy.deepcopy, resumed])
+def test_start_happens_once(again):
     layer = ActNorm(2)
-    layer.load_state_dict(ActNorm(2).state_dict())
-    assert not layer.started
-    layer(torch.randn(16, 2))
-    assert layer.started
+    assert not again(layer).started
+    layer(5 + torch.randn(16, 2))
+    other, before = again(layer), copy.deepcopy(layer.state_dict())
+    other(torch.randn(16, 2))
+    assert_same_tensors(dict(other.state_dict()), dict(before))
 
 
 def test_evaluation_before_the_start_is_the_identity_and_does_not_start():
@@ -60,6 +48,8 @@ def test_evaluation_before_the_start_is_the_identity_and_does_not_start():
     y, log_det = layer(x)
     assert torch.equal(y, x)
     assert log_det.tolist() == [0.0] * 4
+    assert not layer.started
+    layer.train()(x[:0])
     assert not layer.started
 
 
@@ -73,23 +63,15 @@ def test_start_keeps_the_parameter_objects_and_records_no_gradient():
     assert not torch.equal(layer.bias, before)  # the shift trains, though log_det ignores it
 
 
-def saved(layer, x):
-    kept = []
-
-    def pack(tensor):
-        kept.append((tuple(tensor.shape), tensor.dtype))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x.requires_grad_())
-    return kept
-
-
 def test_first_and_later_forwards_keep_the_same():
-    layer = ActNorm(2)
-    first = saved(layer, torch.randn(16, 2))
-    assert first == saved(layer, torch.randn(16, 2))
-    assert len(first) > 0
+    layer, kept = ActNorm(2), []
+    for _ in "ab":
+        found = []
+        note = lambda tensor, found=found: found.append((tensor.shape, tensor.dtype))  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda _: None):
+            layer(torch.randn(16, 2).requires_grad_())
+        kept.append(found)
+    assert kept[0] == kept[1] != []
 
 
 def test_recompute_does_not_start_again():
@@ -102,8 +84,7 @@ def test_recompute_does_not_start_again():
 
 
 def test_constant_channel_gives_finite_values():
-    layer = ActNorm(2)
-    x = torch.randn(16, 2)
+    layer, x = ActNorm(2), torch.randn(16, 2)
     x[:, 1] = 1 / 3
     y, log_det = layer(x)
     assert y.isfinite().all()
@@ -114,19 +95,12 @@ def test_constant_channel_gives_finite_values():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_start_from_values_that_are_not_finite_is_refused(bad):
-    layer = ActNorm(2)
-    x = torch.randn(16, 2)
+    layer, x = ActNorm(2), torch.randn(16, 2)
     x[3, 1] = bad
     with pytest.raises(ValueError, match="not finite"):
         layer(x)
     assert not layer.started
     assert layer.bias.tolist() == [0.0, 0.0]
-
-
-def test_empty_batch_does_not_start():
-    layer = ActNorm(2)
-    layer(torch.randn(0, 2))
-    assert not layer.started
 
 
 def start_on_a_rank(rank, port_file, out):
