@@ -267,16 +267,6 @@ def test_no_level_is_rounded_to_the_next(levels, exact):
     assert torch.equal(flow.reconstruct(x), x.float())
 
 
-def test_every_latent_of_realnvp_depends_on_every_pixel():
-    flow = filled(built("realnvp", SMALL, levels=None, num_steps=3, depth=2), 0.5)
-    x = torch.randn(1, *SMALL, dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda v: torch.cat([z.flatten() for z in flow(v)[0]]), x
-    ).view(16, 16)
-    assert (jacobian != 0).any(0).all()
-    assert (jacobian != 0).any(1).all()
-
-
 def test_glow_starts_as_a_norm_and_a_rotation():
     latents, _ = built("glow", num_levels=1)(digits(200).float())
     assert latents.var().item() == pytest.approx(1.0, abs=0.02)
@@ -287,13 +277,6 @@ def test_glow_starts_as_a_norm_and_a_rotation():
     torch.testing.assert_close(
         flow.log_prob(x), -0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(1)
     )
-
-
-def test_parameters_far_from_the_start_lose_no_sample():
-    flow = filled(built("flow++", VECTOR, levels=None))
-    samples = flow.sample(200)
-    assert samples.isfinite().all()
-    torch.testing.assert_close(flow.inverse(flow(samples)[0]), samples, rtol=1e-6, atol=1e-6)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 
 import pytest
@@ -102,7 +101,7 @@ def generator(seed=1):
     ("make", "label"), [(small_flow, None), *((of_points, label) for label in range(3))]
 )
 def test_density_integrates_to_one_over_the_plane(make, label):
-    check_density(make(), 30, label=label, num_cells=601)
+    check_density(make(), 40, label=label, num_cells=801, num_samples=20_000)
 
 
 @pytest.mark.parametrize("levels", [2, 17, 256])
@@ -113,14 +112,6 @@ def test_uniform_images_cost_exactly_the_bits_of_their_levels(levels):
         expected = torch.full((5,), math.log2(levels * width))
         torch.testing.assert_close(flow.bits_per_dim(x), expected)
         torch.testing.assert_close(flow.log_prob(x), -expected * 16 * math.log(2))
-
-
-def test_likelihood_is_over_early_latents_too():
-    # A split moves values between latents: an identity flow must not notice it.
-    x = torch.randn(3, 1, 4, 4)
-    expected = Normal(0.0, 1.0).log_prob(x).flatten(1).sum(1)
-    for split in (False, True):
-        torch.testing.assert_close(multiscale_flow(split).log_prob(x), expected)
 
 
 @pytest.mark.parametrize("levels", [None, 17])
@@ -166,14 +157,6 @@ def test_interpolation_goes_from_one_to_the_other(flow):
     torch.testing.assert_close(frames[-1], x.flip(0), rtol=1e-8, atol=1e-8)
     middle = multiscale_flow().interpolate(torch.zeros(1, 1, 4, 4), torch.ones(1, 1, 4, 4), 3)[1]
     torch.testing.assert_close(middle, torch.full((1, 1, 4, 4), 0.5))
-
-
-@pytest.mark.parametrize("n", [0, 1, 5])
-def test_samples_have_the_shape_of_the_data(n):
-    assert multiscale_flow().sample(n).shape == (n, 1, 4, 4)
-    assert small_flow().sample(n).shape == (n, 2)
-    levels = multiscale_flow(levels=5).sample(n)
-    assert set(levels.flatten().tolist()) <= set(range(5))
 
 
 @every_flow
@@ -292,7 +275,7 @@ def test_base_moves_with_the_flow_and_stays_out_of_the_state_dict(base):
     assert flow.sample(1).dtype == torch.float64
     assert flow.log_prob(torch.zeros(1, 2).double()).dtype == torch.float64
     meta = copy.deepcopy(flow).to("meta")
-    assert meta.base.distribution().loc.device.type == "meta"
+    assert {buffer.device.type for buffer in meta.base.buffers()} == {"meta"}
     assert all(name.startswith("chain.") for name in flow.state_dict())
 
 
@@ -308,26 +291,6 @@ def test_memory_is_that_of_the_chain(memory):
     assert_same_step(run_step(cost, x, memory=memory), run_step(cost, x), rtol=1e-9)
     flow.memory = memory
     assert flow.chain.memory == memory
-
-
-def test_copies_compute_the_same():
-    flow, x = multiscale_flow().train(), torch.randn(8, 1, 4, 4)
-    flow.log_prob(x)  # the start
-    file = io.BytesIO()
-    torch.save(flow.state_dict(), file)
-    file.seek(0)
-    other = multiscale_flow().train()
-    other.load_state_dict(torch.load(file, weights_only=True))
-    for twin in (other, copy.deepcopy(flow)):
-        assert torch.equal(twin.log_prob(x), flow.log_prob(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
-@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
-def test_levels_of_any_type_are_taken_in_the_precision_of_the_flow(dtype, precision):
-    flow = Flow(Chain(InvertibleConv1x1(3)), shape=(3, 2, 2), levels=4).to(precision)
-    bits = flow.bits_per_dim(torch.randint(4, (2, 3, 2, 2)).to(dtype))
-    assert bits.dtype == precision
 
 
 def test_labels_of_any_whole_type_are_taken():

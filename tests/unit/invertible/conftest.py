@@ -108,6 +108,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "permute": lambda: (Permute([2, 0, 3, 1]), images(4, 2, 1)),
     "flip": lambda: (Flip(), images(3, 2, 1)),
     "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),
+    "normalize-vectors": lambda: (Normalize([1.0, 2.0, 3.0], 2.0), images(3)),
     "normalize-one": lambda: (Normalize(0.5, 0.1), images(2, 2)),
     "logit": lambda: (Logit(), torch.rand(2, 2, 2, 2)),
 }  # fmt: skip

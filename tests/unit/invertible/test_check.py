@@ -94,7 +94,9 @@ class OfContext(InvertibleModule):
         return x * context.exp(), of_log_det.sum(1)
 
     def inverse(self, y, context):
-        return y * (0 * context if "the inverse" in self.forgets else -context).exp(), -context.sum(1)
+        return y * (0 * context if "the inverse" in self.forgets else -context).exp(), -context.sum(
+            1
+        )
 
 
 ROUND_TRIPS = ["forward, then inverse", "inverse, then forward"]

@@ -70,13 +70,6 @@ def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
     torch.testing.assert_close(log_det, slope.log().squeeze(1), rtol=1e-6, atol=1e-6)
 
 
-def test_one_component_of_zeros_is_the_identity():
-    x = torch.randn(4, 2, dtype=torch.float64)
-    y, log_det = MixtureCoupling(Says(*[0.0] * 5), num_components=1)(x)
-    torch.testing.assert_close(y, x)
-    torch.testing.assert_close(log_det, torch.zeros(4, dtype=torch.float64))
-
-
 def test_components_do_not_start_alike():
     layer = MixtureCoupling(DenseNetwork(1, 26, width=4), num_components=8)
     y, log_det = layer(torch.randn(64, 2))

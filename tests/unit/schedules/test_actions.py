@@ -7,7 +7,6 @@ import pytest
 from recoup.schedules import (
     Advance,
     Cost,
-    Drop,
     Invert,
     Keep,
     Load,
@@ -62,11 +61,6 @@ def test_a_long_schedule_breaks_its_lines_between_actions():
     words = " ".join(line.strip() for line in lines[1:])
     words = words.replace("sweep: ", "").replace(" backward: ", ", ")
     assert words.split(", ") == [str(action) for action in schedule.actions]
-
-
-def test_actions_of_different_kinds_differ():
-    assert Keep(0) != Load(0)
-    assert len({Keep(0), Load(0), Drop(0), Reverse(0), Keep(0)}) == 4
 
 
 @every_schedule

@@ -238,15 +238,6 @@ def test_small_budgets_are_counted_in_fine_units():
     assert 0.95 * budget <= peak(optimal(costs, budget), costs) <= budget
 
 
-def test_the_least_feasible_budget_is_feasible():
-    for seed in range(5):
-        costs = various(12, seed)
-        least = least_bytes(costs)
-        assert peak(optimal(costs, least), costs) == least
-        with pytest.raises(ScheduleError, match=f"`budget` is {least - 1} bytes"):
-            optimal(costs, least - 1)
-
-
 def various_choices(num_stages, seed):
     draw = random.Random(seed)
     chain = []

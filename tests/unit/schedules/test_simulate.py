@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recoup.errors import ScheduleError
 from recoup.schedules import (
@@ -164,18 +162,6 @@ def test_simulate_counts_seconds_and_host_memory():
     assert (found.seconds, found.peak_bytes) == (3.0, 100)
     # An inverse is no forward.
     assert (found.num_forwards, found.num_inverses, found.forwards_per_stage) == (1, 1, (1,))
-
-
-@given(n=st.integers(1, 40), slots=st.integers(1, 10), data=st.data())
-def test_the_peak_grows_with_the_sizes_and_with_them_alone(n, slots, data):
-    states = data.draw(st.lists(st.integers(0, 50), min_size=n + 1, max_size=n + 1))
-    tapes = [state + data.draw(st.integers(0, 50)) for state in states[:n]]
-    for schedule in (sqrt(n), binomial(n, slots), revolve(n, slots)):
-        once = simulate(schedule, states, tapes)
-        twice = simulate(schedule, [2 * s for s in states], [2 * t for t in tapes])
-        assert twice.peak_bytes == 2 * once.peak_bytes
-        assert once.peak_bytes >= max(tapes)
-        assert once.num_forwards == simulate(schedule).num_forwards
 
 
 @pytest.mark.parametrize("schedule", [linear(6), sqrt(6), binomial(6, 2), constant(6)])
