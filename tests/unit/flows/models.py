@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import ActNorm
+from tests.oracle import run_step
 
 BUILDERS = {
     "nice": (NICE, {"width": 8}),
@@ -57,23 +58,10 @@ def stirred(flow, by=0.1):
     return started(flow)
 
 
-class Cost(nn.Module):
-    """The bits of a flow as a module, with the memory of the flow."""
-
-    def __init__(self, flow, labels=None):
-        super().__init__()
-        self.flow, self.labels = flow, labels
-
-    def forward(self, x):
-        return self.flow.bits_per_dim(x, self.labels)
-
-    @property
-    def memory(self):
-        return self.flow.memory
-
-    @memory.setter
-    def memory(self, memory):
-        self.flow.memory = memory
+def step_of(flow, x, labels=None, memory=None):
+    """What a step of training leaves in one memory mode."""
+    call = lambda flow, x: flow.bits_per_dim(x, labels)  # noqa: E731
+    return run_step(flow, x, memory=memory, call=call, loss=torch.mean)
 
 
 @torch.no_grad()

@@ -20,17 +20,17 @@ from recoup.invertible import (
     VariationalDequantize,
     check_invertible,
 )
-from tests.oracle import assert_same_step, run_step
+from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
     BUILDERS,
     SMALL,
     VECTOR,
-    Cost,
     built,
     classes,
     digits,
     filled,
     started,
+    step_of,
     stirred,
 )
 
@@ -90,13 +90,12 @@ def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, opti
         if isinstance(module, ActNorm):
             module.started = False
     assert any(isinstance(m, nn.Dropout) for m in flow.modules()) is ("dropout" in options)
-    cost, x = Cost(flow, classes(6, 3) if "num_classes" in options else None), digits(shape=shape)
-    want = run_step(cost, x, loss=torch.mean)
+    given = digits(shape=shape), classes(6, 3) if "num_classes" in options else None
+    want = step_of(flow, *given)
     assert all(gradient is not None for gradient in want.gradients.values())
     assert max(gradient.abs().max() for gradient in want.gradients.values()) > 1e-3
     for memory in ("constant", "sqrt", "log"):
-        got = run_step(cost, x, memory=memory, loss=torch.mean)
-        assert_same_step(got, want, rtol=1e-8)
+        assert_same_step(step_of(flow, *given, memory), want, rtol=1e-8)
 
 
 @pytest.mark.parametrize(

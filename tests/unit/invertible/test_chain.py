@@ -143,38 +143,19 @@ STAGES = {  # with an input, and the context that they are given
 }  # fmt: skip
 
 
-class Given(nn.Module):
-    """A chain and the context that it is given, which gets a gradient, too."""
-
-    def __init__(self, chain, x, size):
-        super().__init__()
-        self.chain = chain.to(x.dtype)
-        self.context = nn.Parameter(torch.randn(len(x), size, dtype=x.dtype)) if size else None
-
-    def forward(self, x):
-        return self.chain(x) if self.context is None else self.chain(x, self.context)
-
-    @property
-    def memory(self):
-        return self.chain.memory
-
-    @memory.setter
-    def memory(self, memory):
-        self.chain.memory = memory
-
-
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("memory", ["sqrt", "log", 1, "constant"])
 @pytest.mark.parametrize("name", STAGES)
 def test_gradients_are_those_of_linear_memory(name, memory):
     make, of_x, size = STAGES[name]
     x = of_x()
-    model = Given(Chain(*make()), x, size)
-    assert model.chain.takes_context == (size > 0)
-    want = run_step(model, x)
+    chain, given = Chain(*make()).to(x.dtype), [x, *([leaf(len(x), size)] if size else [])]
+    assert chain.takes_context == (size > 0)
+    call = lambda chain, given: chain(*given)  # noqa: E731
+    want = run_step(chain, given, call=call)
     assert all(gradient.abs().sum() > 0 for gradient in want.gradients.values())
     rtol = 0.0 if name == "learned noise" else 1e-10
-    assert_same_step(run_step(model, x, memory=memory), want, rtol)
+    assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
 
 
 def test_a_context_reaches_the_networks():

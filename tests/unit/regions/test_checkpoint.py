@@ -234,13 +234,14 @@ def test_contexts_around_each_run():
     """The first is entered once, the second once for each run in backward."""
     entered = []
 
-    @contextlib.contextmanager
-    def within(name):
-        entered.append(name)
-        yield
-        entered.append(f"{name} left")
+    class Within(contextlib.nullcontext):
+        def __enter__(self):
+            entered.append(self.enter_result)
 
-    contexts = lambda: (within("first"), within("again"))  # noqa: E731
+        def __exit__(self, *_):
+            entered.append(f"{self.enter_result} left")
+
+    contexts = lambda: (Within("first"), Within("again"))  # noqa: E731
     y = recoup.checkpoint(lambda x: x.sin().exp(), leaf(3), context_fn=contexts)
     assert entered == ["first", "first left"]
     y.sum().backward(retain_graph=True)
