@@ -13,9 +13,7 @@ import torch
 from sklearn.datasets import make_moons
 from torch.distributions import Normal
 
-from recoup.flows import Flow
 from recoup.flows.latents import as_tuple
-from recoup.invertible import ActNorm, Chain, InvertibleConv1x1, InvertibleConv1x1LU
 from tests.unit.flows.models import SMALL, built, check_density, digits, stirred
 
 LEVELS, DIMS = 17, math.prod(SMALL)
@@ -154,35 +152,3 @@ def test_a_density_is_learned_and_samples_come_from_it(name):
 def test_samples_of_blocks_come_from_the_density():
     flow = stirred(built("iresnet", (2,), levels=None, num_steps=4), 0.5).eval()
     check_density(flow, 12.0, num_cells=241)
-
-
-# -- a known optimum -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
-@pytest.mark.parametrize("memory", ["linear", "constant"])
-def test_a_linear_flow_reaches_the_entropy_of_gaussian_data(kind, memory):
-    generator = torch.Generator().manual_seed(5)
-    mixing, noise = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (4, 500))
-    x = noise @ mixing.T + torch.tensor([3.0, -1.0, 0.0, 10.0])
-    # The least mean code length of a Gaussian: the entropy of the one with x's own moments.
-    covariance = torch.cov(x.T, correction=0)
-    best = 0.5 * (4 * math.log(2 * math.pi * math.e) + torch.logdet(covariance).item())
-    torch.manual_seed(0)
-    flow = Flow(Chain(ActNorm(4), kind(4), ActNorm(4), memory=memory), shape=(4,)).double()
-    optimizer = torch.optim.LBFGS(
-        flow.parameters(), max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
-    )
-    history = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = -flow.log_prob(x).mean()
-        loss.backward()
-        history.append(loss.item())
-        return loss
-
-    optimizer.step(closure)
-    assert history[0] > best + 0.1  # there was something to learn
-    assert min(history) > best - 1e-9  # no density is better than the best
-    assert min(history) == pytest.approx(best, abs=1e-6)
