@@ -8,12 +8,7 @@ import pickle
 
 import pytest
 import torch
-from torch.distributions import (
-    AffineTransform,
-    SigmoidTransform,
-    TransformedDistribution,
-    Uniform,
-)
+from torch.distributions import AffineTransform, SigmoidTransform, TransformedDistribution, Uniform
 
 from recoup.flows import Logistic
 

@@ -116,9 +116,7 @@ def test_the_search_takes_few_steps_and_says_so_if_it_does_not_converge(monkeypa
     y, _ = layer(torch.randn(500, 5, dtype=torch.float64))
     calls, value_and_slope = [], module._Bend.value_and_slope
     monkeypatch.setattr(
-        module._Bend,
-        "value_and_slope",
-        lambda *args: (calls.append(1), value_and_slope(*args))[1],
+        module._Bend, "value_and_slope", lambda *args: (calls.append(1), value_and_slope(*args))[1]
     )
     with torch.no_grad():
         layer.inverse(y)

@@ -158,10 +158,7 @@ class Noisy(nn.Module):
         return F.cross_entropy(y.flatten(0, 1), labels.flatten())
 
 
-CONTEXTS = {
-    "noise": lambda: recoup.weights.same_draw(seed=3),
-    "recomputing": recoup.recomputing,
-}
+CONTEXTS = {"noise": lambda: recoup.weights.same_draw(seed=3), "recomputing": recoup.recomputing}
 REGIONS = {
     "checkpoint": recoup.checkpoint,
     "torch": lambda fn, *args: torch_checkpoint(fn, *args, use_reentrant=False),

@@ -13,18 +13,7 @@ from torch import nn
 import recoup
 from recoup.errors import ChangedError, RecoupError
 from tests.oracle import hooks_in_force
-from tests.tile_models import (
-    D,
-    L,
-    Model,
-    N,
-    assert_same,
-    both,
-    gradients,
-    mlp,
-    rows,
-    targets,
-)
+from tests.tile_models import D, L, Model, N, assert_same, both, gradients, mlp, rows, targets
 from tests.zoo import Fn
 
 

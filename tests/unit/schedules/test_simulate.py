@@ -216,7 +216,7 @@ BAD = {
     "needs the working state x_1, and the working state is x_0": [Tape(1)],
     "needs the working state x_2, and the working state is x_1": [Advance(0, 1), Keep(2)],
     "action 1, Advance\\(start=0, stop=1, results=0\\): it needs the working state x_0": [
-        *(Advance(0, 1), Advance(0, 1)),
+        *(Advance(0, 1), Advance(0, 1))
     ],
     "x_0 is kept already": [Keep(0), Keep(0)],
     "x_0 is offloaded already": [Offload(0), Offload(0)],
