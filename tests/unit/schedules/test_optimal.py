@@ -234,6 +234,12 @@ def test_an_output_is_held_where_the_stage_after_keeps_it():
 def test_what_an_inverse_gives_back_is_counted_beside_the_gradients():
     stage = Cost(1.0, 5, 50, left_bytes=120, is_invertible=True, invert_seconds=0.5)
     check_all_budgets([stage, Cost(1.0, 1, 1, tape_run_bytes=100, is_fixed=True)])
+    # After an inverted stage, a state that results lead back to stays.
+    kept = Cost(1.0, 1, 20, results=(Results(2, 0.25),))
+    chain = [replace(stage, left_bytes=0), kept, Cost(1.0, 1, 45)]
+    check_all_budgets(chain)
+    both = {Invert(0), Advance(1, 2, 1)}
+    assert any(both <= set(point.schedule.actions) for point in frontier(chain))
 
 
 # -- long chains -----------------------------------------------------------------------------------

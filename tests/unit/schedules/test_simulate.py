@@ -157,7 +157,7 @@ def test_simulate_counts_seconds_and_host_memory():
     assert (found.seconds, found.peak_offloaded_bytes) == (3.25, 10)
     assert (found.peak_states, found.peak_bytes) == (0, 110)
     found = simulate(Schedule(2, (Tape(0), Tape(1, 1), Reverse(1), Reverse(0))), costs=costs)
-    assert (found.seconds, found.peak_bytes) == (2.5, 130)
+    assert (found.seconds, found.peak_bytes, found.num_forwards) == (2.5, 130, 3)
     found = simulate(constant(1), costs=[stage(is_invertible=True, invert_seconds=2.0)])
     assert (found.seconds, found.peak_bytes) == (3.0, 100)
     # An inverse is no forward.
@@ -251,6 +251,7 @@ def test_the_output_is_kept_at_once_or_never():
         simulate(Schedule(1, late))
 
 
+TWICE = Schedule(4, (Keep(0), Advance(0, 3), Tape(3), Reverse(3), Load(0), Advance(0, 2), Tape(2)))
 INVERTIBLE = stage(is_invertible=True)
 UNLINKED = stage(is_invertible=True, is_linked=False)
 THIN_AGAIN = Schedule(2, (*AGAIN.actions[:-2], Tape(0, 1), Reverse(0)))
@@ -264,6 +265,7 @@ THIN = stage(variants=(SelectiveTape(10, 0.0),))
           for each in (STEP_BACK, SEGMENT)),
         *((each, (stage(is_fixed=True), stage(), stage()), "stage 0 is fixed")
           for each in (STEP_BACK, SEGMENT)),
+        (TWICE, (stage(), UNLINKED, stage(), stage()), "running stage 0 again does not make x_1"),
         (constant(1), [stage()], "stage 0 is not invertible"),
         (constant(2), [INVERTIBLE, UNLINKED], "x_1 is not what stage 0 returned"),
         (AWAY, [stage()] * 2, "x_0 cannot be offloaded"),
