@@ -275,3 +275,18 @@ def test_a_wrong_option_is_named(example, capsys, option, said):
     assert ending.value.code == 2
     assert said in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("example", "option", "message"),
+    [
+        ("flows", "--data.path=moons", "shape"),
+        ("texts", "--trainer.gradient_clip_val=1", "gradient"),
+        ("texts", "--model.memory=much", "much"),
+        ("texts", "--model.input_dropout=1", "less than 1"),
+    ],
+    indirect=["example"],
+)
+def test_what_does_not_fit_together_is_refused(example, option, message):
+    with pytest.raises(Exception, match=message):
+        example.fit(option)

@@ -250,8 +250,3 @@ def test_data_that_do_not_fit_are_named(name):
     settings = make()
     with pytest.raises(ValueError, match=re.escape(message)):
         Images(**settings)
-
-
-def test_a_flow_for_pictures_refuses_points(flows):
-    with pytest.raises(ValueError, match="shape"):
-        flows.fit("--data.path=moons")

@@ -273,19 +273,6 @@ def test_a_text_that_does_not_fit_is_named(name):
         Texts(**settings)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--trainer.gradient_clip_val=1", "gradient"),
-        ("--model.memory=much", "much"),
-        ("--model.input_dropout=1", "less than 1"),
-    ],
-)
-def test_what_was_not_tried_is_refused(texts, option, message):
-    with pytest.raises(Exception, match=message):
-        texts.fit(option)
-
-
 def test_precision_of_16_bits(texts):
     training = LanguageModelTraining(5, embed_size=2, hidden_size=2)
     training._trainer = SimpleNamespace(precision="16-mixed")
@@ -355,18 +342,6 @@ def test_the_average_is_the_one_by_hand(beside):
     assert by_hand.by_hand.num_averaged in range(num_steps, 6 * num_steps)
     assert by_hand.loss_error < 1e-10
     assert by_hand.perplexity_error < 1e-10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset", ["tiny", pytest.param("standard-lstm-200", marks=pytest.mark.exhaustive)]
-)
-def test_hundreds_of_steps_in_float32(beside, preset):
-    options = ("--trainer.max_epochs=15", "--model.learning_rate=2")
-    (by_hand,) = beside(preset, *options, precision="32-true")
-    assert len(by_hand.losses) > 280
-    assert by_hand.loss_error < 1e-4
-    assert by_hand.perplexity_error < 1e-4
 
 
 def test_a_training_that_differs_in_anything_is_seen(beside):
