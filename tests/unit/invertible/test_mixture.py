@@ -32,8 +32,8 @@ class Backwards(nn.Module):
 
 def test_the_inverse_has_the_derivatives_of_the_inverse_function():
     layer, x = vectors()
-    y = layer(x)[0].detach().requires_grad_()
     backwards = Backwards(filled(layer, 0.5))
+    y = layer(x)[0].detach().requires_grad_()
     names = [name for name, _ in backwards.named_parameters()]
 
     def call(y, *values):
