@@ -58,6 +58,20 @@ def conv_net(inputs: int, outputs: int, dropout: float = 0.0) -> nn.Module:
     )
 
 
+class Says(nn.Module):
+    """A network that says the same `values` everywhere, each in `num_channels` channels."""
+
+    def __init__(self, *values: float, num_channels: int = 1) -> None:
+        super().__init__()
+        self.values, self.num_channels = torch.tensor(values), num_channels
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        values = self.values.to(x).repeat_interleave(self.num_channels)
+        return values.view(1, -1, *(1,) * (x.dim() - 2)).expand(len(x), -1, *x.shape[2:])
+
+
 class Direct(InvertibleModule):
     """A user's module that calls its networks without `evaluate`."""
 

@@ -44,6 +44,7 @@ def run_step(
     x: Any,
     *,
     memory: Any = None,
+    call: Callable[[Any, Any], Any] = nn.Module.__call__,
     loss: Callable[[Any], Tensor] = loss_of_all,
     seed: int = 11,
 ) -> Step:
@@ -53,6 +54,7 @@ def run_step(
         model: a module; with `memory`, one that has such a property.
         x: its input; the gradients of its floating-point tensors are taken where they ask for it.
         memory: the mode; the model's own if None.
+        call: what is done with the model and its input.
         loss: from the output to a number.
         seed: of the default generator.
     """
@@ -63,7 +65,7 @@ def run_step(
     for value in inputs:
         value.grad = None
     torch.manual_seed(seed)
-    output = model(x)
+    output = call(model, x)
     loss(output).backward()
     gradients = {f"input {place}": value.grad for place, value in enumerate(inputs)}
     gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -28,6 +28,7 @@ LANGUAGE_MODEL = [
     *("--model.activation_penalty=0.1", "--model.learning_rate=5", "--data.bptt=12"),
     *("--data.batch_size=3", "--data.eval_batch_size=2", "--data.tokens=words"),
 ]
+LINES = [f"the {a} is {b} than the {c} ." for a in "abc" for b in "xyz" for c in "abcd"]
 QUIET = ["--num_threads=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
 
 
@@ -94,9 +95,8 @@ def example(request):
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A text of 900 words that a small model can learn something of."""
-    lines = [f"the {a} is {b} than the {c} ." for a in "abc" for b in "xyz" for c in "abcd"]
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(lines * 3) + "\n")
+    path.write_text("\n".join(LINES * 3) + "\n")
     return str(path)
 
 

@@ -14,32 +14,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
-from tests.examples.conftest import EXAMPLES, QUIET, same, weights
-
-
-def without_times(folder, checkpoint="last"):
-    """What a checkpoint holds of a run but for its paths."""
-    path = Path(folder, "checkpoints", f"{checkpoint}.ckpt")
-    contents = torch.load(path, weights_only=True)
-    return {
-        "weights": contents["state_dict"],
-        "optimizers": contents["optimizer_states"],
-        "schedules": contents["lr_schedulers"],
-        "step": contents["global_step"],
-        "last": contents.get("current_model_state"),
-    }
+from tests.examples.conftest import EXAMPLES, QUIET, logged_in, same, weights
 
 
-def equal(one, other):
-    """Whether nested values are equal, tensors bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
+def last(folder):
+    return torch.load(Path(folder, "checkpoints", "last.ckpt"), weights_only=True)
+
+
+def left_by(folder):
+    """What the last checkpoint holds of a run but for its times and paths."""
+    kept = "state_dict", "optimizer_states", "lr_schedulers", "global_step", "current_model_state"
+    return {name: last(folder).get(name) for name in kept}
+
+
+def assert_equal(one, other):
+    """Hold what two runs left against each other, tensors bit for bit."""
+    (found, form), (wanted, of_other) = (tree_flatten(left_by(each)) for each in (one, other))
+    assert form == of_other
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 OPTIONS = {
@@ -55,7 +50,29 @@ def test_a_resumed_run_is_the_uninterrupted_one(example, request):
     resumed = example.go_on(first, epochs=4)
     assert resumed != first
     assert example.cli.trainer.current_epoch == 4
-    assert equal(without_times(resumed), without_times(whole))
+    assert_equal(resumed, whole)
+
+
+MODES = {  # and how far weights are from those of linear memory
+    "flows": {"sqrt": 0.0, "2": 0.0, "100 MiB": 0.0, "constant": None},
+    "texts": {"sqrt": 1e-3, "200 KiB": 1e-3},
+}
+
+
+def test_memory_modes_have_the_same_figures(example, request):
+    name = request.node.callspec.params["example"]
+    metric = {"flows": "val_bits_per_dim", "texts": "val_perplexity"}[name]
+    linear = example.fit()
+    for mode, rtol in MODES[name].items():
+        folder = example.fit(f"--model.memory={mode}", out=mode)
+        assert logged_in(folder, metric) == pytest.approx(logged_in(linear, metric), rel=1e-3)
+        for key, value in weights(linear).items() if rtol is not None else ():
+            found = weights(folder)[key]
+            torch.testing.assert_close(found, value, rtol=rtol, atol=rtol / 100, msg=key)
+        if name == "texts":
+            assert (example.cli.model.segment_steps is None) == (mode == "sqrt")
+    with pytest.raises(Exception, match=r"`memory` is (1 KiB|1024 bytes, too few for a window)"):
+        example.fit("--model.memory=1 KiB", out="small")
 
 
 @pytest.mark.slow
@@ -64,12 +81,11 @@ def test_a_run_resumes_before_and_after_its_trigger(texts, averaging):
     options = [f"--model.averaging={averaging}", "--model.num_patient=0"]
     options.append("--model.learning_rate=15")  # so large that validation gets worse
     whole = texts.fit(*options, epochs=6, out="whole")
-    state = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
     if averaging == "triggered":
-        assert state["Averaging"]["is_averaging"]
+        assert last(whole)["callbacks"]["Averaging"]["is_averaging"]
     for stop in (1, 3, 5):
         first = texts.fit(*options, epochs=stop, out=f"first{stop}")
-        assert equal(without_times(texts.go_on(first, epochs=6)), without_times(whole))
+        assert_equal(texts.go_on(first, epochs=6), whole)
 
 
 @pytest.mark.slow
@@ -85,19 +101,19 @@ def test_a_run_resumes_after_kill_9(example, request):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     folder = Path("killed", example.name, "version_0")
-    last = folder / "checkpoints" / "last.ckpt"
+    written = folder / "checkpoints" / "last.ckpt"
     try:
         for _ in range(600):
             time.sleep(0.1)
-            if last.exists() and torch.load(last, weights_only=True)["epoch"] >= 2:
+            if written.exists() and last(folder)["epoch"] >= 2:
                 break
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    epochs = torch.load(last, weights_only=True)["epoch"] + 3
+    epochs = last(folder)["epoch"] + 3
     resumed = example.go_on(folder, epochs=epochs)
     whole = example.fit(*OPTIONS[name], epochs=epochs, out="whole")
-    assert equal(without_times(resumed), without_times(whole))
+    assert_equal(resumed, whole)
 
 
 def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatch):
@@ -160,34 +176,35 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_hostile_or_damaged_file_is_refused(flows, name):
-    folder = flows.fit(epochs=1)
+CASES = [
+    *(("flows", "fit", name) for name in BROKEN),
+    *((example, command, "code beside")
+      for example in ("flows", "texts") for command in ("test", "predict")),
+    ("texts", "fit", "code beside"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("example", "command", "name"), CASES, indirect=["example"])
+def test_a_hostile_or_damaged_file_is_refused(example, command, name):
+    """Whatever the user says of code in it."""
+    folder = example.fit(epochs=1)
     Path("good.ckpt").write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
     make, message = BROKEN[name]
     make(torch.load("good.ckpt", weights_only=True))
     before = sorted(Path("run").rglob("*"))
+    options = ["-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt"]
+    if name == "code beside":
+        options.append("--weights_only=false")
     with pytest.raises(ValueError, match=re.escape(message)):
-        flows.main(["fit", "-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt"])
+        example.main([command, *options])
     assert not Path("executed").exists()
     assert sorted(Path("run").rglob("*")) == before
-
-
-@pytest.mark.parametrize("command", ["fit", "test", "predict"])
-def test_the_user_cannot_be_made_to_run_code(example, command):
-    folder = example.fit(epochs=1)
-    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-    changed(contents, more=Evil())
-    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
-        example.main([command, "-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt",
-                      "--weights_only=false"])  # fmt: skip
-    assert not Path("executed").exists()
 
 
 def test_a_checkpoint_chooses_no_settings(example):
     """Lightning would take the settings, and the classes, of the model from it."""
     folder = example.fit(epochs=1)
-    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    contents = last(folder)
     evil = {"_class_path": "pathlib.Path", "_instantiator": "pathlib.Path.touch", "seed": 5}
     evil |= {"flow": {"class_path": "recoup.flows.NICE"}, "hidden_size": 10**9}
     changed(contents, hyper_parameters=evil, datamodule_hyper_parameters=evil)
@@ -200,7 +217,7 @@ def test_a_checkpoint_chooses_no_settings(example):
 
 def test_a_checkpoint_names_no_files_to_remove(flows):
     folder = flows.fit(epochs=1)
-    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    contents = last(folder)
     Path("precious").write_text("mine")
     new = (folder.parent / "version_1" / "checkpoints").resolve()  # as an attacker may guess
     victim = str(new / "../../../../precious")
@@ -216,24 +233,25 @@ def test_a_checkpoint_names_no_files_to_remove(flows):
     assert (new / "best.ckpt").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(flows, texts):
-    folder = flows.fit(epochs=1)
-    for option in ("--model.flow.num_steps=2", "--model.flow=NICE"):
-        with pytest.raises(RuntimeError, match="state_dict"):
-            flows.use("test", folder, option)
-    folder = texts.fit(epochs=1)
-    others = "the z is y than the x .\n" * 30 + "a b c\n" * 30
-    Path("other.txt").write_text(others.replace("z", "q"))
-    with pytest.raises((RuntimeError, ValueError), match=r"state_dict|other tokens"):
-        texts.use("test", folder, "--data.path=other.txt")
+OTHERS = "the z is y than the x .\n" * 30 + "a b c\n" * 30
 
 
-def test_a_text_with_other_tokens_of_the_same_number_is_refused(texts):
-    folder = texts.fit(epochs=1)
-    words = Path(texts.tiny[-1].partition("=")[2]).read_text().replace("than", "then")
-    Path("other.txt").write_text(words)
-    with pytest.raises(ValueError, match=r"trained on other tokens than those of other\.txt"):
-        texts.use("predict", folder, "--data.path=other.txt")
+@pytest.mark.parametrize(
+    ("example", "option", "words"),
+    [
+        ("flows", "--model.flow.num_steps=2", "state_dict"),
+        ("flows", "--model.flow=NICE", "state_dict"),
+        ("texts", "--data.path=others.txt", "state_dict|other tokens"),
+        ("texts", "--data.path=renamed.txt", r"trained on other tokens than those of renamed\.txt"),
+    ],
+    indirect=["example"],
+)
+def test_a_checkpoint_of_another_model_is_refused(example, option, words, text):
+    folder = example.fit(epochs=1)
+    Path("others.txt").write_text(OTHERS.replace("z", "q"))
+    Path("renamed.txt").write_text(Path(text).read_text().replace("than", "then"))
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        example.use("predict" if "renamed" in option else "test", folder, option)
 
 
 @pytest.mark.parametrize(
@@ -257,3 +275,18 @@ def test_a_wrong_option_is_named(example, capsys, option, said):
     assert ending.value.code == 2
     assert said in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("example", "option", "message"),
+    [
+        ("flows", "--data.path=moons", "shape"),
+        ("texts", "--trainer.gradient_clip_val=1", "gradient"),
+        ("texts", "--model.memory=much", "much"),
+        ("texts", "--model.input_dropout=1", "less than 1"),
+    ],
+    indirect=["example"],
+)
+def test_what_does_not_fit_together_is_refused(example, option, message):
+    with pytest.raises(Exception, match=message):
+        example.fit(option)

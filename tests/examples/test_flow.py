@@ -58,25 +58,6 @@ def test_a_training_is_that_by_hand(flows):
     assert logged[-1] < logged[0]
 
 
-def test_memory_modes_have_the_same_figures(flows):
-    modes = ("linear", "sqrt", "2", "constant")
-    found, bits = {}, {}
-    for mode in modes:
-        found[mode] = weights(flows.fit(f"--model.memory={mode}", out=mode))
-        bits[mode] = float(flows.cli.trainer.callback_metrics["val_bits_per_dim"])
-        assert str(flows.cli.model.flow.memory) == mode
-    assert same(found["sqrt"], found["linear"])
-    assert same(found["2"], found["linear"])
-    assert bits["constant"] == pytest.approx(bits["linear"], rel=1e-4)
-
-
-def test_bytes_bound_a_step(flows):
-    kept = weights(flows.fit(out="kept"))
-    assert same(weights(flows.fit("--model.memory=100 MiB", out="bounded")), kept)
-    with pytest.raises(Exception, match="`memory` is 1 KiB"):
-        flows.fit("--model.memory=1 KiB", out="small")
-
-
 def drawn(capsys):
     """The pixels of the picture that was said to be drawn."""
     path = capsys.readouterr().out.splitlines()[-1].removeprefix("samples: ")
@@ -269,8 +250,3 @@ def test_data_that_do_not_fit_are_named(name):
     settings = make()
     with pytest.raises(ValueError, match=re.escape(message)):
         Images(**settings)
-
-
-def test_a_flow_for_pictures_refuses_points(flows):
-    with pytest.raises(ValueError, match="shape"):
-        flows.fit("--data.path=moons")

@@ -1,39 +1,38 @@
-"""What every builder of flows promises, whatever it builds."""
+"""What every builder of flows promises, whatever it builds, and the layers that it builds."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Normal
 
-from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
+from recoup.flows import NICE, Logistic
 from recoup.flows.latents import as_tuple
-from recoup.invertible import check_invertible
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    InvertibleConv1x1LU,
+    InvertibleResidual,
+    LipschitzConv2d,
+    VariationalDequantize,
+    check_invertible,
+)
+from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
-    assert_same_in_every_mode,
+    BUILDERS,
+    SMALL,
+    VECTOR,
+    built,
     classes,
     digits,
     filled,
-    loss_and_gradients,
+    started,
+    step_of,
     stirred,
 )
-
-BUILDERS = {
-    "nice": (NICE, {"width": 8}),
-    "realnvp": (RealNVP, {"width": 6, "num_steps": 2}),
-    "glow": (Glow, {"width": 6, "num_steps": 2}),
-    "flow++": (FlowPlusPlus, {"width": 6, "num_steps": 2, "num_components": 3}),
-    "iresnet": (IResNet, {"width": 8, "num_steps": 2}),
-}
-SMALL, VECTOR = (1, 4, 4), (5,)
-
-recomputes = pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
-
-
-def built(name, shape=(1, 8, 8), **options):
-    torch.manual_seed(0)
-    build, own = BUILDERS[name]
-    return build(shape, **{"levels": 17} | own | options)
 
 
 @pytest.mark.sampled(6)
@@ -61,11 +60,12 @@ def built(name, shape=(1, 8, 8), **options):
 def test_the_chain_is_invertible_with_parameters_of_both_signs(name, shape, options):
     """Inverse, log-determinant and gradients, in double precision to 1e-8."""
     x = 0.05 + 0.9 * torch.rand(2, *shape, dtype=torch.float64)
-    report = check_invertible(filled(built(name, shape, **options)).chain, x)
+    report = check_invertible(filled(built(name, shape, **options), 0.2).chain, x)
     assert report, str(report)
 
 
-@recomputes
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
+@pytest.mark.parametrize("is_first", [False, True])  # with the start of ActNorms
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
@@ -84,27 +84,18 @@ def test_the_chain_is_invertible_with_parameters_of_both_signs(name, shape, opti
     ],
     ids=str,
 )
-def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, options):
+def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, options, is_first):
     flow = stirred(built(name, shape, **options))
+    for module in flow.modules() if is_first else ():
+        if isinstance(module, ActNorm):
+            module.started = False
     assert any(isinstance(m, nn.Dropout) for m in flow.modules()) is ("dropout" in options)
-    labels = classes(6, 3) if "num_classes" in options else None
-    assert_same_in_every_mode(flow, digits(shape=shape), labels)
-
-
-@recomputes
-@pytest.mark.parametrize("name", BUILDERS)
-def test_the_first_step_is_the_same_in_every_mode(name):
-    # It holds the data-dependent start, which must happen once and be that of the batch.
-    results = {
-        memory: loss_and_gradients(built(name, SMALL, memory=memory).double(), digits(shape=SMALL))
-        for memory in ("linear", "sqrt", "constant")
-    }
-    for memory in ("sqrt", "constant"):
-        assert results[memory][0] == pytest.approx(results["linear"][0], rel=1e-12)
-        for name, gradient in results["linear"][1].items():
-            torch.testing.assert_close(
-                results[memory][1][name], gradient, rtol=1e-10, atol=1e-10, msg=name
-            )
+    given = digits(shape=shape), classes(6, 3) if "num_classes" in options else None
+    want = step_of(flow, *given)
+    assert all(gradient is not None for gradient in want.gradients.values())
+    assert max(gradient.abs().max() for gradient in want.gradients.values()) > 1e-3
+    for memory in ("constant", "sqrt", "log"):
+        assert_same_step(step_of(flow, *given, memory), want, rtol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +124,17 @@ def test_digits_of_17_levels(name, options, latents):
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"), [("glow", "linear"), ("glow", "constant"), ("iresnet", "sqrt")]
+    ("name", "options"),
+    [
+        ("glow", {"memory": "linear"}),
+        ("glow", {"memory": "constant"}),
+        ("iresnet", {"memory": "sqrt"}),
+        ("flow++", {"variational": True, "memory": "constant"}),
+    ],
+    ids=str,
 )
-def test_every_parameter_moves(name, memory):
-    flow = built(name, memory=memory)
+def test_every_parameter_moves(name, options):
+    flow = built(name, **options)
     optimizer = torch.optim.SGD(flow.parameters(), lr=0.1)
     for _ in range(2):  # behind a zero convolution a gradient comes with the second step
         optimizer.zero_grad()
@@ -153,48 +151,180 @@ def test_same_seed_builds_the_same_flow(name):
     assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
+# -- classes ---------------------------------------------------------------------------------------
+
+conditional = pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in BUILDERS if name != "iresnet"), ("glow", {"coupling": "additive"})],
+)
+
+
+@conditional
+def test_every_coupling_sees_the_label(name, options):
+    flow = filled(built(name, SMALL, num_classes=3, **options))
+    couplings = [stage for stage in flow.chain if stage.takes_context]
+    assert len(couplings) == sum(hasattr(stage, "network") for stage in flow.chain)
+    # A label that is not seen by one network would leave its column of weights without gradient.
+    flow.bits_per_dim(digits(3, SMALL), classes(3, 3)).sum().backward()
+    for stage in couplings:
+        of_labels = stage.network[0].weight.grad[:, -3:].transpose(0, 1).flatten(1)
+        assert (of_labels != 0).any(1).all()
+
+
+@conditional
+def test_without_classes_nothing_takes_a_context(name, options):
+    flow = built(name, SMALL, **options)
+    assert flow.num_classes is None
+    assert not flow.chain.takes_context
+    with pytest.raises(ValueError, match="not conditional"):
+        flow.bits_per_dim(digits(2, SMALL).float(), classes(2, 3))
+
+
+# -- the layers that they build --------------------------------------------------------------------
+
+NORM, MIX = "ActNorm", "InvertibleConv1x1"
+BOARD, BOARD_2 = ("checkerboard", "first"), ("checkerboard", "second")
+HALVES, HALVES_2 = ("channels", "first"), ("channels", "second")
+SCALE = "Squeeze", *(NORM, "InvertibleResidual") * 2
+BOARDS = NORM, BOARD, NORM, BOARD_2, NORM, BOARD
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kinds"),
+    [
+        (
+            "realnvp", {"num_steps": 3},
+            ["Logit", *BOARDS, "Squeeze", NORM, HALVES, NORM, HALVES_2, NORM, HALVES, "Split",
+             *BOARDS],
+        ),
+        (
+            "flow++", {"num_steps": 1},
+            ["Logit", NORM, BOARD, "Squeeze", NORM, MIX, HALVES, NORM, MIX, BOARD],
+        ),
+        (
+            # The mixing takes the place of turns: every coupling changes the second half.
+            "glow", {"alpha": None, "num_steps": 1},
+            ["Normalize", "Squeeze", NORM, MIX, HALVES, "Split", "Squeeze", NORM, MIX, HALVES],
+        ),
+        ("iresnet", {"num_levels": 2}, ["Logit", *SCALE, *SCALE, NORM]),
+        ("iresnet", {"alpha": None, "num_steps": 1}, ["Normalize", *SCALE[:3], NORM]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_order_of_the_layers(name, options, kinds):
+    stages = built(name, **options).chain
+    found = [(s.split, s.condition) if hasattr(s, "split") else type(s).__name__ for s in stages]
+    assert found == kinds
+
+
+def test_options_choose_the_layers():
+    flow = built("glow", coupling="additive", conv1x1="lu", dropout=0.2)
+    kinds = [type(stage) for stage in flow.chain]
+    assert kinds.count(AdditiveCoupling) == kinds.count(InvertibleConv1x1LU) == 4
+    assert sum(isinstance(m, nn.Dropout) for m in flow.modules()) == 4
+    flow = built("iresnet", num_levels=2, coefficient=0.7, num_terms=5)
+    blocks = [stage for stage in flow.chain if isinstance(stage, InvertibleResidual)]
+    assert {(block.log_det, block.num_terms) for block in blocks} == {("unbiased", 5)}
+    assert all(0.7**6 < block.continuation == 0.5 for block in blocks)
+    layers = [layer for layer in flow.modules() if isinstance(layer, LipschitzConv2d)]
+    assert [layer.kernel_size[0] for layer in layers[:3]] == [3, 1, 3]
+    assert {layer.coefficient for layer in layers} == {0.7}
+    plane = built("iresnet", (2,), levels=None, coefficient=0.95).chain[1]
+    assert plane.continuation == pytest.approx(0.95**3)
+    assert plane.log_det == "exact"
+    assert isinstance(built("flow++", variational=True).dequantize, VariationalDequantize)
+    assert isinstance(built("nice").base.distribution(), Logistic)
+    assert isinstance(built("nice", base=Normal(0.0, 1.0)).base.distribution(), Normal)
+
+
+def test_even_and_odd_entries_of_nice_take_turns_and_its_end_scales():
+    flow = filled(built("nice", (6,), levels=None, num_couplings=1))
+    x = torch.randn(1, 6, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda v: flow(v)[0], x)[0, :, 0]
+    # latents: the even entries alone, and then the odd ones, which see all even ones
+    assert ((jacobian[:3] != 0).nonzero()[:, 1] == torch.tensor([0, 2, 4])).all()
+    assert (jacobian[3:, [0, 2, 4]] != 0).all()
+    assert ((jacobian[3:, [1, 3, 5]] != 0) == torch.eye(3, dtype=torch.bool)).all()
+    torch.testing.assert_close(flow(x)[1], flow.chain[-1].log_scale.sum()[None])
+
+
+def test_exact_couplings_of_nice_return_the_very_bits():
+    flow = filled(built("nice", exact=True, num_couplings=12).float(), 0.2).float()
+    couplings = flow.chain[1:-1]
+    assert all(each.exact for each in couplings if isinstance(each, AdditiveCoupling))
+    x = torch.randint(-8000, 8000, (4, 1, 8, 8)) / 2**14  # on the grid
+    y, _ = couplings(x)
+    assert not torch.equal(y.flatten(), x.flatten())
+    assert torch.equal(couplings.inverse(y)[0], x)
+
+
+@pytest.mark.parametrize("levels", [2, 3, 17, 256])
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_level_is_rounded_to_the_next(levels, exact):
+    flow = built("nice", (8, 8), levels=levels, exact=exact).eval()  # which starts as an identity
+    x = torch.arange(64 * 800).view(-1, 8, 8) % levels
+    assert torch.equal(flow.reconstruct(x), x.float())
+
+
+def test_glow_starts_as_a_norm_and_a_rotation():
+    latents, _ = built("glow", num_levels=1)(digits(200).float())
+    assert latents.var().item() == pytest.approx(1.0, abs=0.02)
+    flow = started(built("glow", levels=None)).eval()
+    x = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(flow.reconstruct(x), x)
+    # rotations and identities: the density is that of the base
+    torch.testing.assert_close(
+        flow.log_prob(x), -0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(1)
+    )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "options", "words"),
     [
+        *((name, SMALL, {option: 0}, f"`{option}` is 0")
+          for name, options in (
+              ("nice", ("num_couplings", "depth", "levels")),
+              ("realnvp", ("num_steps", "num_levels")),
+              ("glow", ("num_levels", "num_steps", "levels")),
+              ("flow++", ("num_components", "num_steps")),
+              ("iresnet", ("num_steps", "depth")),
+          )
+          for option in options),
+        *((name, SMALL, {"memory": "big"}, "`memory` is 'big'")
+          for name in ("realnvp", "glow", "iresnet")),
         ("nice", (1,), {}, r"`shape` is \(1,\)"),
         ("nice", (), {}, r"`shape` is \(\)"),
-        ("nice", SMALL, {"num_couplings": 0}, "`num_couplings` is 0"),
-        ("nice", SMALL, {"depth": 0}, "`depth` is 0"),
-        ("nice", SMALL, {"levels": 0}, "`levels` is 0"),
         ("nice", SMALL, {"levels": 131072, "exact": True}, "`levels` is 131072, but with `exact`"),
+        ("nice", (4,), {"num_couplings": 20_000}, "`num_couplings` is 20000, but .* most 10,000"),
         ("realnvp", (1,), {}, "at least 2 values"),
         ("realnvp", (8, 8), {}, r"`shape` is \(8, 8\)"),
         ("realnvp", (1, 6, 8), {}, "multiples of 4"),
-        ("realnvp", SMALL, {"num_steps": 0}, "`num_steps` is 0"),
-        ("realnvp", SMALL, {"num_levels": 0}, "`num_levels` is 0"),
         ("realnvp", SMALL, {"alpha": 0.5}, "`alpha` is 0.5"),
-        ("realnvp", SMALL, {"memory": "big"}, "`memory` is 'big'"),
         ("glow", (8, 8), {}, r"`shape` is \(8, 8\)"),
         ("glow", (5,), {}, r"`shape` is \(5,\)"),
         ("glow", (1, 8, 8), {"num_levels": 4}, "multiples of 16"),
-        ("glow", SMALL, {"num_levels": 0}, "`num_levels` is 0"),
-        ("glow", SMALL, {"num_steps": 0}, "`num_steps` is 0"),
         ("glow", SMALL, {"coupling": "linear"}, "`coupling` is 'linear'"),
         ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
-        ("glow", SMALL, {"levels": 0}, "`levels` is 0"),
-        ("glow", SMALL, {"memory": "big"}, "`memory` is 'big'"),
         ("flow++", (1,), {}, "at least 2 values"),
         ("flow++", (1, 6, 8), {}, "multiples of 4"),
-        ("flow++", SMALL, {"num_components": 0}, "`num_components` is 0"),
-        ("flow++", SMALL, {"num_steps": 0}, "`num_steps` is 0"),
         ("flow++", SMALL, {"variational": True, "levels": None}, "`variational` is for images"),
         ("flow++", VECTOR, {"variational": True}, "`variational` is for images"),
         ("iresnet", (1, 6, 6), {"num_levels": 2}, "multiples of 4"),
         ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
         ("iresnet", (2, 2), {}, r"`shape` is \(2, 2\)"),
-        ("iresnet", SMALL, {"num_steps": 0}, "`num_steps` is 0"),
-        ("iresnet", SMALL, {"depth": 0}, "`depth` is 0"),
         ("iresnet", SMALL, {"coefficient": 1.0}, "`coefficient` is 1.0"),
         ("iresnet", SMALL, {"log_det": "none"}, "`log_det` is 'none'"),
-        ("iresnet", SMALL, {"memory": "big"}, "`memory` is 'big'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_unsuitable_arguments_are_refused(name, shape, options, words):
     with pytest.raises(ValueError, match=words):
         built(name, shape, **options)
+
+
+def test_classes_may_be_more_than_layers():
+    flow = NICE((4,), levels=None, num_couplings=2, width=4, num_classes=21_841)
+    assert flow.num_classes == 21_841

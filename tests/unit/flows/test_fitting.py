@@ -1,4 +1,9 @@
+"""`fit`: it is Adam on bits per dimension, in any memory mode, and leaves the caller alone."""
+
 from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -85,41 +90,30 @@ def test_the_best_weights_are_left_and_patience_ends_it():
     assert longer.epochs == 20
 
 
-def test_the_caller_is_left_as_it_was():
-    flow = small_flow()
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_caller_is_left_as_it_was(ends):
+    flow, num_left = small_flow(), itertools.count(-5)
+
+    def interrupt(*_):
+        if ends and next(num_left) == -1:
+            raise KeyboardInterrupt
+
+    flow.chain[0].register_forward_hook(interrupt)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    fitted(flow)
+    with pytest.raises(KeyboardInterrupt) if ends else nullcontext():
+        fitted(flow, batch_size=10)
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(module.training for module in flow.modules())
     assert all(parameter.grad is None for parameter in flow.parameters())
-    again, other = small_flow(), small_flow()
-    fitted(again)
-    assert same(again, flow)
-    fitted(other, seed=1)
-    assert not same(other, flow)
 
 
-def test_an_error_in_a_step_leaves_evaluation_mode_and_no_gradients():
-    flow = small_flow()
-    flow.chain[0].register_forward_hook(interrupted())
-    before = torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt):
-        fitted(flow, batch_size=10)
-    assert not flow.training
-    assert all(parameter.grad is None for parameter in flow.parameters())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def interrupted():
-    calls = []
-
-    def hook(*_):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
-    return hook
+def test_a_seed_decides_the_training():
+    first, again, other = small_flow(), small_flow(), small_flow()
+    for flow, seed in ((first, 0), (again, 0), (other, 1)):
+        fitted(flow, seed=seed)
+    assert same(again, first)
+    assert not same(other, first)
 
 
 def test_bytes_bound_a_step():
@@ -159,12 +153,9 @@ def test_parts_share_no_sample():
     assert torch.equal(torch.cat([trained, others]).sort().values, x[:, 0])
 
 
-def test_types_of_points_and_numbers_of_numpy():
-    fitted(small_flow(), points().double(), validation=np.float32(0.1), epochs=np.int64(1))
-
-
 def test_progress_is_a_line_for_each_epoch(capsys):
-    fitted(small_flow(), epochs=2, progress=True)
+    given = {"validation": np.float32(0.1), "epochs": np.int64(2)}  # numbers of any library
+    fitted(small_flow(), points().double(), **given, progress=True)
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line.split()[:2] for line in printed.err.splitlines()] == [["epoch", "1:"],
@@ -211,11 +202,15 @@ def test_each_value_must_be_a_grey_level(value):
     assert flow.memory != "sqrt"
 
 
-def test_a_model_that_is_none_or_frozen_and_labels_are_named():
-    with pytest.raises(ValueError, match="requires a gradient, so there is nothing to train"):
-        fitted(small_flow().requires_grad_(False))
-    with pytest.raises(ValueError, match="`flow` is of type Linear, but must be a Flow"):
-        fitted(nn.Linear(2, 2))
-    for labels in (torch.rand(9), torch.arange(8), torch.arange(9) - 1):
-        with pytest.raises(ValueError, match=r"`images\[1\]` "):
-            fitted(small_flow(num_classes=3), (torch.zeros(9, 2), labels))
+@pytest.mark.parametrize(
+    ("flow", "data", "message"),
+    [
+        (small_flow().requires_grad_(False), None, "a gradient, so there is nothing to train"),
+        (nn.Linear(2, 2), None, "`flow` is of type Linear, but must be a Flow"),
+        *((small_flow(num_classes=3), (torch.zeros(9, 2), labels), r"`images\[1\]` ")
+          for labels in (torch.rand(9), torch.arange(8), torch.arange(9) - 1)),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_none_or_frozen_and_labels_are_named(flow, data, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(flow, data)

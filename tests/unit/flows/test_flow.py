@@ -1,7 +1,8 @@
+"""`Flow`: the density, samples and edits, bases, and what it leaves alone."""
+
 from __future__ import annotations
 
 import copy
-import io
 import math
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributions import (
     Uniform,
 )
 
-from recoup.flows import NICE, Flow
+from recoup.flows import ConvNetwork, DenseNetwork, Flow, Logistic
 from recoup.invertible import (
     ActNorm,
     AffineCoupling,
@@ -28,21 +29,24 @@ from recoup.invertible import (
     Split,
     Squeeze,
 )
+from tests.oracle import assert_same_step
+from tests.unit.flows.models import check_density, step_of
 
 
-def network(inputs, outputs):
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+def randomised(flow):
+    torch.manual_seed(3)
+    for parameter in flow.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return flow.double().eval()
 
 
 def small_flow(**options):
     torch.manual_seed(3)
     stages = []
     for _ in range(3):
-        stages += [ActNorm(2), InvertibleConv1x1(2), AffineCoupling(network(1, 2))]
-    flow = Flow(Chain(*stages), shape=(2,), **options).double()
-    for parameter in flow.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return flow.eval()
+        network = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))
+        stages += [ActNorm(2), InvertibleConv1x1(2), AffineCoupling(network)]
+    return randomised(Flow(Chain(*stages), shape=(2,), **options))
 
 
 def multiscale_flow(split=True, **options):
@@ -50,116 +54,129 @@ def multiscale_flow(split=True, **options):
     return Flow(Chain(*stages), shape=(1, 4, 4), **options).eval()
 
 
-# --- the density ----------------------------------------------------------------------------------
+def of_points():
+    """For points of three classes."""
+    torch.manual_seed(2)
+    stages = []
+    for _ in range(2):
+        stages += [ActNorm(2), AffineCoupling(DenseNetwork(1, 2, width=8, num_context=3)), Flip()]
+    return randomised(Flow(Chain(*stages), shape=(2,), num_classes=3))
 
 
-def test_density_integrates_to_one_over_the_plane():
-    flow = small_flow()
-    side = torch.linspace(-40, 40, 801, dtype=torch.float64)
-    cell = float(side[1] - side[0]) ** 2
-    with torch.no_grad():
-        total = flow.log_prob(torch.cartesian_prod(side, side)).exp().sum() * cell
-    assert total.item() == pytest.approx(1.0, abs=1e-4)
+def of_pictures():
+    torch.manual_seed(2)
+    first, second = (AffineCoupling(ConvNetwork(2, 4, width=4, num_context=3)) for _ in "ab")
+    last = AffineCoupling(ConvNetwork(1, 2, width=4))
+    stages = [ActNorm(1), Squeeze(), first, Chain(Flip(), second), Split(), last, Flip()]
+    return randomised(Flow(Chain(*stages), shape=(1, 4, 4), num_classes=3))
+
+
+def base_alone(base, size=2):
+    return Flow(Chain(Flip()), shape=(size,), base=base)
+
+
+def data(flow, n=4):
+    """Values, and labels where the flow takes some."""
+    x = torch.randn(n, *flow.shape, dtype=torch.float64)
+    return (x,) if flow.num_classes is None else (x, torch.arange(n) % 3)
+
+
+FLOWS = {
+    "plain": small_flow,
+    "multi-scale": lambda: multiscale_flow().double(),
+    "points": of_points,
+    "pictures": of_pictures,
+}
+every_flow = pytest.mark.parametrize("flow", [make() for make in FLOWS.values()], ids=FLOWS)
+
+
+def generator(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+# -- the density -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "label"), [(small_flow, None), *((of_points, label) for label in range(3))]
+)
+def test_density_integrates_to_one_over_the_plane(make, label):
+    check_density(make(), 40, label=label, num_cells=801, num_samples=20_000)
 
 
 @pytest.mark.parametrize("levels", [2, 17, 256])
 def test_uniform_images_cost_exactly_the_bits_of_their_levels(levels):
-    flow = Flow(Chain(Flip()), shape=(1, 4, 4), levels=levels, base=Uniform(0.0, 1.0))
-    bits = flow.bits_per_dim(torch.randint(levels, (5, 1, 4, 4), dtype=torch.uint8))
-    torch.testing.assert_close(bits, torch.full((5,), math.log2(levels)))
-
-
-def test_likelihood_is_over_early_latents_too():
-    # A split moves values between latents: an identity flow must not notice it.
-    x = torch.randn(3, 1, 4, 4)
-    expected = Normal(0.0, 1.0).log_prob(x).flatten(1).sum(1)
-    for split in (False, True):
-        torch.testing.assert_close(multiscale_flow(split).log_prob(x), expected)
-
-
-def test_log_prob_of_levels_counts_the_noise():
-    flow = Flow(Chain(Flip()), shape=(3,), levels=4, base=Uniform(0.0, 2.0))
-    log_prob = flow.log_prob(torch.tensor([[0, 1, 3]]))
-    assert log_prob.item() == pytest.approx(-3 * math.log(8))
+    x = torch.randint(levels, (5, 1, 4, 4), dtype=torch.uint8)
+    for width in (1.0, 2.0):  # of the noisy values, of which the second base wastes half
+        flow = Flow(Chain(Flip()), shape=(1, 4, 4), levels=levels, base=Uniform(0.0, width))
+        expected = torch.full((5,), math.log2(levels * width))
+        torch.testing.assert_close(flow.bits_per_dim(x), expected)
+        torch.testing.assert_close(flow.log_prob(x), -expected * 16 * math.log(2))
 
 
 @pytest.mark.parametrize("levels", [None, 17])
-def test_parts_add_up_to_bits_per_dim(levels):
-    flow = multiscale_flow(levels=levels)
-    nn.init.constant_(flow.chain[1].log_scale, -0.7)
-    x = torch.randint(17, (3, 1, 4, 4)).float()
+@pytest.mark.parametrize("size", [4, 8])
+def test_parts_add_up_to_bits_per_dim_and_do_not_depend_on_the_size(levels, size):
+    flow = Flow(Chain(Squeeze(), ActNorm(4)), shape=(1, size, size), levels=levels).eval()
+    nn.init.constant_(flow.chain[1].log_scale, math.log(2))
+    x = torch.randint(17, (3, 1, size, size)).float()
     torch.manual_seed(1)
     parts = flow.parts(x)
     torch.manual_seed(1)
     assert set(parts) == {"latent", "log_det"}
-    assert all(part.shape == (3,) for part in parts.values())
     torch.testing.assert_close(sum(parts.values()), flow.bits_per_dim(x))
-
-
-def test_log_det_part_does_not_depend_on_the_image_size():
     # Bits a value: a sum over pixels that is not divided by their number, or counted once, shows.
-    for size in (4, 8):
-        flow = Flow(Chain(Squeeze(), ActNorm(4)), shape=(1, size, size)).eval()
-        nn.init.constant_(flow.chain[1].log_scale, math.log(2))
-        parts = flow.parts(torch.zeros(2, 1, size, size))
-        torch.testing.assert_close(parts["log_det"], torch.full((2,), -1.0))
+    noise = 0.0 if levels is None else math.log2(levels)
+    torch.testing.assert_close(parts["log_det"], torch.full((3,), noise - 1.0))
 
 
-# --- latents, samples -----------------------------------------------------------------------------
+# -- latents, samples ------------------------------------------------------------------------------
 
 
-def test_inverse_takes_what_forward_gives():
-    for flow in (small_flow(), multiscale_flow().double()):
-        x = torch.randn(3, *flow.shape, dtype=torch.float64)
-        latents, log_det = flow(x)
-        assert log_det.shape == (3,)
-        torch.testing.assert_close(flow.inverse(latents), x, rtol=1e-9, atol=1e-9)
+@every_flow
+def test_inverse_takes_what_forward_gives(flow):
+    x, *labels = data(flow)
+    latents, log_det = flow(x, *labels)
+    assert log_det.shape == (4,)
+    torch.testing.assert_close(flow.inverse(latents, *labels), x, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(flow.reconstruct(x, *labels), x, rtol=1e-9, atol=1e-9)
+    bits = sum(flow.parts(x, *labels).values())
+    torch.testing.assert_close(bits, flow.bits_per_dim(x, *labels))
+    for other in [(each + 1) % 3 for each in labels]:
+        change = flow.log_prob(x, *labels) - flow.log_prob(x, other)
+        assert change.abs().min() > 1e-6
+        assert (flow.inverse(latents, other) - x).abs().flatten(1).amax(1).min() > 1e-3
 
 
-@pytest.mark.parametrize("n", [0, 1, 5])
-def test_samples_have_the_shape_of_the_data(n):
-    assert multiscale_flow().sample(n).shape == (n, 1, 4, 4)
-    assert small_flow().sample(n).shape == (n, 2)
-    levels = multiscale_flow(levels=5).sample(n)
-    assert set(levels.flatten().tolist()) <= set(range(5))
+@every_flow
+def test_interpolation_goes_from_one_to_the_other(flow):
+    x, *labels = data(flow)
+    frames = flow.interpolate(x, x.flip(0), 5, *labels)
+    assert frames.shape == (5, *x.shape)
+    torch.testing.assert_close(frames[0], x, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(frames[-1], x.flip(0), rtol=1e-8, atol=1e-8)
+    middle = multiscale_flow().interpolate(torch.zeros(1, 1, 4, 4), torch.ones(1, 1, 4, 4), 3)[1]
+    torch.testing.assert_close(middle, torch.full((1, 1, 4, 4), 0.5))
 
 
-def test_temperature_scales_the_spread_around_loc():
-    flow = Flow(Chain(Flip()), shape=(2,), base=Normal(3.0, 2.0))
-    for temperature in (0.0, 0.5, 1.0, 1.5):
-        torch.manual_seed(0)
-        x = flow.sample(20_000, temperature=temperature)
-        assert x.mean().item() == pytest.approx(3, abs=0.06)
-        assert x.std().item() == pytest.approx(2 * temperature, rel=0.02)
-
-
-def test_temperature_is_refused_where_it_means_nothing():
-    flow = Flow(Chain(Flip()), shape=(2,), base=Uniform(0.0, 1.0))
-    assert flow.sample(1).shape == (1, 2)
-    with pytest.raises(ValueError, match=r"`temperature` is 0.5.*Uniform"):
-        flow.sample(1, temperature=0.5)
-    with pytest.raises(ValueError, match="`temperature` is -1"):
-        small_flow().sample(1, temperature=-1)
-
-
-def test_generator_decides_the_sample_and_leaves_the_default_stream():
-    flow = multiscale_flow()
+@every_flow
+def test_a_generator_decides_the_sample_and_leaves_the_default_stream(flow):
+    labels = {} if flow.num_classes is None else {"labels": torch.tensor([0, 1, 2, 0])}
     state = torch.random.get_rng_state()
-    first, second = (
-        flow.sample(4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1)
-    )
-    other = flow.sample(4, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(first, second)
+    first, again, other = (flow.sample(4, **labels, generator=generator(n)) for n in (1, 1, 2))
+    assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    one = generator()
+    assert torch.equal(flow.sample(4, **labels, generator=one), first)
+    assert not torch.equal(flow.sample(4, **labels, generator=one), first)
+    if labels:  # a sample is that of its label
+        labels["labels"] = torch.tensor([0, 1, 1, 0])
+        changed = flow.sample(4, **labels, generator=generator())
+        same = [torch.equal(*pair) for pair in zip(first, changed, strict=True)]
+        assert same == [True, True, False, True]
     assert torch.equal(torch.random.get_rng_state(), state)
-    flow.sample(4)
+    flow.sample(4, **labels)
     assert not torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_a_generator_gives_new_samples_at_each_call():
-    generator = torch.Generator().manual_seed(1)
-    flow = small_flow()
-    assert not torch.equal(flow.sample(2, generator=generator), flow.sample(2, generator=generator))
 
 
 def test_looking_for_latent_shapes_disturbs_nothing():
@@ -179,76 +196,54 @@ def test_sampling_records_no_graph_but_inverse_does():
     assert flow.inverse(torch.randn(2, 2, dtype=torch.float64)).requires_grad
 
 
-def test_interpolation_goes_from_one_to_the_other():
-    for flow in (small_flow(), multiscale_flow().double()):
-        x0, x1 = torch.randn(2, 3, *flow.shape, dtype=torch.float64)
-        frames = flow.interpolate(x0, x1, 5)
-        assert frames.shape == (5, 3, *flow.shape)
-        torch.testing.assert_close(frames[0], x0, rtol=1e-8, atol=1e-8)
-        torch.testing.assert_close(frames[-1], x1, rtol=1e-8, atol=1e-8)
-    middle = multiscale_flow().interpolate(x0.float(), x1.float(), 3)[1]
-    torch.testing.assert_close(middle, (x0 + x1).float() / 2)
-
-
-# --- editing --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("base", [Normal(3.0, 2.0), Logistic(3.0, 2.0)])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.5])
+def test_temperature_scales_the_spread_around_loc(base, temperature):
+    torch.manual_seed(0)
+    x = base_alone(base).sample(20_000, temperature=temperature)
+    assert x.mean().item() == pytest.approx(3, abs=0.12)
+    assert x.std().item() == pytest.approx(base.stddev.item() * temperature, rel=0.02)
 
 
 def test_each_latent_has_a_temperature_of_its_own():
     flow = multiscale_flow()
-    generator = torch.Generator().manual_seed(1)
-    x = flow.sample(2000, temperature=[0.5, 2.0], generator=generator)
-    early, last = flow(x)[0]
+    early, last = flow(flow.sample(2000, temperature=[0.5, 2.0], generator=generator()))[0]
     assert early.std().item() == pytest.approx(0.5, rel=0.03)
     assert last.std().item() == pytest.approx(2.0, rel=0.03)
-    same = [
-        flow.sample(3, temperature=t, generator=torch.Generator().manual_seed(1))
-        for t in (0.7, (0.7, 0.7))
-    ]
+    same = [flow.sample(3, temperature=t, generator=generator()) for t in (0.7, (0.7, 0.7))]
     assert torch.equal(*same)
-    with pytest.raises(ValueError, match=r"`temperature` has 3 numbers.*has 2 latents"):
-        flow.sample(1, temperature=[1.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match="`temperature` is -1"):
-        flow.sample(1, temperature=[1.0, -1.0])
 
 
 @pytest.mark.parametrize(
     ("indices", "redrawn"), [(0, {0}), (-1, {1}), ([0, 1], {0, 1}), ([], set())]
 )
-def test_vary_draws_the_latents_it_is_told_and_keeps_the_others(indices, redrawn):
-    flow = multiscale_flow().double()
-    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
-    varied = flow.vary(x, indices, generator=torch.Generator().manual_seed(1))
-    for index, (before, after) in enumerate(zip(flow(x)[0], flow(varied)[0], strict=True)):
+@pytest.mark.parametrize("make", [FLOWS["multi-scale"], of_pictures])
+def test_vary_draws_the_latents_it_is_told_and_keeps_the_others(make, indices, redrawn):
+    flow = make()
+    x, *labels = data(flow)
+    options = {"labels": labels[0]} if labels else {}
+    varied = flow.vary(x, indices, **options, generator=generator())
+    mean = flow.vary(x, indices, **options, temperature=0.0)
+    found = (flow(each, *labels)[0] for each in (x, varied, mean))
+    for index, (before, after, at_zero) in enumerate(zip(*found, strict=True)):
         if index in redrawn:
-            assert (before - after).abs().min() > 1e-4
+            assert (before - after).abs().min() > 1e-6
+            assert at_zero.abs().max() < 1e-8
         else:
-            torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
-    again = flow.vary(x, indices, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(varied, again)
+            torch.testing.assert_close(after, before, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(at_zero, before, rtol=1e-8, atol=1e-8)
+    assert torch.equal(varied, flow.vary(x, indices, **options, generator=generator()))
     assert not varied.requires_grad
 
 
-def test_vary_at_temperature_zero_puts_the_mean_in_place():
-    flow = multiscale_flow().double()
-    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
-    kept, mean = flow(flow.vary(x, 1, temperature=0.0))[0]
-    assert mean.abs().max() < 1e-9
-    torch.testing.assert_close(kept, flow(x)[0][0], rtol=1e-9, atol=1e-9)
-
-
-def test_vary_refuses_latents_that_are_not_there():
-    for index in (2, -3):
-        with pytest.raises(ValueError, match=f"`indices` holds {index}, but this flow has 2"):
-            multiscale_flow().vary(torch.zeros(1, 1, 4, 4), index)
-
-
-# --- bases ----------------------------------------------------------------------------------------
+# -- bases -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "base",
     [
         Laplace(0.5, 2.0),
+        Logistic(1.0, 2.0),
         Normal(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])),
         MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.5], [0.5, 1.0]])),
         Independent(Normal(torch.zeros(2), torch.ones(2)), 1),
@@ -259,7 +254,7 @@ def test_vary_refuses_latents_that_are_not_there():
     ids=lambda base: type(base).__name__,
 )
 def test_any_distribution_can_be_the_base(base):
-    flow = Flow(Chain(Flip()), shape=(2,), base=base)
+    flow = base_alone(base)
     x = flow.sample(7)
     assert x.shape == (7, 2)
     expected = base.log_prob(x.flip(1))
@@ -269,68 +264,100 @@ def test_any_distribution_can_be_the_base(base):
 
 
 def test_values_outside_the_support_are_impossible_and_no_error():
-    flow = Flow(Chain(Flip()), shape=(2,), base=Uniform(0.0, 1.0))
+    flow = base_alone(Uniform(0.0, 1.0))
     assert flow.log_prob(torch.tensor([[0.5, 2.0]])).item() == -math.inf
+    assert flow.sample(1).shape == (1, 2)
 
 
-def test_base_moves_with_the_flow_and_stays_out_of_the_state_dict():
-    flow = Flow(Chain(ActNorm(2)), shape=(2,), base=Normal(1.0, 2.0)).double().eval()
+@pytest.mark.parametrize("base", [Normal(1.0, 2.0), Logistic(1.0, 2.0)])
+def test_base_moves_with_the_flow_and_stays_out_of_the_state_dict(base):
+    flow = Flow(Chain(ActNorm(2)), shape=(2,), base=base).double().eval()
     assert flow.sample(1).dtype == torch.float64
     assert flow.log_prob(torch.zeros(1, 2).double()).dtype == torch.float64
     meta = copy.deepcopy(flow).to("meta")
-    assert meta.base.distribution().loc.device.type == "meta"
+    assert {buffer.device.type for buffer in meta.base.buffers()} == {"meta"}
     assert all(name.startswith("chain.") for name in flow.state_dict())
 
 
-def test_base_that_would_silently_not_train_is_refused():
-    loc = torch.zeros(2, requires_grad=True)
-    with pytest.raises(ValueError, match=r"`loc` of the base Normal requires a gradient"):
-        Flow(Chain(Flip()), shape=(2,), base=Normal(loc, 1.0))
+# -- a good guest ----------------------------------------------------------------------------------
 
 
-# --- a good guest ---------------------------------------------------------------------------------
-
-
-def test_memory_is_that_of_the_chain():
-    flow = small_flow()
+@pytest.mark.parametrize("memory", ["sqrt", "constant"])
+def test_memory_is_that_of_the_chain(memory):
+    flow = of_pictures()
     assert flow.memory == "linear"
-    flow.memory = "constant"
-    assert flow.chain.memory == "constant"
-    with pytest.raises(ValueError, match="`memory` is 'big'"):
-        flow.memory = "big"
+    x, labels = data(flow)
+    x.requires_grad_()
+    assert_same_step(step_of(flow, x, labels, memory), step_of(flow, x, labels), rtol=1e-9)
+    flow.memory = memory
+    assert flow.chain.memory == memory
 
 
-def test_state_dict_round_trip_through_a_file():
-    flow, x = multiscale_flow().train(), torch.randn(8, 1, 4, 4)
-    flow.log_prob(x)  # the start
-    file = io.BytesIO()
-    torch.save(flow.state_dict(), file)
-    file.seek(0)
-    other = multiscale_flow().train()
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other.log_prob(x), flow.log_prob(x))
+def test_labels_of_any_whole_type_are_taken():
+    flow = of_points()
+    x, labels = data(flow)
+    expected = flow.log_prob(x, labels)
+    for dtype in (torch.uint8, torch.int32):
+        assert torch.equal(flow.log_prob(x, labels.to(dtype)), expected)
+    assert flow.log_prob(x[:0], labels[:0]).shape == (0,)
+    assert "num_classes=3" in repr(flow)
+    assert "num_classes" not in repr(small_flow())
 
 
-def test_deepcopy_computes_the_same():
-    flow, x = small_flow(), torch.randn(4, 2, dtype=torch.float64)
-    assert torch.equal(copy.deepcopy(flow).log_prob(x), flow.log_prob(x))
+# -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
-@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
-def test_levels_of_any_type_are_taken_in_the_precision_of_the_flow(dtype, precision):
-    flow = Flow(Chain(InvertibleConv1x1(3)), shape=(3, 2, 2), levels=4).to(precision)
-    bits = flow.bits_per_dim(torch.randint(4, (2, 3, 2, 2)).to(dtype))
-    assert bits.dtype == precision
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (None, r"`labels` are missing: this flow has 3 classes.*shape \(4,\), 0 to 2"),
+        (torch.zeros(4, 3, dtype=torch.long), r"`labels` has shape \(4, 3\), but must be \(4,\)"),
+        (torch.zeros(3, dtype=torch.long), r"`labels` has shape \(3,\), but must be \(4,\)"),
+        (torch.zeros(4), "`labels` is of type torch.float32"),
+        (torch.ones(4, dtype=torch.bool), "`labels` is of type torch.bool"),
+        (torch.tensor([0, 1, 2, 3]), "`labels` holds 0 to 3, but this flow has 3 classes: 0 to 2"),
+        (torch.tensor([0, 1, 2, -1]), "`labels` holds -1 to 2"),
+    ],
+)
+def test_labels_that_are_none(labels, message):
+    flow = of_points()
+    x, _ = data(flow)
+    for call in (flow.log_prob, flow.parts, flow):
+        with pytest.raises(ValueError, match=message):
+            call(x, labels)
+    with pytest.raises(ValueError, match=message):
+        flow.sample(4, labels=labels)
 
 
-def test_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"`x` has shape \(3, 1, 5, 5\).*\(N, 1, 4, 4\)"):
-        multiscale_flow().log_prob(torch.randn(3, 1, 5, 5))
+def sampled(flow, temperature):
+    return lambda: flow().sample(1, temperature=temperature)
 
 
-def test_classes_may_be_more_than_layers():
-    flow = NICE((4,), levels=None, num_couplings=2, width=4, num_classes=21_841)
-    assert flow.num_classes == 21_841
-    with pytest.raises(ValueError, match="`num_couplings` is 20000, but must be at most 10,000"):
-        NICE((4,), levels=None, num_couplings=20_000)
+def of_one_coupling(num_classes):
+    chain = Chain(AffineCoupling(nn.Linear(1, 2)))
+    return lambda: Flow(chain, shape=(2,), num_classes=num_classes)
+
+
+REFUSED = [
+    (sampled(lambda: base_alone(Uniform(0.0, 1.0)), 0.5), r"`temperature` is 0.5.*Uniform"),
+    (sampled(small_flow, -1), "`temperature` is -1"),
+    (sampled(multiscale_flow, [1.0, -1.0]), "`temperature` is -1"),
+    (sampled(multiscale_flow, [1.0] * 3), r"`temperature` has 3 numbers.*has 2 latents"),
+    *((lambda index=index: multiscale_flow().vary(torch.zeros(1, 1, 4, 4), index),
+       f"`indices` holds {index}, but this flow has 2") for index in (2, -3)),
+    (lambda: base_alone(Normal(torch.zeros(2, requires_grad=True), 1.0)),
+     "`loc` of the base Normal requires a gradient"),
+    (lambda: setattr(small_flow(), "memory", "big"), "`memory` is 'big'"),
+    (lambda: multiscale_flow().log_prob(torch.randn(3, 1, 5, 5)),
+     r"`x` has shape \(3, 1, 5, 5\).*\(N, 1, 4, 4\)"),
+    (lambda: small_flow().log_prob(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)),
+     "`labels` are given, but this flow is not conditional"),
+    (of_one_coupling(3), "nothing in `chain` takes a context"),
+    (of_one_coupling(0), "`num_classes` is 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_unsuitable_arguments_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

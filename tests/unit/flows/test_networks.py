@@ -1,3 +1,5 @@
+"""The networks of couplings: they start at zero, and take a context where they are told to."""
+
 from __future__ import annotations
 
 import copy
@@ -13,23 +15,29 @@ NETWORKS = {
     "conv": lambda **options: (ConvNetwork(3, 5, width=7, **options), torch.randn(2, 3, 4, 6)),
     "dense": lambda **options: (DenseNetwork(3, 5, width=7, **options), torch.randn(2, 3)),
 }
+every_network = pytest.mark.parametrize("name", NETWORKS)
 
 
-def live(network):
+def live(name, **options):
     """With a last layer that says something."""
+    network, x = NETWORKS[name](**options)
     nn.init.normal_(network[-1].weight)
-    return network
+    return network, x
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@every_network
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("num_context", [0, 3])
 def test_networks_start_at_zero(name, depth, num_context):
     network, x = NETWORKS[name](depth=depth, num_context=num_context)
     assert network.takes_context is (num_context > 0)
     context = (torch.randn(2, 3),) if num_context else ()
-    assert torch.equal(network(x, *context), torch.zeros(2, 5, *x.shape[2:]))
-    assert not torch.equal(live(network)(x, *context), torch.zeros(2, 5, *x.shape[2:]))
+    zeros = torch.zeros(2, 5, *x.shape[2:])
+    assert torch.equal(network(x, *context), zeros)
+    nn.init.normal_(network[-1].weight)
+    assert not torch.equal(network(x, *context), zeros)
+    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert torch.equal(twin(x, *context), network(x, *context))
 
 
 def test_names_and_layers_of_old_checkpoints():
@@ -54,52 +62,34 @@ def test_depth_adds_blocks_around_which_the_input_goes():
     assert torch.equal(block(x), x + 1)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@every_network
 def test_context_is_seen_and_gets_its_gradient(name):
-    network, x = NETWORKS[name](num_context=3)
+    network, x = live(name, num_context=3)
     context = torch.randn(2, 3, requires_grad=True)
-    network = live(network)
     output = network(x, context)
     assert not torch.allclose(output, network(x, context + 1))
     output.sum().backward()
     assert (context.grad != 0).any()
+    whole = torch.eye(3, dtype=torch.int64)[:2]  # is taken into the type of the input
+    assert torch.equal(network(x, whole), network(x, whole.float()))
+    without, x = live(name)
+    assert torch.equal(without(x, torch.randn(2, 9)), without(x))
 
 
 def test_a_context_of_rows_is_the_same_at_every_position():
-    network, x = NETWORKS["conv"](num_context=3)
+    network, x = live("conv", num_context=3)
     rows = torch.randn(2, 3)
     image = rows.view(2, 3, 1, 1).expand(2, 3, 4, 6).contiguous()
-    assert torch.equal(live(network)(x, rows), network(x, image))
+    assert torch.equal(network(x, rows), network(x, image))
     image[0, 0, 0, 0] += 1
     assert not torch.equal(network(x, rows), network(x, image))
 
 
-def test_a_context_is_taken_into_the_type_of_the_input():
-    network, x = NETWORKS["dense"](num_context=3)
-    context = torch.eye(3, dtype=torch.int64)[:2]
-    assert torch.equal(live(network)(x, context), network(x, context.float()))
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_without_context_one_that_is_given_is_left_alone(name):
-    network, x = NETWORKS[name]()
-    assert torch.equal(live(network)(x, torch.randn(2, 9)), network(x))
-
-
 def test_dropout_drops_in_training_alone():
-    network, x = NETWORKS["conv"](dropout=0.5)
-    live(network)
+    network, x = live("conv", dropout=0.5)
     assert not torch.equal(network(x), network(x))
     network.eval()
     assert torch.equal(network(x), network(x))
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_copies_compute_the_same(name):
-    network, x = NETWORKS[name](num_context=2, depth=2)
-    context = torch.randn(2, 2)
-    for twin in (copy.deepcopy(live(network)), pickle.loads(pickle.dumps(network))):
-        assert torch.equal(twin(x, context), network(x, context))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +108,7 @@ def test_unsuitable_contexts_are_refused(name, context, words):
 
 
 @pytest.mark.parametrize("kind", [ConvNetwork, DenseNetwork])
-@pytest.mark.parametrize(
-    "options", [{"width": 0}, {"depth": 0}, {"num_context": -1}], ids=lambda o: next(iter(o))
-)
-def test_unsuitable_arguments_are_refused(kind, options):
-    (name, value), *_ = options.items()
+@pytest.mark.parametrize(("name", "value"), [("width", 0), ("depth", 0), ("num_context", -1)])
+def test_unsuitable_arguments_are_refused(kind, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}"):
-        kind(2, 2, **{"width": 4} | options)
+        kind(2, 2, **{"width": 4, name: value})

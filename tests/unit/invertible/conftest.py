@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,6 +48,14 @@ def images(*size: int) -> Tensor:
     return torch.randn(2, *size)
 
 
+def mixture(k: int, halves: tuple[int, int], *size: int, **options: Any) -> Any:
+    """A coupling of mixtures of `k`, and what it takes: how much is given, and how much changed."""
+    given, changed = halves
+    network = (conv if size else mlp)(given, (3 * k + 2) * changed)
+    channels = given if "split" in options else given + changed
+    return MixtureCoupling(network, num_components=k, **options), images(channels, *size)
+
+
 BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "actnorm": lambda: (ActNorm(3), images(3, 2, 2)),
     "actnorm-vectors": lambda: (ActNorm(5), images(5)),
@@ -72,10 +80,16 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
         AdditiveCoupling(conv(2, 2), conv(2, 2), split="checkerboard"), images(2, 2, 4)
     ),
     "affine-board": lambda: (AffineCoupling(conv(1, 2), split="checkerboard"), images(1, 4, 2)),
-    "mixture": lambda: (MixtureCoupling(conv(2, 28), num_components=4), images(4, 2, 3)),
-    "mixture-vectors": lambda: (MixtureCoupling(mlp(2, 14), num_components=4), images(3)),
-    "mixture-board": lambda: (
-        MixtureCoupling(conv(1, 14), num_components=4, split="checkerboard"), images(1, 2, 4)
+    "mixture": lambda: mixture(4, (2, 2), 2, 3),
+    "mixture-vectors": lambda: mixture(4, (2, 1)),
+    "mixture-second": lambda: mixture(4, (1, 2), condition="second"),
+    "mixture-of-one": lambda: mixture(1, (2, 1)),
+    "mixture-of-many": lambda: mixture(16, (2, 1)),
+    "mixture-sharp": lambda: mixture(4, (2, 1), bound=5.0),
+    "mixture-half-identity": lambda: mixture(4, (2, 1), least_slope=0.5),
+    "mixture-board": lambda: mixture(4, (1, 1), 2, 4, split="checkerboard"),
+    "mixture-board-second": lambda: mixture(
+        4, (2, 2), 2, 2, condition="second", split="checkerboard"
     ),
     "residual": lambda: (
         InvertibleResidual(nn.Sequential(LipschitzLinear(3, 5), LipSwish(), LipschitzLinear(5, 3))),
@@ -94,6 +108,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "permute": lambda: (Permute([2, 0, 3, 1]), images(4, 2, 1)),
     "flip": lambda: (Flip(), images(3, 2, 1)),
     "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),
+    "normalize-vectors": lambda: (Normalize([1.0, 2.0, 3.0], 2.0), images(3)),
     "normalize-one": lambda: (Normalize(0.5, 0.1), images(2, 2)),
     "logit": lambda: (Logit(), torch.rand(2, 2, 2, 2)),
 }  # fmt: skip

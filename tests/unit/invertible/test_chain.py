@@ -1,31 +1,39 @@
+"""Chains: the inverse and the log-determinant of the whole, memory modes, what stages return."""
+
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
 
 import recoup
 from recoup.errors import NotInvertibleError
+from recoup.flows import DenseNetwork
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
+    AffineCoupling,
     Chain,
     Flip,
     InvertibleModule,
     InvertibleResidual,
+    LipschitzConv2d,
     LipschitzLinear,
+    MixtureCoupling,
     Split,
+    VariationalDequantize,
+    adapt,
 )
-from recoup.schedules import constant, sqrt
-from tests.invertible_zoo import INVERTIBLE, invertible_chain_of, net
-from tests.oracle import loss_of_all
+from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
+from tests.oracle import assert_same_step, run_step
 from tests.zoo import leaf
 
+every_memory = pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
 
-@pytest.mark.parametrize("memory", ["linear", "constant", "sqrt"])
+
+@every_memory
 @pytest.mark.parametrize("name", sorted(INVERTIBLE))
 def test_the_inverse_undoes_forward(name, memory):
     modules, x = invertible_chain_of(name)
@@ -57,30 +65,114 @@ def test_log_det_is_that_of_the_jacobian(name):
     torch.testing.assert_close(model(one)[1][0], torch.linalg.slogdet(jacobian)[1])
 
 
-def test_latents_come_in_the_order_they_were_split_off():
-    chain = Chain(Split(), Split(), Flip())
-    (first, second, last), _ = chain(torch.arange(8.0).view(1, 8))
-    assert first.tolist() == [[4.0, 5.0, 6.0, 7.0]]
-    assert second.tolist() == [[2.0, 3.0]]
-    assert last.tolist() == [[1.0, 0.0]]
+# -- memory modes ----------------------------------------------------------------------------------
 
 
-def test_what_is_not_invertible_is_refused():
-    with pytest.raises(ValueError, match=r"`modules\[1\]` is a Tanh"):
-        Chain(Flip(), nn.Tanh())
+class ForwardOnly(InvertibleModule):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return x * self.w, self.w.abs().log().sum().expand(len(x))
 
 
-@pytest.mark.parametrize("memory", ["square", 0, 1.5, None, True])
-def test_an_unknown_mode(memory):
-    with pytest.raises(ValueError, match=r"`memory`|`slots`"):
-        Chain(Flip(), Flip(), memory=memory)
+class Density(ForwardOnly):
+    """Is not sampled, and says so."""
+
+    inverts_in_backward = False
 
 
-def test_a_schedule_for_another_length():
-    with pytest.raises(ValueError, match=r"for 3 stages, but the chain has 2"):
-        Chain(Flip(), Flip(), memory=sqrt(3))
-    with pytest.raises(ValueError, match=r"for 3 stages, but the chain has 2"):
-        Chain(Flip(), Flip()).memory = constant(3)
+def dense(inputs, outputs, **options):
+    network = DenseNetwork(inputs, outputs, width=6, num_context=3, **options)
+    nn.init.normal_(network[-1].weight, std=0.3)
+    return network
+
+
+def mixtures():
+    network = dense(2, 22, dropout=0.5)
+    sides = [{"condition": side, "num_components": 3} for side in ("first", "second", "first")]
+    return [each for side in sides for each in (ActNorm(4), MixtureCoupling(network, **side))]
+
+
+def with_splits():
+    second = AdditiveCoupling(dense(2, 2), nn.Linear(2, 2), condition="second")
+    stages = [AffineCoupling(dense(2, 4)), second, Flip(), Split()]
+    return [*stages, AffineCoupling(nn.Linear(1, 2)), Split()]
+
+
+def convolutions():
+    return nn.Sequential(
+        LipschitzConv2d(2, 4, 3, padding=1), nn.ELU(), LipschitzConv2d(4, 2, 3, padding=1)
+    )
+
+
+def residual(log_det):
+    first = convolutions()
+    networks = first, convolutions(), first
+    return [
+        each
+        for network in networks
+        for each in (ActNorm(2), InvertibleResidual(network, log_det=log_det, num_probes=2))
+    ]
+
+
+def learned_noise():
+    """At 256 levels in float32: the noise cannot be had back from the sum."""
+    side = {"condition": "second", "split": "checkerboard"}
+    chain = Chain(ActNorm(1), AffineCoupling(nn.Conv2d(1, 2, 3, padding=1), **side))
+    return [Flip(), VariationalDequantize(256, chain), ActNorm(1), Flip()]
+
+
+def adapted():
+    loc = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    transform = distributions.AffineTransform(loc, 2.0, event_dim=1)
+    first, second = adapt(transform), adapt(transform)
+    first.loc = loc  # of a transform, which is no module
+    return [ActNorm(4), first, second]
+
+
+STAGES = {  # with an input, and the context that they are given
+    "mixtures": (mixtures, lambda: leaf(5, 4), 3),
+    "splits": (with_splits, lambda: leaf(5, 4), 3),
+    **{f"residual, {log_det}": (lambda each=log_det: residual(each), lambda: leaf(3, 2, 3, 3), 0)
+       for log_det in ("exact", "series", "unbiased")},
+    "learned noise": (learned_noise, lambda: torch.randint(256, (3, 1, 4, 4)).float(), 0),
+    "densities": (lambda: [Flip(), Density(), Flip(), Density()], lambda: leaf(5, 4), 0),
+    "adapted": (adapted, lambda: leaf(5, 4), 0),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
+@pytest.mark.parametrize("memory", ["sqrt", "log", 1, "constant"])
+@pytest.mark.parametrize("name", STAGES)
+def test_gradients_are_those_of_linear_memory(name, memory):
+    make, of_x, size = STAGES[name]
+    x = of_x()
+    chain, given = Chain(*make()).to(x.dtype), [x, *([leaf(len(x), size)] if size else [])]
+    assert chain.takes_context == (size > 0)
+    call = lambda chain, given: chain(*given)  # noqa: E731
+    want = run_step(chain, given, call=call)
+    assert all(gradient.abs().sum() > 0 for gradient in want.gradients.values())
+    rtol = 0.0 if name == "learned noise" else 1e-10
+    assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
+
+
+def test_a_context_reaches_the_networks():
+    x, context = leaf(5, 4), leaf(5, 3)
+    chain = Chain(*with_splits()).double()
+    latents, log_det = chain(x, context)
+    back, minus = chain.inverse(latents, context)
+    torch.testing.assert_close(back, x)
+    torch.testing.assert_close(minus, -log_det)
+    assert not torch.equal(chain(x, context + 1)[0][0], latents[0])
+
+
+def test_constant_memory_says_what_it_recomputes():
+    block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
+    chain = Chain(Flip(), block, Flip(), block)
+    with pytest.warns(UserWarning, match=r"2 of 4 modules \(`1`, `3`\) are recomputed"):
+        chain.memory = "constant"
 
 
 def test_an_empty_chain_is_the_identity():
@@ -98,35 +190,30 @@ def test_a_loss_that_needs_no_chain():
     assert not log_det.requires_grad
 
 
-def test_modes_by_assignment():
-    torch.manual_seed(0)
-    model, x = Chain(*(AdditiveCoupling(net(3, 3)).double() for _ in range(4))), leaf(4, 6)
-    found = []
-    for memory in ("linear", "constant", 2, "sqrt", constant(4), "linear"):
-        model.memory = memory
-        found.append(torch.autograd.grad(loss_of_all(model(x)), x)[0])
-    for value in found[1:]:
-        torch.testing.assert_close(value, found[0], rtol=1e-10, atol=1e-12)
-    assert torch.equal(found[0], found[-1])
+# -- splits ----------------------------------------------------------------------------------------
 
 
-def test_an_error_of_invertibility_is_a_value_error():
-    assert issubclass(NotInvertibleError, ValueError)
+def test_latents_come_in_the_order_they_were_split_off():
+    latents, _ = Chain(Split(), Split(), Flip())(torch.arange(8.0).view(1, 8))
+    found = [each.flatten().tolist() for each in latents]
+    assert found == [[4.0, 5.0, 6.0, 7.0], [2.0, 3.0], [1.0, 0.0]]
 
 
-def test_constant_memory_says_what_it_recomputes():
-    block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
-    chain = Chain(Flip(), block, Flip(), block)
-    with pytest.warns(UserWarning, match=r"2 of 4 modules \(`1`, `3`\) are recomputed"):
-        chain.memory = "constant"
-    x = torch.randn(3, 4, requires_grad=True)
-    y, log_det = chain(x)
-    (y.square().sum() + log_det.sum()).backward()
-    given, x.grad = x.grad, None
-    chain.memory = "linear"
-    y, log_det = chain(x)
-    (y.square().sum() + log_det.sum()).backward()
-    torch.testing.assert_close(given, x.grad)
+@every_memory
+def test_a_chain_that_splits_within_a_chain(memory):
+    x = torch.randn(2, 8)
+    for chain in (
+        Chain(Chain(Split(), Flip()), memory=memory),
+        Chain(Flip(), Chain(Split(), Flip()), Split(), Flip(), memory=memory),
+        Chain(Chain(Split(), Chain(Split(), Flip())), ActNorm(2), memory=memory),
+    ):
+        y, _ = chain(x)
+        plain = [each.clone() for each in y]
+        assert sum(each.numel() for each in y) == x.numel()
+        torch.testing.assert_close(chain.inverse(y)[0], x)
+        chain.memory = "sqrt"
+        for one, other in zip(chain(x)[0], plain, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 # -- what stages return ----------------------------------------------------------------------------
@@ -167,10 +254,9 @@ NO_PAIRS = {
 
 
 @pytest.mark.parametrize("direction", ["forward", "inverse"])
-@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+@every_memory
 @pytest.mark.parametrize("name", NO_PAIRS)
 def test_what_is_no_pair_names_the_stage(name, memory, direction):
-    """R1: a forgotten log-determinant was taken apart along a batch of two."""
     change, words = NO_PAIRS[name]
     chain = Chain(Flip(), Doubles(**{direction: change}), Flip(), memory=memory)
     x, words = torch.ones(2, 4), rf"`{direction}` of module `1` \(Doubles\) (?s:.*){words}"
@@ -182,36 +268,20 @@ def test_what_is_no_pair_names_the_stage(name, memory, direction):
     with pytest.raises(ValueError, match=words):
         chain.inverse(y)
     if memory == "constant":
-        module = Chain(ActNorm(4), *chain, memory=memory)
-        y, log_det = module(x)
+        y, log_det = Chain(ActNorm(4), *chain, memory=memory)(x)
         with pytest.raises(ValueError, match=words.replace("`1`", "`2`")):
             (y.sum() + log_det.sum()).backward()
 
 
-@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+@every_memory
 def test_a_sequential_looks_at_pairs_too(memory):
-    """R1: it would go on with the first sample alone."""
-    model = recoup.Sequential(Doubles(forward=lambda x, d: x), nn.Flatten(), memory="linear")
+    forgetful, x = Doubles(forward=lambda x, d: x), torch.ones(2, 4, requires_grad=True)
+    model = recoup.Sequential(forgetful, nn.Flatten(), memory="linear")
     model.otherwise, model.memory = "keep", memory
     with pytest.raises(ValueError, match="`forward` of Doubles returned a tensor"):
-        model(torch.ones(2, 4, requires_grad=True))
+        model(x)
     with pytest.raises(ValueError, match="`forward` of Doubles returned a tensor"):
-        recoup.segments_backward(
-            [Doubles(forward=lambda x, d: x)], torch.ones(2, 4), torch.sum, recoup.GradStore()
-        )
-
-
-class ForwardOnly(InvertibleModule):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return x * self.w, self.w.abs().log().sum().expand(len(x))
-
-
-class Density(ForwardOnly):
-    inverts_in_backward = False
+        recoup.segments_backward([forgetful], x.detach(), torch.sum, recoup.GradStore())
 
 
 class Empty(InvertibleModule):
@@ -220,7 +290,7 @@ class Empty(InvertibleModule):
 
 
 def test_a_missing_direction_is_said_when_the_chain_is_made():
-    """R1: it was said in the backward of constant memory, or when the flow was sampled."""
+    assert issubclass(NotInvertibleError, ValueError)
     with pytest.raises(NotInvertibleError, match=r"`modules\[1\]` is a ForwardOnly.*inverts_in_b"):
         Chain(Flip(), ForwardOnly())
     with pytest.raises(ValueError, match=r"`modules\[0\]` is a Empty.*define `forward`"):
@@ -229,37 +299,7 @@ def test_a_missing_direction_is_said_when_the_chain_is_made():
         recoup.Sequential(ForwardOnly(), memory="constant")
     model = recoup.Sequential(ForwardOnly(), memory="constant", otherwise="recompute")
     model(torch.ones(2, 4)).sum().backward()
-
-
-def test_a_density_that_is_not_sampled_trains_in_constant_memory():
-    """R1: a module that is used forward only may say so."""
-    x, found = torch.randn(3, 4), {}
-    for memory in ("linear", "constant"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            chain = Chain(Flip(), Density(), Flip(), Density(), memory=memory)
-        y, log_det = chain(x)
-        (y.square().sum() - log_det.sum()).backward()
-        found[memory] = [p.grad for p in chain.parameters()]
-    assert all(map(torch.equal, found["linear"], found["constant"]))
+    chain = Chain(Flip(), Flip(), Flip(), Density())  # is sampled after all
     with pytest.raises(NotImplementedError, match="Density does not define `inverse`") as caught:
-        chain.inverse(y)
+        chain.inverse(torch.ones(2, 4))
     assert "It is module `3` (Density) of the chain." in caught.value.__notes__
-
-
-@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
-def test_a_chain_that_splits_within_a_chain(memory):
-    """R1: its inverse in linear memory joined the last latent with itself."""
-    x = torch.randn(2, 8)
-    for chain in (
-        Chain(Chain(Split(), Flip()), memory=memory),
-        Chain(Flip(), Chain(Split(), Flip()), Split(), Flip(), memory=memory),
-        Chain(Chain(Split(), Chain(Split(), Flip())), ActNorm(2), memory=memory),
-    ):
-        y, _ = chain(x)
-        plain = [each.clone() for each in y]
-        assert sum(each.numel() for each in y) == x.numel()
-        torch.testing.assert_close(chain.inverse(y)[0], x)
-        chain.memory = "sqrt"
-        for one, other in zip(chain(x)[0], plain, strict=True):
-            torch.testing.assert_close(one, other)

@@ -1,7 +1,7 @@
+"""Layers of a bounded slope: the bound, by the dense matrix; gradients through it; no state."""
+
 from __future__ import annotations
 
-import copy
-import io
 import math
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-import recoup
 from recoup.invertible import LipschitzConv2d, LipschitzLinear, LipSwish
 from recoup.invertible.lipschitz import one_weight_a_call
 
@@ -38,6 +37,21 @@ def kind(request):
     return build().double(), shape
 
 
+# -- the bound -------------------------------------------------------------------------------------
+
+
+def impulse(weight):
+    weight.zero_()[0, 0, 2, 0] = -50
+
+
+STARTS = {
+    "normal": lambda weight: weight.normal_(std=50),
+    "ones": lambda weight: weight.fill_(50),
+    "impulse": impulse,
+    "orthogonal": lambda weight: nn.init.orthogonal_(weight, gain=50),
+}
+
+
 @pytest.mark.parametrize("scale", [1.0, -100.0])
 def test_norm_is_at_most_the_coefficient_and_not_much_less(kind, scale):
     layer, shape = kind
@@ -45,24 +59,19 @@ def test_norm_is_at_most_the_coefficient_and_not_much_less(kind, scale):
         nn.init.normal_(parameter, mean=0.1, std=abs(scale))
     with torch.no_grad():
         layer.weight *= math.copysign(1, scale)
-    norm = dense_norm(layer, *shape)
-    assert norm <= 0.8 * (1 + 1e-9)
-    # a small image leaves less of an unbounded one
-    assert norm >= 0.8 * (0.99 if len(shape) == 1 else 0.6)
+    # A small image leaves less of an unbounded one.
+    assert 0.8 * (0.99 if len(shape) == 1 else 0.6) <= dense_norm(layer, *shape)
+    assert dense_norm(layer, *shape) <= 0.8 * (1 + 1e-9)
+    layer.weight.data.mul_(-100)  # a change that leaves no version behind, and no state
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    assert dense_norm(layer, *shape) <= 0.8 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("start", ["normal", "ones", "impulse", "orthogonal"])
+@pytest.mark.parametrize("start", STARTS)
 def test_bound_of_a_convolution_holds_for_kernels_at_the_extremes(start):
     layer = LipschitzConv2d(2, 2, 3, padding=1, coefficient=0.9, dtype=torch.float64)
     with torch.no_grad():
-        if start == "orthogonal":
-            nn.init.orthogonal_(layer.weight, gain=50)
-        elif start == "impulse":
-            layer.weight.zero_()[0, 0, 2, 0] = -50
-        elif start == "ones":
-            layer.weight.fill_(50)
-        else:
-            layer.weight.normal_(std=50)
+        STARTS[start](layer.weight)
     assert 0.8 < dense_norm(layer, 2, 16, 16) <= 0.9
 
 
@@ -80,28 +89,6 @@ def test_between_two_frequencies_of_the_grid_the_norm_is_no_higher():
     assert largest(4096) <= 0.9
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("rate", [1.0, 30.0])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_norm_stays_below_one_over_50_steps_that_are_too_large(kind, optimizer, rate):
-    layer, shape = kind
-    steps = optimizer(layer.parameters(), lr=rate)
-    x = torch.randn(4, *shape, dtype=torch.float64)
-    for _ in range(50):
-        steps.zero_grad()
-        (-layer(x).square().mean()).backward()
-        steps.step()
-    assert layer.weight.abs().max() > 1
-    assert dense_norm(layer, *shape) <= 0.8 * (1 + 1e-9)
-
-
-def test_a_change_that_leaves_no_version_behind_is_seen():
-    layer = LipschitzLinear(3, 3, coefficient=0.5).double()
-    dense_norm(layer, 3)
-    layer.weight.data.mul_(100)
-    assert dense_norm(layer, 3) == pytest.approx(0.5)
-
-
 def test_weights_below_the_coefficient_and_of_zeros_stay_as_they_are(kind):
     layer, shape = kind
     with torch.no_grad():
@@ -113,58 +100,24 @@ def test_weights_below_the_coefficient_and_of_zeros_stay_as_they_are(kind):
     assert layer.weight.grad.isfinite().all()
 
 
+# -- gradients, and what a call leaves -------------------------------------------------------------
+
+
 @pytest.mark.sampled(4)
-def test_gradient_goes_through_the_norm(kind):
+def test_gradients_go_through_the_norm(kind):
     layer, shape = kind
     with torch.no_grad():
         layer.weight.normal_()
-    x = torch.randn(2, *shape, dtype=torch.float64)
-
-    def call(weight):
-        return functional_call(layer, {"weight": weight}, (x,)).sum((0, *range(2, x.dim())))
-
-    assert torch.autograd.gradcheck(call, layer.weight)
-    # the output does not depend on the size of the weight, so its gradient is at a right angle
-    torch.autograd.grad(call(layer.weight).sum(), layer.weight)
-    gradient = torch.autograd.grad(call(layer.weight).square().sum(), layer.weight)[0]
-    assert (gradient * layer.weight).sum().abs() < 1e-9 * gradient.norm() * layer.weight.norm()
-
-
-def test_gradient_of_the_gradient_is_right():
-    layer = LipschitzConv2d(2, 2, 3, padding=1, dtype=torch.float64)
-    nn.init.normal_(layer.weight)
-    x = torch.randn(1, 2, 3, 3, dtype=torch.float64)
+    x = torch.randn(1, *shape, dtype=torch.float64)
 
     def call(weight):
         return functional_call(layer, {"weight": weight}, (x,)).square().sum()
 
-    assert torch.autograd.gradgradcheck(call, layer.weight)
-
-
-def test_a_region_computes_the_same_and_there_is_no_state_beside_the_parameters(kind):
-    layer, shape = kind
-    x = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
-    wanted = [x, *layer.parameters()]
-    plain = torch.autograd.grad(layer(x).square().sum(), wanted)
-    again = torch.autograd.grad(recoup.checkpoint(layer, x).square().sum(), wanted)
-    for a, b in zip(plain, again, strict=True):
-        assert torch.equal(a, b)
-    assert set(layer.state_dict()) == {"weight", "bias"}
-    stored = io.BytesIO()
-    torch.save(layer, stored)
-    stored.seek(0)
-    for other in (copy.deepcopy(layer), torch.load(stored, weights_only=False)):
-        assert torch.equal(other(x), layer(x))
-
-
-def test_two_forwards_before_backward_and_a_step_between_forwards():
-    layer = LipschitzLinear(3, 3)
-    x = torch.randn(2, 3)
-    first, second = layer(x), layer(2 * x)
-    (first.sum() + second.sum()).backward()
-    with torch.no_grad():
-        layer.weight.mul_(-3)
-    assert not torch.allclose(layer(x), first)
+    assert torch.autograd.gradcheck(call, layer.weight)
+    assert torch.autograd.gradgradcheck(call, layer.weight, fast_mode=True)
+    # the output does not depend on the size of the weight, so its gradient is at a right angle
+    (gradient,) = torch.autograd.grad(call(layer.weight), layer.weight)
+    assert (gradient * layer.weight).sum().abs() < 1e-9 * gradient.norm() * layer.weight.norm()
 
 
 def test_one_weight_a_call_computes_each_norm_once_for_gradients_and_once_without():
@@ -198,11 +151,3 @@ def test_lipswish_rises_by_at_most_one():
         assert slope.abs().max() <= 1
     assert slope.abs().max() > 0.99
     assert LipSwish()(torch.ones(1)).item() == pytest.approx(1 / (1 + math.exp(-1)) / 1.1)
-
-
-@pytest.mark.parametrize("coefficient", [0.0, 1.0, -0.5, math.nan])
-def test_unsuitable_coefficients_are_refused(coefficient):
-    for build in (lambda c: LipschitzLinear(2, 2, coefficient=c),
-                  lambda c: LipschitzConv2d(2, 2, 1, coefficient=c)):  # fmt: skip
-        with pytest.raises(ValueError, match="`coefficient` is"):
-            build(coefficient)

@@ -18,11 +18,7 @@ from recoup._core.operators import num_dispatch_modes
 from tests.oracle import assert_same_step, run_step
 from tests.zoo import chain_of, leaf
 
-MODULE = nn.BatchNorm1d(4).double()
-
-
-def of_globals(x):
-    return MODULE(x).sin()
+NORM = nn.BatchNorm1d(4).double()
 
 
 def call_it(module, x):
@@ -37,6 +33,10 @@ class Trainer:
         return self.norm(x).sin()
 
 
+def within(trainer):
+    return lambda x: trainer.step(x)
+
+
 HELD = {
     "module": lambda norm: norm,
     "closure": lambda norm: lambda x: norm(x).sin(),
@@ -45,18 +45,25 @@ HELD = {
     "argument": lambda norm: lambda x: recoup.checkpoint(call_it, norm, x),
     "method": lambda norm: norm.forward,
     "object": lambda norm: Trainer(norm).step,
-    "within an object": lambda norm: (lambda trainer: lambda x: trainer.step(x))(Trainer(norm)),
-    "global": lambda norm: of_globals,
+    "within an object": lambda norm: within(Trainer(norm)),
+    "global": lambda norm: lambda x: NORM(x).sin(),
 }
 
 
 @pytest.mark.parametrize("held", HELD)
 def test_norms_are_counted_once(held):
-    norm = MODULE if held == "global" else nn.BatchNorm1d(4).double()
-    norm.reset_running_stats()
+    NORM.reset_running_stats()
+    norm = NORM if held == "global" else nn.BatchNorm1d(4).double()
     for num_steps in (1, 2):
         recoup.checkpoint(HELD[held](norm), leaf(5, 4)).square().sum().backward()
         assert int(norm.num_batches_tracked) == num_steps
+
+
+def plainly(fn, *args, **kwargs):
+    return fn(*args, **kwargs)
+
+
+CALLS = plainly, recoup.checkpoint
 
 
 class Norms(nn.Module):
@@ -75,32 +82,24 @@ class Norms(nn.Module):
     def at(self, place, x):
         return self.norms[place](x)
 
-    def by_methods(self, call, x):
-        return call(self.second, call(self.first, x))
 
-    def by_closures(self, call, x):
-        return call(lambda x: self.second(x), call(lambda x: self.first(x), x))
-
-    def by_a_module(self, call, x):
-        return call(self.norms[1], call(lambda x: self.first(x), x))
-
-    def in_a_loop(self, call, x):
-        return call(self.at, 1, call(self.at, 0, x))
-
-    def with_one_alone(self, call, x):
-        return call(self.first, x)
+WAYS = {
+    "methods": lambda m, call, x: call(m.second, call(m.first, x)),
+    "closures": lambda m, call, x: call(lambda x: m.second(x), call(lambda x: m.first(x), x)),
+    "a module": lambda m, call, x: call(m.norms[1], call(lambda x: m.first(x), x)),
+    "a loop": lambda m, call, x: call(m.at, 1, call(m.at, 0, x)),
+    "one alone": lambda m, call, x: call(m.first, x),
+}
 
 
-@pytest.mark.parametrize(
-    "way", ["by_methods", "by_closures", "by_a_module", "in_a_loop", "with_one_alone"]
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_modules_that_a_region_holds_and_did_not_call_are_looked_at_later(way):
     for _ in range(3):  # models, which share the code
         models, x = [Norms(), Norms()], leaf(8, 4).float()
         models[1].load_state_dict(models[0].state_dict())
         for _ in range(3):
             for model, call in zip(models, CALLS, strict=True):
-                getattr(model, way)(call, x).square().sum().backward()
+                WAYS[way](model, call, x).square().sum().backward()
             assert_same_state(*models)
 
 
@@ -153,17 +152,6 @@ def test_modules_that_a_helper_finds_are_exact_without_a_dispatch_mode():
     assert [ours.num_modes for _, ours in pairs] == [[1, 1, 0, 0], [0] * 4, [0] * 2]
 
 
-def plainly(fn, *args, **kwargs):
-    return fn(*args, **kwargs)
-
-
-def chain_with(memory):
-    return functools.partial(recoup.Sequential, memory=memory)
-
-
-CALLS = plainly, recoup.checkpoint
-
-
 def attend(attention, *args, **given):
     return attention(*args, **given)[0]
 
@@ -189,7 +177,8 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
         named = dict(zip(("query", "key", "value"), given, strict=True))
         args, kwargs = ((), named) if how == "keywords" else (given, {})
         if how in ("sqrt", "log", 1):
-            made = [make(*blocks)(given)[0] for make in (nn.Sequential, chain_with(how))]
+            chains = nn.Sequential(*blocks), recoup.Sequential(*blocks, memory=how)
+            made = [chain(given)[0] for chain in chains]
         else:
             attention = blocks[0].attention
             made = [call(attend, attention, *args, **kwargs) for call in CALLS]
@@ -212,7 +201,7 @@ def test_hooks_around_see_what_is_kept_and_each_parameter(way):
     assert sum(each.data_ptr() == x.data_ptr() for each in packed) == 1
 
 
-# -- the keywords of torch (F8) --------------------------------------------------------------------
+# -- the keywords of torch -------------------------------------------------------------------------
 
 ACCEPTED = [
     *({"preserve_rng_state": each} for each in (True, False)),
@@ -225,7 +214,7 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("given", ACCEPTED, ids=lambda each: next(iter(each)))
 def test_keywords_of_torch_are_taken(given):
-    """F8: none of them reaches the function, and what it draws is repeated."""
+    """None of them reaches the function, and what it draws is repeated."""
     layer, x = nn.Linear(4, 4).double(), leaf(3, 4)
 
     def fn(x, *, power):
@@ -242,18 +231,15 @@ def test_keywords_of_torch_are_taken(given):
 
 
 def test_contexts_around_each_run():
-    """F8: the first is entered once, the second once for each run in backward."""
+    """The first is entered once, the second once for each run in backward."""
     entered = []
 
-    class Within:
-        def __init__(self, name):
-            self.name = name
-
+    class Within(contextlib.nullcontext):
         def __enter__(self):
-            entered.append(self.name)
+            entered.append(self.enter_result)
 
         def __exit__(self, *_):
-            entered.append(f"{self.name} left")
+            entered.append(f"{self.enter_result} left")
 
     contexts = lambda: (Within("first"), Within("again"))  # noqa: E731
     y = recoup.checkpoint(lambda x: x.sin().exp(), leaf(3), context_fn=contexts)
@@ -265,7 +251,7 @@ def test_contexts_around_each_run():
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_selective_checkpoints_run_products_once(early_stop):
-    """F8: `create_selective_checkpoint_contexts` keeps what its policy says, in our regions too."""
+    """`create_selective_checkpoint_contexts` keeps what its policy says, in our regions too."""
     first, second = nn.Linear(64, 64).double(), nn.Linear(64, 64).double()
     x = leaf(8, 64)
 
@@ -291,7 +277,7 @@ def test_selective_checkpoints_run_products_once(early_stop):
 
 @pytest.mark.parametrize(("early_stop", "within"), [(True, False), (False, None), (False, True)])
 def test_where_the_second_run_ends(early_stop, within):
-    """F8: with the last residual, unless it is told to go on; torch's context decides first."""
+    """With the last residual, unless it is told to go on; torch's context decides first."""
     ends = []
 
     def fn(x):

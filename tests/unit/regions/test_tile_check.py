@@ -11,16 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
+from tests.tile_models import D, both, rows
 from tests.ways import torch_checkpoint
 
-D = 6
-CALLS = {"tiled": recoup.tiled, "tiled_loss": recoup.tiled_loss}
 refused = pytest.raises(ValueError, match=r"`fn` .* rows independently.*Do not tile it")
-
-
-def rows(*shape, dtype=torch.float64):
-    torch.manual_seed(2)
-    return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
 def minus_mean(x):
@@ -77,22 +71,22 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("ignored", [0, 50])  # a prompt of more rows than are looked at
-@pytest.mark.parametrize("call", CALLS)
+@both
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_loss_that_mixes_rows(how, call, ignored):
     hidden, labels = rows(3, 64, D), torch.randint(11, (3, 64))
     labels[:, :ignored] = -100
     for is_enabled in (True, False):
         with torch.set_grad_enabled(is_enabled), refused:
-            CALLS[call](LOSSES[how], reduction="sum" if how == "sum" else "mean")(hidden, labels)
+            call(LOSSES[how], reduction="sum" if how == "sum" else "mean")(hidden, labels)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@both
 def test_buffers_that_tiles_would_count(call):
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    x, fn = rows(64, 6), module if call == "tiled" else lambda x: module(x).square().sum()
-    tiled = CALLS[call](fn, 0, reduction="none" if call == "tiled" else "sum")
+    before = [buffer.clone() for buffer in module.buffers()]
+    x, fn = rows(64, 6), module if call is recoup.tiled else lambda x: module(x).square().sum()
+    tiled = call(fn, 0, reduction="none" if call is recoup.tiled else "sum")
     for is_training in (True, False, True):
         module.train(is_training)
         if not is_training:
@@ -100,8 +94,7 @@ def test_buffers_that_tiles_would_count(call):
             continue
         with pytest.raises(ValueError, match=r"changes its buffer `1\..*Leave that out"):
             tiled(x)
-        for name, buffer in module.named_buffers():
-            assert torch.equal(buffer, before[name]), name
+        assert all(map(torch.equal, module.buffers(), before))
 
 
 def test_tensors_that_a_function_captures_are_put_back():
@@ -165,10 +158,7 @@ class Noisy(nn.Module):
         return F.cross_entropy(y.flatten(0, 1), labels.flatten())
 
 
-CONTEXTS = {
-    "noise": lambda: recoup.weights.same_draw(seed=3),
-    "recomputing": recoup.recomputing,
-}
+CONTEXTS = {"noise": lambda: recoup.weights.same_draw(seed=3), "recomputing": recoup.recomputing}
 REGIONS = {
     "checkpoint": recoup.checkpoint,
     "torch": lambda fn, *args: torch_checkpoint(fn, *args, use_reentrant=False),
@@ -176,15 +166,15 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("around", ["nothing", *CONTEXTS, *REGIONS])
-@pytest.mark.parametrize("call", CALLS)
+@both
 def test_the_check_leaves_no_trace(call, around):
     """The first call has the numbers, draws and gradients of a second one."""
     x, labels = rows(3, 64, D), torch.randint(D, (3, 64))
     module, found = Noisy(has_noise=around in ("nothing", "noise")), []
-    args = (x,) if call == "tiled" else (x, labels)
+    args = (x,) if call is recoup.tiled else (x, labels)
 
     def body(*args):
-        return CALLS[call](module, tiles=4)(*args) * args[0].topk(3)[0].sum()
+        return call(module, tiles=4)(*args) * args[0].topk(3)[0].sum()
 
     for _ in "ab":
         torch.manual_seed(5)
@@ -196,25 +186,26 @@ def test_the_check_leaves_no_trace(call, around):
 
 
 class Seeing(TorchDispatchMode):
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
+    """Notes numbers of rows, as hooks do."""
+
+    seen = ()
+
+    def note(self, tensor):
+        self.seen += (tensor.shape[1],)
+        return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += [arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.dim():
+                self.note(arg)
         return func(*args, **(kwargs or {}))
 
 
 def test_hooks_and_modes_of_others_see_nothing_of_the_check():
-    seen, x = [], rows(2, 64, D)
-
-    def pack(tensor):
-        seen.append(tensor.shape[1])
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), Seeing(seen):
+    x, mode = rows(2, 64, D), Seeing()
+    with torch.autograd.graph.saved_tensors_hooks(mode.note, lambda t: t), mode:
         recoup.tiled(lambda x: x.exp().exp(), tiles=2)(x)
-    assert set(seen) <= {32, 64}
+    assert set(mode.seen) <= {32, 64}
 
 
 def test_a_check_that_shows_nothing_is_made_again():
@@ -299,12 +290,12 @@ def test_check_sees_more_than_a_first_call(fn, says):
         tiled.check(x)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@both
 def test_check_passes_what_is_right_and_leaves_no_trace(call):
     module, x, labels = Noisy(True), rows(3, 13, D), torch.randint(D, (3, 13))
     before = torch.get_rng_state()
     for _ in "ab":
-        CALLS[call](module, tiles=4, reduction="mean").check(x, labels)
+        call(module, tiles=4, reduction="mean").check(x, labels)
         recoup.tiled(module).check(x)
         recoup.tiled(torch.argmax, split=[0]).check(x, dim=-1)  # nothing to differentiate
         module.eval()

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 import recoup
 from recoup.errors import GradientError, RecoupError
 from tests.oracle import hooks_in_force
-from tests.tile_models import (
-    D,
-    L,
-    Model,
-    N,
-    assert_same,
-    both,
-    rows,
-    targets,
-)
+from tests.tile_models import D, L, Model, N, assert_same, both, rows, targets
+
+
+def step(model, loss, change=lambda value: value):
+    """The loss, and the gradients that it gives the parameters."""
+    model.zero_grad()
+    with recoup.weights.same_draw(seed=3):
+        value = change(loss(model.hidden()))
+    value.backward()
+    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "a tile", "all"])
@@ -28,17 +28,13 @@ from tests.tile_models import (
 @pytest.mark.parametrize("tiles", [1, 4])
 @both
 def test_a_loss_is_that_of_all_rows(call, tiles, reduction, ignored):
-    model, hidden, labels = Model(), rows(N, L, D), targets(ignored)
+    model, labels = Model(), targets(ignored)
 
     def fn(hidden, labels):
-        return model.loss(hidden, labels, reduction=reduction)
+        return 3 * model.loss(hidden, labels, reduction=reduction)
 
-    def step(fn):
-        loss = 3 * fn(hidden, labels)
-        leaves = [hidden, *model.norm.parameters(), *model.head.parameters()]
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    found, wanted = step(call(fn, tiles=tiles, reduction=reduction)), step(fn)
+    found = step(model, lambda h: call(fn, tiles=tiles, reduction=reduction)(h, labels))
+    wanted = step(model, lambda h: fn(h, labels))
     assert found[0].isnan() == wanted[0].isnan() == (ignored == "all" and reduction == "mean")
     assert_same([each.nan_to_num() for each in found], [each.nan_to_num() for each in wanted])
     assert all(not each.isnan().any() for each in found[1:])
@@ -74,55 +70,33 @@ def head(name):
     return lambda model: lambda x, y: ce(HEADS[name](model, x.flatten(0, 1)), y)
 
 
-def changed(loss):
-    return 1024 * loss + loss.square() / 3
-
-
-def in_region(model):
-    return lambda x, y: recoup.checkpoint(model.loss, x, y)
-
-
 def hooked(model):
     model.head.bias.register_hook(lambda g: 2 * g)
     model.head.weight.register_hook(lambda g: g + 1)
     return model.loss
 
 
-def noisy(model):
-    recoup.weight_noise(model, "head.weight", 0.5)
-    return model.loss
-
-
-STEPS = {  # arguments of the model, what is called, what is made of the loss, tolerance
-    **{f"tied={tied}, bias={bias}": ((tied, bias), None, None, 1e-10)
+STEPS = {  # arguments of the model, what is called, tolerance
+    **{f"tied={tied}, bias={bias}": ((tied, bias), lambda m: m.loss, 1e-10)
        for tied in (True, False) for bias in (True, False)},
-    **{f"head, {name}": ((), head(name), None, 1e-10) for name in HEADS},
-    "scaled and added": ((), None, changed, 1e-10),
-    "a region within": ((True,), in_region, None, 1e-10),
-    "hooks of parameters": ((True,), hooked, None, 1e-10),
-    "noise": ((), noisy, None, 1e-10),
-    "bfloat16": ((), lambda m: m.bfloat16().loss, None, 5e-2),
-    "float16": ((), lambda m: m.half().loss, None, 5e-2),
+    **{f"head, {name}": ((), head(name), 1e-10) for name in HEADS},
+    "a region within": ((True,), lambda m: lambda *xy: recoup.checkpoint(m.loss, *xy), 1e-10),
+    "hooks of parameters": ((True,), hooked, 1e-10),
+    "noise": ((), lambda m: recoup.weight_noise(m, "head.weight", 0.5).loss, 1e-10),
+    "bfloat16": ((), lambda m: m.bfloat16().loss, 5e-2),
+    "float16": ((), lambda m: m.half().loss, 5e-2),
 }  # fmt: skip
-
-
-def step(model, loss):
-    model.zero_grad()
-    with recoup.weights.same_draw(seed=3):
-        value = loss(model.hidden())
-    value.backward()
-    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("name", STEPS)
 @both
 def test_losses_in_tiles(name, call):
-    of_model, make, change, rtol = STEPS[name]
+    of_model, make, rtol = STEPS[name]
     model, labels = Model(*of_model), targets("a tile")
-    loss, change = (make or (lambda m: m.loss))(model), change or (lambda value: value)
+    loss, change = make(model), lambda value: 1024 * value + value.square() / 3
     tiled = call(loss, tiles=4, reduction="mean")
-    found = step(model, lambda h: change(tiled(h, labels)))
-    assert_same(found, step(model, lambda h: change(loss(h, labels))), rtol)
+    found = step(model, lambda h: tiled(h, labels), change)
+    assert_same(found, step(model, lambda h: loss(h, labels), change), rtol)
     assert found[0].dtype is model.norm.weight.dtype
 
 
@@ -167,25 +141,25 @@ def test_autocast(is_off_within, used_before, cache):
             if used_before:  # autocast keeps the copy of the weight that this makes
                 model.head(hidden.detach())
             value = loss(hidden, labels) + loss(hidden, labels)
-        leaves = [hidden, model.head.weight]
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
+        return [value.detach(), *torch.autograd.grad(value, [hidden, model.head.weight])]
 
     assert_same(run(recoup.tiled_loss), run(lambda fn: fn), 1e-5 if is_off_within else 2e-2)
 
 
 @both
 def test_dropout_draws_tile_by_tile_and_the_same_in_a_second_run(call):
-    model, labels = Model(p=0.5), targets("none")
+    model, labels, sizes = Model(p=0.5), targets("none"), [4, 3, 3, 3]
 
-    def in_pieces(hidden, labels):
-        parts = zip(hidden.split([4, 3, 3, 3], 1), labels.split([4, 3, 3, 3], 1), strict=True)
+    def in_pieces(hidden):
+        parts = zip(hidden.split(sizes, 1), labels.split(sizes, 1), strict=True)
         return sum(model.loss(h, y) * h.shape[1] for h, y in parts) / L
 
     def run(loss):
         torch.manual_seed(5)
-        return [*step(model, lambda h: loss(h, labels)), torch.get_rng_state()]
+        return [*step(model, loss), torch.get_rng_state()]
 
-    assert_same(run(call(model.loss, tiles=4, reduction="mean")), run(in_pieces))
+    tiled = call(model.loss, tiles=4, reduction="mean")
+    assert_same(run(lambda hidden: tiled(hidden, labels)), run(in_pieces))
 
 
 def test_hooks_of_parameters_run_once_with_the_whole_gradient(monkeypatch):
@@ -218,21 +192,21 @@ def test_hooks_of_parameters_run_once_with_the_whole_gradient(monkeypatch):
 
 def test_a_retained_graph_and_a_gradient_of_the_gradient():
     model, labels = Model(), targets()
+    tiled = lambda: recoup.tiled_loss(model.loss)(model.hidden(), labels)  # noqa: E731
 
-    def of(loss):
+    def of(value):
         leaves = [model.head.weight, model.body.weight]
-        value = loss(model.hidden(), labels)
         first = torch.autograd.grad(value, leaves, retain_graph=True)
         return [*first, *torch.autograd.grad(5 * value, leaves, retain_graph=True)]
 
-    assert_same(of(recoup.tiled_loss(model.loss)), of(model.loss))
-    value = recoup.tiled_loss(model.loss)(model.hidden(), labels)
+    assert_same(of(tiled()), of(model.loss(model.hidden(), labels)))
+    value = tiled()
     with pytest.raises(GradientError, match=r"taken in forward.*Use recoup\.tiled"):
         torch.autograd.grad(value, model.head.weight, create_graph=True)
     given = torch.eye(2).double()
     with pytest.raises((RecoupError, RuntimeError)):
         torch.autograd.grad(value.expand(2), model.head.bias, given, is_grads_batched=True)
-    value = recoup.tiled_loss(model.loss)(model.hidden(), labels)
+    value = tiled()
     value.backward()
     with pytest.raises(RuntimeError, match="second time"):
         value.backward()
@@ -264,9 +238,8 @@ def test_a_tensor_that_was_computed_before(how):
             weight = (held.weights[0] if how == "hidden" else held) if weight is None else weight
             return ce(F.linear(hidden, weight, bias).flatten(0, 1), labels)
 
-        args = (before,) if how == "argument" else ()
-        bias = model.head.bias.sin()
-        return step(model, lambda h: make(loss)(h, labels, *args, bias=bias))
+        given = [before] if how == "argument" else []
+        return step(model, lambda h: make(loss)(h, labels, *given, bias=model.head.bias.sin()))
 
     if how == "hidden":
         with pytest.raises(GradientError, match=r"Exp made it.*Pass it as an argument"):

@@ -13,18 +13,8 @@ from torch import nn
 import recoup
 from recoup.errors import ChangedError, RecoupError
 from tests.oracle import hooks_in_force
-from tests.tile_models import (
-    D,
-    L,
-    Model,
-    N,
-    assert_same,
-    both,
-    gradients,
-    mlp,
-    rows,
-    targets,
-)
+from tests.tile_models import D, L, Model, N, assert_same, both, gradients, mlp, rows, targets
+from tests.zoo import Fn
 
 
 @pytest.mark.parametrize(
@@ -154,20 +144,11 @@ def test_double_backward_and_retained_graphs():
     assert_same(of(recoup.tiled(module, tiles=3)), of(module))
 
 
-class Call(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
-
-
 OUTER = {
     "checkpoint": recoup.checkpoint,
     "torch": lambda fn, x: torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False),
     "Sequential": lambda fn, x: recoup.Sequential(
-        *map(Call, (torch.sin, torch.asin, fn, torch.cos)), memory="sqrt"
+        *map(Fn, (torch.sin, torch.asin, fn, torch.cos)), memory="sqrt"
     )(x / 4),
 }
 
@@ -232,7 +213,7 @@ def test_it_is_as_the_function_it_wraps():
 @pytest.mark.usefixtures("fresh_compiler")
 def test_torch_compile_and_export():
     module, x, labels, model = mlp(), rows(N, L, D), targets("a tile"), Model()
-    tiled = Call(lambda x: recoup.tiled(module, tiles=3)(x))
+    tiled = Fn(lambda x: recoup.tiled(module, tiles=3)(x))
     all_of_it = nn.ModuleList([module, model])
 
     def run(x):

@@ -1,7 +1,12 @@
+"""The fastest schedules under budgets: by exhaustive search, known curves, and on long chains."""
+
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise, product
 from math import inf
 
 import pytest
@@ -10,76 +15,254 @@ from hypothesis import strategies as st
 
 from recoup.errors import ScheduleError
 from recoup.schedules import (
+    Action,
+    Advance,
     Cost,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Results,
+    Reverse,
     Schedule,
+    SelectiveTape,
     Simulation,
+    Tape,
+    frontier,
     linear,
     optimal,
     simulate,
 )
-from tests.unit.schedules.oracles import persistent_schedules
+from recoup.schedules.search import fastest
+
+# -- every schedule, by brute force ----------------------------------------------------------------
+
+Actions = tuple[Action, ...]
 
 
-def simulated(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
-    states = [cost.state_bytes for cost in costs]
-    return simulate(schedule, [*states, 0], [cost.tape_bytes for cost in costs])
+def every_simulation(costs: Sequence[Cost]) -> list[Simulation]:
+    """What every persistent schedule costs, with every further choice that is not ruled out."""
+    found = []
+    for actions in _sweep(costs, 0, returns=False):
+        with suppress(ScheduleError):
+            found.append(simulate(Schedule(len(costs), actions), costs=costs))
+    return found
 
 
-def seconds(schedule: Schedule, costs: Sequence[Cost]) -> float:
-    runs = simulate(schedule).forwards_per_stage
-    return sum(run * cost.seconds for run, cost in zip(runs, costs, strict=True))
+def _sweep(costs: Sequence[Cost], start: int, *, returns: bool) -> Iterator[Actions]:
+    """All ways to solve the stages from `start` on in the sweep.
+
+    With `returns`, ``x_start`` is the working state again in the end, for an inverse to begin at.
+    """
+    back: Actions = (Load(start), Drop(start)) if returns else ()
+    if start == len(costs):
+        yield (Keep(start), *back) if returns else ()
+        return
+    cost = costs[start]
+    keep: Actions = (Keep(start),) if returns else ()
+    for rest in _sweep(costs, start + 1, returns=False):
+        for variant in range(len(cost.variants) + 1):
+            yield (*keep, Tape(start, variant), *rest, Reverse(start), *back)
+    if cost.is_invertible:
+        for rest in _sweep(costs, start + 1, returns=True):
+            yield (Advance(start, start + 1), *rest, Invert(start), Reverse(start))
+    for split in range(start + 1, len(costs)):
+        stages = range(start, split)
+        load: Actions = (Load(start),) if returns else (Load(start), Drop(start))
+        tapes = (*map(Tape, stages), *map(Reverse, reversed(stages)))
+        after = costs[split]
+        holds = after.is_linked and not after.is_invertible and after.offload_seconds is None
+        for numbers in product(*(range(len(costs[index].results) + 1) for index in stages)):
+            kept = [
+                costs[index].kept(number) for index, number in zip(stages, numbers, strict=True)
+            ]
+            if any(each.holds_output for each in (kept if not holds else kept[:-1])):
+                continue
+            runs = [Advance(index, index + 1, numbers[index - start]) for index in stages]
+            for later in _sweep(costs, split, returns=False) if any(numbers) else ():
+                yield (Keep(start), *runs, *later, *load, *tapes, *back)
+        for later in _sweep(costs, split, returns=False):
+            for earlier in _again(costs, start, split, kept=True, stays=returns):
+                yield (Keep(start), Advance(start, split), *later, Load(start), *earlier, *back)
+            if cost.offload_seconds is None:
+                continue
+            away = (Offload(start), Advance(start, split), *later, Load(start), Drop(start), *keep)
+            for earlier in _again(costs, start, split, kept=returns, stays=returns):
+                yield (*away, *earlier, *back)
 
 
-def least_bytes(costs: Sequence[Cost]) -> int:
+def _again(
+    costs: Sequence[Cost], start: int, stop: int, *, kept: bool, stays: bool
+) -> Iterator[Actions]:
+    """All ways to solve stages in backward, from the working state ``x_start``."""
+    drop: Actions = (Drop(start),) if kept else ()
+    keep: Actions = () if kept else (Keep(start),)
+    rests = _again(costs, start + 1, stop, kept=False, stays=False) if start + 1 < stop else ((),)
+    for rest in rests:
+        yield (*(() if stays else drop), Tape(start), *rest, Reverse(start))
+    for split in range(start + 1, stop):
+        for later in _again(costs, split, stop, kept=False, stays=False):
+            for earlier in _again(costs, start, split, kept=True, stays=stays):
+                yield (*keep, Advance(start, split), *later, Load(start), *earlier)
+            if costs[start].offload_seconds is None:
+                continue
+            back = (Keep(start),) if stays else ()
+            away = (Offload(start), Advance(start, split), *later, Load(start), Drop(start), *back)
+            for earlier in _again(costs, start, split, kept=stays, stays=stays):
+                yield (*drop, *away, *earlier)
+
+
+# -- short chains ----------------------------------------------------------------------------------
+
+SIZES = st.integers(0, 6)
+TIMES = st.integers(0, 4).map(float)
+
+
+@st.composite
+def thins(draw, state):
+    return SelectiveTape(state + draw(SIZES), draw(TIMES), draw(SIZES), draw(SIZES))
+
+
+@st.composite
+def results(draw):
+    taped = draw(SIZES)
+    return Results(taped + draw(SIZES), draw(TIMES), taped, draw(st.booleans()))
+
+
+@st.composite
+def plain_costs(draw):
+    state = draw(SIZES)
+    return Cost(draw(TIMES), state, state + draw(SIZES))
+
+
+@st.composite
+def costs_with_moments(draw):
+    names = "run_bytes", "tape_run_bytes", "reverse_bytes", "between_bytes"
+    moments = {name: draw(SIZES) for name in names}
+    return replace(draw(plain_costs()), **moments, left_bytes=draw(st.integers(-4, 12)))
+
+
+@st.composite
+def costs_with_choices(draw):
+    plain = draw(costs_with_moments())
+    state = plain.state_bytes
+    return replace(
+        plain,
+        is_linked=draw(st.sampled_from([True, True, True, False])),
+        is_fixed=draw(st.sampled_from([False, False, False, True])),
+        is_invertible=draw(st.booleans()),
+        invert_seconds=draw(TIMES),
+        offload_seconds=draw(st.none() | TIMES),
+        variants=tuple(draw(st.lists(thins(state), max_size=1))),
+        results=tuple(draw(st.lists(results(), max_size=1))),
+        between_run_bytes=draw(SIZES),
+        again=draw(st.none() | thins(state)),
+        invert_bytes=draw(st.none() | SIZES),
+    )
+
+
+def check_all_budgets(chain):
+    found = every_simulation(chain)
+    least, most = (f([s.peak_bytes for s in found]) for f in (min, max))
+    points = frontier(chain)
+    assert points[0].peak_bytes == least
+    assert points[-1].seconds == min(s.seconds for s in found)
+    for budget in range(least - 1, most + 2):
+        if budget < least:
+            with pytest.raises(ScheduleError, match=f"needs at least {least} bytes"):
+                optimal(chain, budget)
+            continue
+        simulation = simulate(optimal(chain, budget), costs=chain)
+        assert simulation.peak_bytes <= budget
+        assert simulation.seconds == min(s.seconds for s in found if s.peak_bytes <= budget)
+    for point in points:
+        simulation = simulate(point.schedule, costs=chain)
+        assert simulation.peak_bytes == point.peak_bytes
+        assert simulation.seconds == point.seconds
+        assert simulation.num_forwards == point.num_forwards
+        assert simulation.num_inverses == point.num_inverses
+        assert simulate(optimal(chain, point.peak_bytes), costs=chain).seconds == point.seconds
+    for before, after in pairwise(points):
+        assert before.peak_bytes < after.peak_bytes
+        assert before.seconds > after.seconds
+        assert before.num_runs >= after.num_runs
+
+
+short = {"min_size": 1, "max_size": 5}
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(plain_costs(), **short) | st.lists(costs_with_moments(), **short))
+def test_moments_equal_exhaustive_search(chain):
+    check_all_budgets(chain)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(costs_with_choices(), min_size=1, max_size=4))
+def test_choices_equal_exhaustive_search(chain):
+    check_all_budgets(chain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [6, 7])
+def test_six_and_seven_stages_equal_exhaustive_search(num_stages):
+    plain = various(num_stages, seed=num_stages, most=4)
+    check_all_budgets([replace(cost, seconds=round(9 * cost.seconds)) for cost in plain])
+
+
+def test_an_output_is_held_where_the_stage_after_keeps_it():
+    """Only then does it cost nothing, but for what it holds while that stage is reversed."""
+    holding = Results(num_bytes=1, seconds=0.25, holds_output=True)
+    stage = Cost(1.0, 10, 50, results=(holding,), lent_bytes=10)
+    last = Cost(1.0, 10, 10, reverse_bytes=90, is_fixed=True, lent_bytes=10)
+    (held,) = [p for p in frontier([stage, last]) if p.seconds == 2.25]
+    assert Advance(0, 1, 1) in held.schedule.actions
+    lends = simulate(held.schedule, costs=[stage, last]).peak_bytes
+    kept_alone = replace(holding, holds_output=False)
+    alone = [replace(stage, results=(kept_alone,)), last]
+    assert simulate(held.schedule, costs=alone).peak_bytes == lends - 10
+    for after in (replace(last, is_linked=False), replace(last, offload_seconds=0.5)):
+        assert all(p.seconds != 2.25 for p in frontier([stage, after]))
+    # Nor within a segment, whose states are not kept.
+    for point in frontier([stage, replace(stage, state_bytes=30), last]):
+        sweep = point.schedule.actions[: point.schedule.sweep_end]
+        if Advance(0, 1, 1) in sweep:
+            assert Keep(1) in sweep or Tape(1) in sweep
+
+
+def test_what_an_inverse_gives_back_is_counted_beside_the_gradients():
+    stage = Cost(1.0, 5, 50, left_bytes=120, is_invertible=True, invert_seconds=0.5)
+    check_all_budgets([stage, Cost(1.0, 1, 1, tape_run_bytes=100, is_fixed=True)])
+    # After an inverted stage, a state that results lead back to stays.
+    kept = Cost(1.0, 1, 20, results=(Results(2, 0.25),))
+    chain = [replace(stage, left_bytes=0), kept, Cost(1.0, 1, 45)]
+    check_all_budgets(chain)
+    both = {Invert(0), Advance(1, 2, 1)}
+    assert any(both <= set(point.schedule.actions) for point in frontier(chain))
+
+
+# -- long chains -----------------------------------------------------------------------------------
+
+
+def peak(schedule, costs):
+    return simulate(schedule, costs=costs).peak_bytes
+
+
+def seconds(schedule, costs):
+    return simulate(schedule, costs=costs).seconds
+
+
+def least_bytes(costs):
     with pytest.raises(ScheduleError, match=r"needs at least \d+ bytes") as raised:
         optimal(costs, -1)
     return int(str(raised.value).split()[-2])
 
 
-def various(num_stages: int, seed: int, most: int = 10**7) -> list[Cost]:
+def various(num_stages, seed, most=10**7):
     draw = random.Random(seed)
     states = [draw.randint(1, most) for _ in range(num_stages)]
     return [Cost(draw.random(), state, state + draw.randint(0, 9 * most)) for state in states]
-
-
-@st.composite
-def small_costs(draw):
-    integers = st.integers(0, 6)
-    rows = draw(st.lists(st.tuples(integers, integers, integers), min_size=1, max_size=5))
-    return [Cost(float(time), state, state + more) for time, state, more in rows]
-
-
-@settings(max_examples=40, deadline=None)
-@given(small_costs())
-def test_optimal_equals_exhaustive_search(costs):
-    found = [
-        (simulated(schedule, costs).peak_bytes, seconds(schedule, costs))
-        for schedule in persistent_schedules(len(costs))
-    ]
-    least = min(peak for peak, _ in found)
-    for budget in range(max(peak for peak, _ in found) + 2):
-        if budget < least:
-            with pytest.raises(ScheduleError, match=f"needs at least {least} bytes"):
-                optimal(costs, budget)
-            continue
-        schedule = optimal(costs, budget)
-        assert simulated(schedule, costs).peak_bytes <= budget
-        assert seconds(schedule, costs) == min(time for peak, time in found if peak <= budget)
-
-
-@pytest.mark.slow
-def test_optimal_equals_exhaustive_search_for_six_and_seven_stages():
-    for num_stages in (6, 7):
-        costs = various(num_stages, seed=num_stages, most=4)
-        found = [
-            (simulated(schedule, costs).peak_bytes, seconds(schedule, costs))
-            for schedule in persistent_schedules(num_stages)
-        ]
-        least = min(peak for peak, _ in found)
-        assert least_bytes(costs) == least
-        for budget in range(least, simulated(linear(num_stages), costs).peak_bytes + 1, 5):
-            best = min(time for peak, time in found if peak <= budget)
-            assert seconds(optimal(costs, budget), costs) == pytest.approx(best, rel=1e-12)
 
 
 # Least memory for a number of forward runs, in units of a state, tapes being a states each.
@@ -94,7 +277,7 @@ KNOWN = [
 def test_optimal_is_as_good_as_the_known_curve(n, tape, row):
     costs = [Cost(1.0, 1, tape)] * n
     for budget, most in row.items():
-        simulation = simulated(optimal(costs, budget), costs)
+        simulation = simulate(optimal(costs, budget), costs=costs)
         assert simulation.num_forwards <= most * n
         assert simulation.peak_bytes <= budget
 
@@ -111,13 +294,13 @@ def coarse(monkeypatch):
 def test_budgets_are_kept_and_time_falls_with_them(seed):
     # Sizes of up to a hundred million bytes are rounded, to finer units for smaller budgets.
     costs = various(40, seed)
-    least, most = least_bytes(costs), simulated(linear(40), costs).peak_bytes
+    least, most = least_bytes(costs), peak(linear(40), costs)
     assert most > 8 * least
     before = inf
     budgets = [least + (most - least) * step**2 // 144 for step in range(13)]
     for budget in [least, least + 1, *budgets[1:]]:
         schedule = optimal(costs, budget)
-        assert simulated(schedule, costs).peak_bytes <= budget
+        assert peak(schedule, costs) <= budget
         assert seconds(schedule, costs) <= before * (1 + 1e-12)
         before = seconds(schedule, costs)
     assert optimal(costs, most).actions == linear(40).actions
@@ -141,28 +324,55 @@ def test_rounding_costs_little():
 def test_small_budgets_are_counted_in_fine_units():
     costs = various(40, seed=0)
     budget = 5 * least_bytes(costs) // 4
-    assert simulated(linear(40), costs).peak_bytes > 10 * budget
-    assert 0.95 * budget <= simulated(optimal(costs, budget), costs).peak_bytes <= budget
+    assert peak(linear(40), costs) > 10 * budget
+    assert 0.95 * budget <= peak(optimal(costs, budget), costs) <= budget
 
 
-def test_the_least_feasible_budget_is_feasible():
-    for seed in range(5):
-        costs = various(12, seed)
-        least = least_bytes(costs)
-        assert simulated(optimal(costs, least), costs).peak_bytes == least
-        with pytest.raises(ScheduleError, match=f"`budget` is {least - 1} bytes"):
-            optimal(costs, least - 1)
+def various_choices(num_stages, seed):
+    draw = random.Random(seed)
+    chain = []
+    for _ in range(num_stages):
+        state, more = draw.randint(1, 10**6), draw.randint(0, 10**7)
+        thin = SelectiveTape(state + more // 3, 0.1, more, more // 2)
+        kept = [
+            Results(more // part, 0.02 * part, more // (2 * part), part == 3) for part in (2, 3, 4)
+        ]
+        chain.append(
+            Cost(
+                *(draw.random(), state, state + more, state, 2 * more, more // 2),
+                left_bytes=draw.randint(-(10**5), 10**6),
+                between_bytes=draw.choice([0, 0, 10**5]),
+                is_linked=draw.random() < 0.9,
+                is_fixed=draw.random() < 0.05,
+                is_invertible=draw.random() < 0.2,
+                invert_seconds=draw.random(),
+                offload_seconds=draw.choice([None, 1.0]),
+                variants=draw.choice([(), (thin,)]),
+                results=tuple(draw.sample(kept, draw.randint(0, 3))),
+                again=thin if len(chain) % 3 == 0 else None,
+            )
+        )
+    return chain
 
 
-def test_costs_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"`costs` is empty"):
-        optimal([], 1)
-    with pytest.raises(ValueError, match=r"`seconds` is nan"):
-        Cost(float("nan"), 1, 1)
-    with pytest.raises(ValueError, match=r"`state_bytes` is -1"):
-        Cost(1.0, -1, 1)
-    with pytest.raises(ValueError, match=r"`tape_bytes` is 1, .* `state_bytes` \(2\)"):
-        Cost(1.0, 2, 1)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_stages", [20, 40, 80, 150])
+def test_every_schedule_holds_what_was_counted(num_stages):
+    chain = various_choices(num_stages, seed=num_stages)
+    for candidate in fastest(tuple(chain)):
+        simulation = simulate(candidate.build(), costs=chain)
+        assert simulation.peak_bytes == candidate.peak_bytes
+        assert simulation.seconds == pytest.approx(candidate.seconds, rel=1e-9)
+    actions = [action for point in frontier(chain) for action in point.schedule.actions]
+    assert {Tape, Invert, Offload} <= set(map(type, actions))
+    assert any(isinstance(action, Advance) and action.results for action in actions)
+
+
+def test_a_frontier_is_the_same_every_time():
+    chain = various_choices(30, seed=0)
+    once = frontier(chain)
+    fastest.cache_clear()
+    assert frontier(chain) == once
 
 
 def test_a_chain_that_costs_nothing_is_linear():

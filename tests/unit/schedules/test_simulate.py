@@ -1,10 +1,10 @@
+"""`simulate` and `trace`: every schedule computes the derivatives, and what it costs, by hand."""
+
 from __future__ import annotations
 
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recoup.errors import ScheduleError
 from recoup.schedules import (
@@ -17,27 +17,30 @@ from recoup.schedules import (
     Offload,
     Reverse,
     Schedule,
+    SelectiveTape,
     Simulation,
     Tape,
     binomial,
     constant,
     linear,
     log,
+    offloaded,
     optimal,
     revolve,
     simulate,
     sqrt,
     trace,
 )
+from recoup.schedules._simulate import waiting_seconds
 
 
-def execute(schedule: Schedule, x: float) -> tuple[float, list[float], int]:
-    """Run a chain of scalar stages, stage i being x -> (x + i)^3, and return its output, the
-    derivative of each stage in the order in which they were reversed, and the number of runs."""
+def execute(schedule: Schedule, x: float) -> tuple[list[float], int]:
+    """Run a chain of scalar stages, stage i being x -> (x + i)^3, and return the derivative of
+    each stage in the order in which they were reversed, and the number of runs."""
     kept: dict[int, float] = {}
     tapes: dict[int, float] = {}
     derivatives: list[float] = []
-    working, output, num_runs = x, None, 0
+    working, num_runs = x, 0
     for action in schedule.actions:
         match action:
             case Keep(index):
@@ -58,21 +61,17 @@ def execute(schedule: Schedule, x: float) -> tuple[float, list[float], int]:
                 working = working ** (1 / 3) - index
                 tapes[index] = working
             case Reverse(index):
-                output = working if output is None and not derivatives else output
                 derivatives.append(3 * (tapes.pop(index) + index) ** 2)
     assert not kept
     assert not tapes
-    return output, derivatives, num_runs
+    return derivatives, num_runs
 
 
 N = 5
 EVERY = [
-    sqrt(N),
-    log(N),
-    *(binomial(N, slots) for slots in (1, 2, 3)),
-    *(revolve(N, slots) for slots in (1, 2, 3)),
+    *(make(N) for make in (sqrt, log, constant)),
+    *(make(N, slots) for make in (binomial, revolve) for slots in (1, 2, 3)),
     *(optimal([Cost(1.0, 1, 3)] * N, budget) for budget in (6, 8, 12)),
-    constant(N),
     constant(["invert", "recompute", "keep", "recompute", "invert"]),
     constant(["keep", "invert", "invert", "keep", "recompute"]),
 ]
@@ -80,23 +79,39 @@ EVERY = [
 
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 def test_every_schedule_computes_the_derivatives(schedule):
-    _, derivatives, num_runs = execute(schedule, 0.25)
-    _, expected, _ = execute(linear(N), 0.25)
-    assert derivatives == pytest.approx(expected, rel=1e-9)
+    derivatives, num_runs = execute(schedule, 0.25)
+    assert derivatives == pytest.approx(execute(linear(N), 0.25)[0], rel=1e-9)
     assert prod(derivatives) > 0
     assert num_runs == simulate(schedule).num_forwards
 
 
+# -- what they cost --------------------------------------------------------------------------------
+
+SEGMENT = Schedule(
+    3,
+    (
+        *(Keep(0), Advance(0, 2), Tape(2), Reverse(2)),
+        *(Load(0), Drop(0), Tape(0), Tape(1), Reverse(1), Reverse(0)),
+    ),
+)
+STEP_BACK = Schedule(
+    3,
+    (
+        *SEGMENT.actions[:4],
+        *(Load(0), Advance(0, 1), Tape(1), Reverse(1), Load(0), Drop(0), Tape(0), Reverse(0)),
+    ),
+)
+AGAIN = Schedule(
+    2, (Keep(0), Advance(0, 1), Tape(1), Reverse(1), Load(0), Drop(0), Tape(0), Reverse(0))
+)
+AWAY = Schedule(2, (Offload(0), *AGAIN.actions[1:]))
+WIDE = Schedule(2, (Keep(0), Advance(0, 2), Keep(2), Drop(0), *constant(2).actions[2:]))
+KEPT_TWICE = Schedule(1, (Keep(0), Tape(0), Reverse(0)))
+
+
 def test_simulate_counts_bytes_of_each_state_and_tape():
-    schedule = Schedule(
-        3,
-        (
-            *(Keep(0), Advance(0, 2), Tape(2), Reverse(2)),
-            *(Load(0), Drop(0), Tape(0), Tape(1), Reverse(1), Reverse(0)),
-        ),
-    )
     states, tapes = [1, 20, 300, 4000], [10_000, 200_000, 3_000_000]
-    assert simulate(schedule, states, tapes) == Simulation(
+    assert simulate(SEGMENT, states, tapes) == Simulation(
         num_forwards=5,
         num_inverses=0,
         peak_bytes=1 + 3_000_000 + 4000,  # x_0, the last tape, the output
@@ -105,34 +120,103 @@ def test_simulate_counts_bytes_of_each_state_and_tape():
         forwards_per_stage=(2, 2, 1),
     )
     # Without its last stage's weight: both other tapes, and their segment's output.
-    assert simulate(schedule, [1, 20, 300, 0], [100, 1000, 500]).peak_bytes == 100 + 1000 + 300
-
-
-def test_simulate_counts_the_widest_state_on_the_way():
-    schedule = Schedule(2, (Keep(0), Advance(0, 2), Keep(2), Drop(0), *constant(2).actions[2:]))
-    assert simulate(schedule, [1, 50, 2], [5, 2]).peak_bytes == 1 + 50
-
-
-def test_simulate_counts_a_state_once():
-    # x_1 is kept, and it is the input of the tape of stage 1.
+    assert simulate(SEGMENT, [1, 20, 300, 0], [100, 1000, 500]).peak_bytes == 100 + 1000 + 300
+    # The widest state on the way.
+    assert simulate(WIDE, [1, 50, 2], [5, 2]).peak_bytes == 1 + 50
+    # A state that is kept and the input of a tape counts once.
     assert simulate(constant(["invert", "keep"]), [1, 10, 100], [7, 1000]).peak_bytes == 1100
-    kept_twice = Schedule(1, (Keep(0), Tape(0), Reverse(0)))
-    assert simulate(kept_twice, [10, 0], 10).peak_bytes == 10
-    assert simulate(kept_twice, [10, 0], 10).peak_states == 1
+    found = simulate(KEPT_TWICE, [10, 0], 10)
+    assert (found.peak_bytes, found.peak_states) == (10, 1)
+    assert simulate(STEP_BACK).forwards_per_stage == (3, 2, 1)
 
 
-def test_an_inverse_is_no_forward():
-    simulation = simulate(constant(["invert"]))
-    assert (simulation.num_forwards, simulation.num_inverses) == (1, 1)
-    assert simulation.forwards_per_stage == (1,)
+def stage(**more):
+    return Cost(1.0, 10, 100, **more)
 
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "peak"),
+    [
+        (linear(2), {}, 200),
+        (linear(2), {"run_bytes": 500}, 200),
+        (AGAIN, {"run_bytes": 500}, 510),
+        (linear(2), {"tape_run_bytes": 500}, 610),
+        (linear(2), {"reverse_bytes": 500}, 700),
+        (linear(2), {"between_bytes": 7}, 214),
+        (linear(2), {"left_bytes": 300}, 600),
+        (linear(2), {"left_bytes": -50}, 200),
+    ],
+)
+def test_simulate_counts_the_worst_moment(schedule, more, peak):
+    assert simulate(schedule, costs=[stage(**more)] * 2).peak_bytes == peak
+
+
+def test_simulate_counts_seconds_and_host_memory():
+    costs = [stage(offload_seconds=0.25), stage(variants=(SelectiveTape(30, 0.5),))]
+    found = simulate(AWAY, costs=costs)
+    assert (found.seconds, found.peak_offloaded_bytes) == (3.25, 10)
+    assert (found.peak_states, found.peak_bytes) == (0, 110)
+    found = simulate(Schedule(2, (Tape(0), Tape(1, 1), Reverse(1), Reverse(0))), costs=costs)
+    assert (found.seconds, found.peak_bytes, found.num_forwards) == (2.5, 130, 3)
+    found = simulate(constant(1), costs=[stage(is_invertible=True, invert_seconds=2.0)])
+    assert (found.seconds, found.peak_bytes) == (3.0, 100)
+    # An inverse is no forward.
+    assert (found.num_forwards, found.num_inverses, found.forwards_per_stage) == (1, 1, (1,))
+
+
+@pytest.mark.parametrize("schedule", [linear(6), sqrt(6), binomial(6, 2), constant(6)])
+def test_a_trace_has_the_peak_and_the_runs_of_its_schedule(schedule):
+    costs = [Cost(1.0, 1, 3, run_bytes=2, reverse_bytes=1, is_invertible=True)] * 6
+    simulation, moments = simulate(schedule, costs=costs), trace(schedule, costs)
+    assert max(moment.peak_bytes for moment in moments) == simulation.peak_bytes
+    assert moments[-1].held_bytes <= 1  # the chain's input, which an inverse has made
+    # The backward of a stage takes twice its forward.
+    assert moments[-1].seconds == simulation.seconds + 2 * 6
+    assert sum(isinstance(m.action, Advance | Tape) for m in moments) == simulation.num_forwards
+
+
+# -- waiting for copies ----------------------------------------------------------------------------
+
+COSTS = [Cost(1.0, 100, 300)] * 16
+
+
+def test_the_peak_with_what_is_in_flight():
+    for in_flight, peak in ((0, 2), (2, 4), (1000, 2 + 63)):
+        assert simulate(offloaded(64), in_flight_bytes=in_flight).peak_bytes == peak
+    kept = revolve(64, 64)  # nothing of it is in flight
+    assert simulate(kept, in_flight_bytes=2).peak_bytes == simulate(kept).peak_bytes
+
+
+def waits(speed, in_flight_bytes=200):
+    options = {"bytes_per_second": {"host": speed}, "in_flight_bytes": in_flight_bytes}
+    return simulate(offloaded(16), costs=COSTS, **options).waiting_seconds
+
+
+def test_copies_cost_what_is_not_hidden():
+    assert waits(100.0) == 0.0  # a second for a copy, and for a stage
+    assert waits(1e9, in_flight_bytes=1) == pytest.approx(0.0, abs=1e-4)
+    # 15 copies of two seconds each way, behind a second of forward and three of backward each.
+    assert 10 <= waits(50.0) <= 16
+    assert waits(25.0) > 2 * waits(50.0)
+    assert waits(50.0, in_flight_bytes=10_000) < waits(50.0) <= waits(50.0, in_flight_bytes=1)
+
+
+def test_waiting_for_a_state_by_hand():
+    # What left last is still here when it is loaded.
+    assert waiting_seconds(offloaded(2), COSTS[:2], {"host": 1.0}, 200) == 0.0
+    # State 1 leaves when state 0 has left, and is still here in backward; state 0 is fetched when
+    # that is loaded, 3 seconds before, or, if state 1 is still leaving, when it is asked for.
+    times = [waiting_seconds(offloaded(3), COSTS[:3], {"host": s}, 100) for s in (1e3, 25.0, 10.0)]
+    assert times == [pytest.approx(0.0), pytest.approx(3.0 + 1.0), pytest.approx(9.0 + 13.0)]
+
+
+# -- what cannot be executed -----------------------------------------------------------------------
 
 BAD = {
     "needs the working state x_1, and the working state is x_0": [Tape(1)],
     "needs the working state x_2, and the working state is x_1": [Advance(0, 1), Keep(2)],
     "action 1, Advance\\(start=0, stop=1, results=0\\): it needs the working state x_0": [
-        Advance(0, 1),
-        Advance(0, 1),
+        *(Advance(0, 1), Advance(0, 1))
     ],
     "x_0 is kept already": [Keep(0), Keep(0)],
     "x_0 is offloaded already": [Offload(0), Offload(0)],
@@ -167,40 +251,28 @@ def test_the_output_is_kept_at_once_or_never():
         simulate(Schedule(1, late))
 
 
-def test_simulate_refuses_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"`state_bytes` has 2 numbers, .* needs 3"):
-        simulate(linear(2), [1, 1], 1)
-    with pytest.raises(ValueError, match=r"`tape_bytes` has 3 numbers, .* needs 2"):
-        simulate(linear(2), 1, [1, 1, 1])
-    with pytest.raises(ValueError, match=r"`tape_bytes` is -1, but it must not be"):
-        simulate(linear(2), 1, [1, -1])
-    with pytest.raises(ValueError, match=r"num_stages` is 0"):
-        simulate(Schedule(0, ()))
+TWICE = Schedule(4, (Keep(0), Advance(0, 3), Tape(3), Reverse(3), Load(0), Advance(0, 2), Tape(2)))
+INVERTIBLE = stage(is_invertible=True)
+UNLINKED = stage(is_invertible=True, is_linked=False)
+THIN_AGAIN = Schedule(2, (*AGAIN.actions[:-2], Tape(0, 1), Reverse(0)))
+THIN = stage(variants=(SelectiveTape(10, 0.0),))
 
 
-@given(n=st.integers(1, 40), slots=st.integers(1, 10), data=st.data())
-def test_the_peak_grows_with_the_sizes_and_with_them_alone(n, slots, data):
-    states = data.draw(st.lists(st.integers(0, 50), min_size=n + 1, max_size=n + 1))
-    tapes = [state + data.draw(st.integers(0, 50)) for state in states[:n]]
-    for schedule in (sqrt(n), binomial(n, slots), revolve(n, slots)):
-        once = simulate(schedule, states, tapes)
-        twice = simulate(schedule, [2 * s for s in states], [2 * t for t in tapes])
-        assert twice.peak_bytes == 2 * once.peak_bytes
-        assert once.peak_bytes >= max(tapes)
-        assert once.num_forwards == simulate(schedule).num_forwards
-
-
-def test_a_trace_needs_one_cost_for_each_stage():
-    with pytest.raises(ValueError, match=r"`costs` has 1 numbers, but this schedule needs 2"):
-        trace(linear(2), [Cost(1.0, 1, 1)])
-
-
-@pytest.mark.parametrize("schedule", [linear(6), sqrt(6), binomial(6, 2), constant(6)])
-def test_a_trace_has_the_peak_and_the_runs_of_its_schedule(schedule):
-    costs = [Cost(1.0, 1, 3, run_bytes=2, reverse_bytes=1, is_invertible=True)] * 6
-    simulation, moments = simulate(schedule, costs=costs), trace(schedule, costs)
-    assert max(moment.peak_bytes for moment in moments) == simulation.peak_bytes
-    assert moments[-1].held_bytes <= 1  # the chain's input, which an inverse has made
-    # The backward of a stage takes twice its forward.
-    assert moments[-1].seconds == simulation.seconds + 2 * 6
-    assert sum(isinstance(m.action, Advance | Tape) for m in moments) == simulation.num_forwards
+@pytest.mark.parametrize(
+    ("schedule", "costs", "message"),
+    [
+        *((each, (stage(), UNLINKED, stage()), "x_1, which running stage 0 again")
+          for each in (STEP_BACK, SEGMENT)),
+        *((each, (stage(is_fixed=True), stage(), stage()), "stage 0 is fixed")
+          for each in (STEP_BACK, SEGMENT)),
+        (TWICE, (stage(), UNLINKED, stage(), stage()), "running stage 0 again does not make x_1"),
+        (constant(1), [stage()], "stage 0 is not invertible"),
+        (constant(2), [INVERTIBLE, UNLINKED], "x_1 is not what stage 0 returned"),
+        (AWAY, [stage()] * 2, "x_0 cannot be offloaded"),
+        (Schedule(1, (Tape(0, 1), Reverse(0))), [stage()], "stage 0 has 0 variants"),
+        (THIN_AGAIN, [THIN, stage()], "only a tape of the sweep"),
+    ],
+)  # fmt: skip
+def test_simulate_refuses_what_the_costs_rule_out(schedule, costs, message):
+    with pytest.raises(ScheduleError, match=message):
+        simulate(schedule, costs=costs)
