@@ -1,4 +1,4 @@
-"""Blocks that a plan finds by itself, in whatever tree of modules (F10), and what it says of them."""
+"""Blocks that a plan finds by itself, in whatever tree of modules (F10)."""
 
 from __future__ import annotations
 
@@ -399,18 +399,18 @@ OF_IMAGES = {"pixel_values": PIXELS.sin().view(IMAGES), "labels": torch.arange(4
 LAYERED = {  # the model, its configuration, its batch, how many blocks, and coarser ones
     "albert": (
         "AlbertForMaskedLM",
-        {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
-             "vocab_size": 50, "embedding_size": 16}, OF_TOKENS, 3, None,
+        {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "embedding_size": 16,
+         "intermediate_size": 64, "vocab_size": 50}, OF_TOKENS, 3, None,
     ),
     "swin": (
         "SwinForImageClassification",
         {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 4], "num_heads": [2, 2],
-             "window_size": 4, "num_labels": 5}, OF_IMAGES, 2 + 1 + 4, r"swin\.encoder\.layers\.\d",
+         "window_size": 4, "num_labels": 5}, OF_IMAGES, 2 + 1 + 4, r"swin\.encoder\.layers\.\d",
     ),
     "convnext": (
         "ConvNextForImageClassification",
-        {"hidden_sizes": [16, 32], "depths": [3, 5], "num_stages": 2, "num_labels": 5, "image_size": 32,
-             "patch_size": 2, "drop_path_rate": 0.1}, OF_IMAGES, 3 + 2 + 5,
+        {"hidden_sizes": [16, 32], "depths": [3, 5], "num_stages": 2, "num_labels": 5,
+         "image_size": 32, "patch_size": 2, "drop_path_rate": 0.1}, OF_IMAGES, 3 + 2 + 5,
         r"convnext\.encoder\.stages\.\d",
     ),
 }  # fmt: skip
