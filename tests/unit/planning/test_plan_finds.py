@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import recoup
+from tests.foreign.models import FOREIGN
 from tests.neighbours.planned import result_of
 from tests.plan_oracle import (
     Made,
@@ -23,9 +24,8 @@ from tests.plan_oracle import (
     peak_of,
     square,
     step_of,
-    ways_of,
 )
-from tests.planned_zoo import is_plain, transformers_or_skip
+from tests.planned_zoo import is_plain
 
 
 def convolutions(*, inplace: bool) -> nn.Sequential:
@@ -393,46 +393,25 @@ def test_a_sequence_that_has_other_modules_since_runs_as_it_is(change):
 
 # -- models of transformers ------------------------------------------------------------------------
 
-TOKENS, PIXELS = torch.arange(32).view(2, 16), torch.linspace(-1, 1, 4 * 3 * 32 * 32)
-OF_TOKENS = {"input_ids": TOKENS, "labels": TOKENS}
-OF_IMAGES = {"pixel_values": PIXELS.sin().view(IMAGES), "labels": torch.arange(4)}
-LAYERED = {  # the model, its configuration, its batch, how many blocks, and coarser ones
-    "albert": (
-        "AlbertForMaskedLM",
-        {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "embedding_size": 16,
-         "intermediate_size": 64, "vocab_size": 50}, OF_TOKENS, 3, None,
-    ),
-    "swin": (
-        "SwinForImageClassification",
-        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 4], "num_heads": [2, 2],
-         "window_size": 4, "num_labels": 5}, OF_IMAGES, 2 + 1 + 4, r"swin\.encoder\.layers\.\d",
-    ),
-    "convnext": (
-        "ConvNextForImageClassification",
-        {"hidden_sizes": [16, 32], "depths": [3, 5], "num_stages": 2, "num_labels": 5,
-         "image_size": 32, "patch_size": 2, "drop_path_rate": 0.1}, OF_IMAGES, 3 + 2 + 5,
-        r"convnext\.encoder\.stages\.\d",
-    ),
-}  # fmt: skip
+LAYERED = {  # how many blocks there are, and coarser ones
+    "ALBERT": (4, None),
+    "Swin": (2 + 1 + 2, r"swin\.encoder\.layers\.\d"),
+    "ConvNeXt": (2 + 2 + 3, r"convnext\.encoder\.stages\.\d"),
+}
 
 
-@pytest.mark.parametrize("name", ["albert", *(pytest.param(name, marks=pytest.mark.slow)
-                                              for name in ("swin", "convnext"))])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERED)
 def test_the_layers_of_models_of_transformers_are_found(name):
-    t = transformers_or_skip()
-    kind, options, batch, num_blocks, coarser = LAYERED[name]
-    kind = getattr(t, kind)
     torch.manual_seed(0)
-    model = kind(kind.config_class(**options)).train()
-    frontier = recoup.plan(model, **batch)
-    budget = frontier.least_bytes
-    if coarser is not None:
-        budget = recoup.plan(model, blocks=coarser, **batch).least_bytes
-        assert frontier.least_bytes < 0.85 * budget
-    plan = frontier.plan(budget)
+    (model, kwargs, _), (num_blocks, coarser) = FOREIGN[name](), LAYERED[name]
+    frontier = recoup.plan(model.train(), **kwargs)
+    least = frontier.least_bytes
+    assert coarser is None or least < recoup.plan(model, blocks=coarser, **kwargs).least_bytes
+    plan = frontier.plan(least)
     assert len(plan.blocks) == num_blocks
     assert plan.least_bytes < plan.most_bytes
-    assert_as_plain(plan, lambda: model(**batch).loss.backward())
+    assert_as_plain(plan, lambda: model(**kwargs).loss.backward())
 
 
 # -- what others hold ------------------------------------------------------------------------------
@@ -459,14 +438,8 @@ def test_a_plan_says_what_others_hold():
 @pytest.mark.slow
 def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
     """F11"""
-    t = transformers_or_skip()
-    config = t.T5Config(
-        num_layers=2, num_decoder_layers=2, d_model=32, d_ff=64, d_kv=8, num_heads=4,
-        vocab_size=50, decoder_start_token_id=0,
-    )  # fmt: skip
-    model = t.T5ForConditionalGeneration(config).train()
-    whole = recoup.plan(model, **OF_TOKENS, budget="1 GiB")
+    model, kwargs, _ = FOREIGN["T5"]()
+    whole = recoup.plan(model.train(), **kwargs, budget="1 GiB")
     assert "pass use_cache=False" in str(whole)
-    assert ways_of(whole) == {"keep"}
-    plan = recoup.plan(model, **OF_TOKENS, budget="1 GiB", use_cache=False)
+    plan = recoup.plan(model, **kwargs, budget="1 GiB", use_cache=False)
     assert plan.held_by_others == ()
