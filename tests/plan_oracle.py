@@ -68,10 +68,14 @@ def step_of(
 
 
 def peak_of(model: nn.Module, step: Callable[[], Any]) -> int:
-    """The most bytes of a step that begins without gradients."""
+    """The most bytes of a step that begins without gradients; buffers are as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.zero_grad()
     peak = recoup.measure(step, device="cpu", repeats=0).peak_bytes
     model.zero_grad()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
     return peak
 
 

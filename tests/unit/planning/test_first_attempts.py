@@ -64,20 +64,12 @@ def supplying(forward):
     return supplied
 
 
-class Scaled(OfBatches):
-    def forward(self, x, scale):
-        return self.layers(x) * scale
+def taking(forward, kind=OfBatches):
+    return type("Taking", (kind,), {"forward": forward})
 
 
-class Supplied(OfBatches):
-    @supplying
-    def forward(self, x, scale):
-        return self.layers(x) * scale
-
-
-class Called(Scaled):
-    def __call__(self, x):
-        return super().__call__(x, 2.0)
+Scaled = taking(lambda self, x, scale: self.layers(x) * scale)
+Called = type("Called", (Scaled,), {"__call__": lambda self, x: nn.Module.__call__(self, x, 2.0)})
 
 
 class WithoutForward(nn.Module):
@@ -87,18 +79,6 @@ class WithoutForward(nn.Module):
 
     def __call__(self, x):
         return self.layers(x)
-
-
-class OfOneBatch(OfBatches):
-    """Takes a dict, in which an entry has the name of one of its parameters."""
-
-    def forward(self, batch, labels=None):
-        return self.layers(batch["x"])
-
-
-class OfEntries(OfBatches):
-    def forward(self, input_ids=None, **others):
-        return self.layers(input_ids["input_ids"])
 
 
 @functools.wraps(lambda output, target: None)
@@ -128,16 +108,23 @@ def planned_for(build, *args, **kwargs):
 
 
 TAKEN = {
-    "a decorator that gives more": planned_for(Supplied, X),
-    "a decorator that takes more": planned_for(Supplied, X, return_dict=True),
+    "a decorator that gives more": planned_for(taking(supplying(Scaled.forward)), X),
+    "a decorator that takes more": planned_for(
+        taking(supplying(Scaled.forward)), X, return_dict=True
+    ),
     "a call of its own": planned_for(Called, X),
     "a call alone": planned_for(WithoutForward, X),
     "a hook": scaled_by_hook(lambda model: model.register_forward_pre_hook),
     "a hook of all modules": scaled_by_hook(
         lambda model: nn.modules.module.register_module_forward_pre_hook
     ),
-    "a dict with a name of a parameter": planned_for(OfOneBatch, {"x": X, "labels": X}),
-    "a dict with other keys than strings": planned_for(OfEntries, {"input_ids": X, 3: X}),
+    "a dict with a name of a parameter": planned_for(
+        taking(lambda self, batch, labels=None: self.layers(batch["x"])), {"x": X, "labels": X}
+    ),
+    "a dict with other keys than strings": planned_for(
+        taking(lambda self, input_ids=None, **others: self.layers(input_ids["input_ids"])),
+        {"input_ids": X, 3: X},
+    ),
     "a loss that gives more": planned_for(lambda: dense(3, 4), X, loss=loss_of_two),
     "blocks that can be read once": planned_for(
         lambda: dense(4, 4), X, loss=loss_of, blocks=iter("012")
@@ -379,11 +366,8 @@ def test_a_batch_that_does_not_fit_the_model_is_shown(caplog):
 
 
 def test_an_error_of_a_dict_that_was_not_taken_apart_says_so():
-    class Strict(OfBatches):
-        def forward(self, input_ids, labels=None):
-            return self.layers(input_ids)
-
+    strict = taking(lambda self, input_ids, labels=None: self.layers(input_ids))
     with pytest.raises(TypeError) as caught:
-        recoup.plan(Strict(), {**BATCH, "special_tokens_mask": X}, budget=BUDGET)
+        recoup.plan(strict(), {**BATCH, "special_tokens_mask": X}, budget=BUDGET)
     (note,) = caught.value.__notes__
     assert "(it takes input_ids, labels)" in note
