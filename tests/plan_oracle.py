@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,16 +67,22 @@ def step_of(
     return step
 
 
-def peak_of(model: nn.Module, step: Callable[[], Any]) -> int:
-    """The most bytes of a step that begins without gradients; buffers are as before."""
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """A context in which the model has no gradients at first, and whose buffers are put back."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.zero_grad()
-    peak = recoup.measure(step, device="cpu", repeats=0).peak_bytes
+    yield
     model.zero_grad()
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    return peak
+
+
+def peak_of(model: nn.Module, step: Callable[[], Any]) -> int:
+    """The most bytes of a step that begins without gradients."""
+    with left_as_it_was(model):
+        return recoup.measure(step, device="cpu", repeats=0).peak_bytes
 
 
 def assert_as_plain(
