@@ -47,18 +47,6 @@ def test_the_largest_batch(kib):
         assert peak_of(net, step) <= budget
 
 
-@pytest.mark.slow
-def test_sequences_and_keywords():
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in "abc"))
-    found = recoup.largest(
-        lambda size: {"input": torch.ones(2, size, 16)}, net, budget="400 KiB", most=64
-    )
-    assert 1 < found.size <= 64
-    assert found.args == ()
-    assert found.kwargs["input"].shape == (2, found.size, 16)
-
-
 @pytest.mark.exhaustive
 def test_blocks_that_may_be_inverted_never_train_less():
     torch.manual_seed(0)

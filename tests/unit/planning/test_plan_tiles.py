@@ -284,21 +284,6 @@ def test_tiles_have_fewer_rows_where_bytes_ask_for_it():
     assert_as_plain(plan, lambda: loss(model(tokens)).backward(), rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_the_largest_batch_is_larger():
-    def loss(logits):
-        return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel()).long())
-
-    def largest(**more):
-        return recoup.largest(
-            lambda size: torch.zeros(size, 64, dtype=torch.long), Plain(16), budget="6 MiB",
-            most=8, loss=loss, **more,
-        )  # fmt: skip
-
-    assert largest(tiles=True).size == 8
-    assert largest().size <= 2
-
-
 # -- parts of blocks -------------------------------------------------------------------------------
 
 
