@@ -21,26 +21,15 @@ SMALL = 8192  # labels, random states and numbers
 
 
 class Head(nn.Linear):
-    def __init__(self):
-        super().__init__(D, V, bias=False)
-
     def loss(self, hidden, labels):
         return F.cross_entropy(self(hidden).flatten(0, -2), labels.flatten())
 
 
 @pytest.fixture
-def head():
-    return Head()
-
-
-@pytest.fixture
-def hidden():
-    return torch.randn(ROWS, D, requires_grad=True)
-
-
-@pytest.fixture
-def labels():
-    return torch.randint(V, (ROWS,))
+def given():
+    """An output layer, and what its loss is given."""
+    hidden, labels = torch.randn(ROWS, D, requires_grad=True), torch.randint(V, (ROWS,))
+    return Head(D, V, bias=False), hidden, labels
 
 
 def peak(step, *leaves):
@@ -52,7 +41,9 @@ def peak(step, *leaves):
     return found
 
 
-def test_the_peak_of_head_and_loss(head, hidden, labels):
+def test_the_peak_of_head_and_loss(given):
+    head, hidden, labels = given
+
     def of(loss):
         return peak(lambda: loss(hidden, labels).backward(), head.weight, hidden)
 
@@ -67,7 +58,8 @@ def test_the_peak_of_head_and_loss(head, hidden, labels):
     assert 2 * WEIGHT < found <= 3 * LOGITS / 64 + 2 * WEIGHT + 2 * HIDDEN + SMALL
 
 
-def test_what_is_held_after_forward_and_taken_in_backward(head, hidden, labels):
+def test_what_is_held_after_forward_and_taken_in_backward(given):
+    head, hidden, labels = given
     tiled = recoup.tiled_loss(head.loss, 0, 16)
     value = tiled(hidden, labels)
     found = measure(lambda: value.backward(retain_graph=True), device="cpu", repeats=0)
@@ -89,34 +81,34 @@ def test_an_mlp_holds_its_output_and_one_tile():
     between, output = 2 * 64 * x.nbytes, x.nbytes
 
     def of(fn):
-        return peak(lambda: fn(x).sum().backward(), x)
+        held = held_after(lambda: fn(x), ()).num_bytes
+        return held, peak(lambda: fn(x).sum().backward(), x)
 
-    plain = of(mlp)
-    assert plain > between
+    held, found = of(mlp)
+    assert held > between / 2
+    assert found > between
     for tiles in (8, 32):
+        held, found = of(recoup.tiled(mlp, 1, tiles))
+        assert held <= output + SMALL
         # GELU's input, output and gradients; the output and its tiles, or gradients in their place.
-        assert of(recoup.tiled(mlp, 1, tiles)) <= 1.5 * between / tiles + 3.5 * output + SMALL
-    held = held_after(lambda: recoup.tiled(mlp, 1, 8)(x), ())
-    assert held.num_bytes <= output + SMALL
-    assert held_after(lambda: mlp(x), ()).num_bytes > between / 2
+        assert found <= 1.5 * between / tiles + 3.5 * output + SMALL
 
 
-@pytest.mark.parametrize("way", ["tiled", "tiled_loss"])
-def test_forwards_are_counted(way, head, hidden, labels):
+@pytest.mark.parametrize(("way", "times"), [(recoup.tiled, 2), (recoup.tiled_loss, 1)])
+def test_forwards_are_counted(way, times, given):
+    head, hidden, labels = given
     calls = []
 
     def loss(hidden, labels):
         calls.append(len(labels))
         return head.loss(hidden, labels)
 
-    tiled = getattr(recoup, way)(loss, 0, 8, reduction="mean")
-    for times in (None, 2 if way == "tiled" else 1):
-        calls.clear()
-        tiled(hidden, labels).backward()
-        if times is None:  # the first call is checked
-            assert sum(calls) <= 2 * ROWS + 6 * 5
-        else:
-            assert calls == [ROWS // 8] * 8 * times
+    tiled = way(loss, 0, 8, reduction="mean")
+    tiled(hidden, labels).backward()
+    assert sum(calls) <= 2 * ROWS + 6 * 5  # the first call is checked
+    calls.clear()
+    tiled(hidden, labels).backward()
+    assert calls == [ROWS // 8] * 8 * times
 
 
 def log_probs(head, hidden, tokens):
@@ -132,27 +124,26 @@ def policy_loss(head, hidden, tokens, old, advantages, mask):
 
 
 def preference_loss(head, hidden, tokens, reference, mask):
-    """DPO, summed: each pair counts for itself."""
+    """DPO, summed: each pair of a chosen and a rejected sample counts for itself."""
     ratios = (log_probs(head, hidden, tokens) * mask).sum(-1) - reference
     return -F.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).sum()
 
 
-@pytest.mark.parametrize("kind", ["policy", "preference"])
-def test_losses_of_policies_and_preferences(head, kind):
+LOSSES = {  # and the dimension of their tiles, and the shapes of samples and of what else is given
+    "policy": (policy_loss, 1, (32, 64), lambda size: (torch.randn(size) - 9, torch.randn(size))),
+    "preference": (preference_loss, 0, (16, 2, 64), lambda size: (torch.randn(size[:-1]) - 600,)),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_policies_and_preferences(given, kind):
     """In at most 0.12 of the bytes, and with the gradients, of the loss at once."""
-    tokens = torch.randint(V, (32, 64))
-    hidden, mask = torch.randn(32, 64, D, requires_grad=True), torch.ones(32, 64)
-    if kind == "policy":
-        given = tokens, torch.randn(32, 64) - 9, torch.randn(32, 64), mask
-        loss, arguments, dim = policy_loss, (hidden, *given), 1
-    else:  # of each pair the chosen one and the rejected one
-        parts = hidden, tokens, torch.randn(32) - 600, mask
-        arguments = [part.unflatten(0, (16, 2)) for part in parts]
-        loss, dim = preference_loss, 0
+    head, (loss, dim, size, others) = given[0], LOSSES[kind]
+    hidden = torch.randn(*size, D, requires_grad=True)
+    arguments = hidden, torch.randint(V, size), *others(size), torch.ones(size)
     whole = functools.partial(loss, head)
-    tiled = recoup.tiled_loss(whole, dim, 16, reduction="sum")
     found = []
-    for fn in (whole, tiled):
+    for fn in (whole, recoup.tiled_loss(whole, dim, 16, reduction="sum")):
         num_bytes = peak(lambda fn=fn: fn(*arguments).backward(), head.weight, hidden)
         found.append((num_bytes, head.weight.grad, hidden.grad))
     assert found[1][0] <= 0.12 * found[0][0]

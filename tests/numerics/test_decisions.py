@@ -9,10 +9,7 @@ from torch import nn
 import recoup
 from recoup._core.operators import _thread, num_dispatch_modes
 from tests.alive import held_after
-from tests.deciding import (
-    Router,
-    perturbed,
-)
+from tests.deciding import Router, perturbed
 
 # -- every operator that decides -------------------------------------------------------------------
 
@@ -138,57 +135,47 @@ def test_the_bytes_of_comparisons_quantizations_and_indices():
     assert held - x.nbytes == 32 * 2  # a byte for each of the two experts of each token
 
 
-def test_decisions_by_constants_need_no_mode():
-    """A mask of positions is the same to the bit in a second run; what hangs on `x` is kept."""
-
-    def by_positions(x):
-        seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
-        places = torch.arange(len(x), dtype=x.dtype)
-        return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
-
-    def by_numbers(x):
-        seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
-        limit = torch.zeros(len(x))
-        limit.copy_(x.detach().mean(0))
-        return x.masked_fill(limit > 0, 0.0).sin()
-
-    looked_at, kept, neither = (True, False), (False, True), (False, False)
-    for code, later in ((by_positions, neither), (by_numbers, kept)):
-        seen = []
-        for _ in range(2):
-            recoup.checkpoint(code, torch.randn(4, 4, requires_grad=True)).sum().backward()
-        assert seen == [looked_at, looked_at, later, later]
-
-
 class Seen(nn.Module):
-    """Notes how many dispatch modes its forward runs under; decides if told to."""
+    """Notes whether its forward runs under a mode, and whether operators are intercepted."""
 
-    def __init__(self, decides):
+    def __init__(self, code):
         super().__init__()
-        self.decides = decides
-        self.num_modes = []
+        self.code, self.seen = code, []
 
     def forward(self, x):
-        self.num_modes.append(num_dispatch_modes() + bool(_thread.interceptors))
-        return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
+        self.seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
+        return self.code(x)
 
 
-def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
-    blocks = [Seen(decides=True), Seen(decides=False)]
+def by_positions(x):
+    """The same to the bit in a second run."""
+    places = torch.arange(len(x), dtype=x.dtype)
+    return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
+
+
+def by_numbers(x):
+    """What hangs on `x` is kept."""
+    limit = torch.zeros(len(x))
+    limit.copy_(x.detach().mean(0))
+    return x.masked_fill(limit > 0, 0.0).sin()
+
+
+def test_only_decisions_by_numbers_need_a_mode_and_blocks_that_share_code_decide_for_themselves():
+    looked_at, kept, neither = (True, False), (False, True), (False, False)
+    blocks = {Seen(by_positions): neither, Seen(by_numbers): kept, Seen(torch.relu): neither}
     for _ in range(3):
-        x = torch.randn(8, requires_grad=True)
         for block in blocks:
+            x = torch.randn(4, 4, requires_grad=True)
             recoup.checkpoint(lambda module, x: module(x), block, x).sum().backward()
-    assert [block.num_modes[2:] for block in blocks] == [[1] * 4, [0] * 4]
+    for block, later in blocks.items():
+        assert block.seen == [looked_at] * 2 + [later] * 4
 
 
 def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():
-    first, x = nn.Tanh(), torch.randn(8, requires_grad=True)
-    for _ in range(2):
-        recoup.Sequential(*[first] * 6, memory="sqrt")(x).sum().backward()
-    new = Seen(decides=False)
-    recoup.Sequential(first, new, *[first] * 4, memory="sqrt")(x).sum().backward()
-    assert new.num_modes[0] == 1
+    first, new, x = nn.Tanh(), Seen(torch.sin), torch.randn(8, requires_grad=True)
+    for stages in ([first] * 6, [first] * 6, [first, new, *[first] * 4]):
+        recoup.Sequential(*stages, memory="sqrt")(x).sum().backward()
+    assert new.seen[0] == (True, False)
 
 
 def in_vmap(x):

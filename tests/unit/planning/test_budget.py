@@ -1,4 +1,4 @@
-"""Bytes as the `memory` of chains, which plan themselves in their first forward."""
+"""Bytes as the `memory` of chains, which plan themselves in their first forward (R10)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import BudgetError
@@ -25,30 +25,26 @@ from recoup.invertible import (
     VariationalDequantize,
 )
 from tests.alive import allocated_bytes
+from tests.neighbours.planned import result_of
+from tests.oracle import assert_same_tensors, loss_of_all
+from tests.plan_oracle import Residual, peak_of
 
 NUM_ROWS, DIM = 256, 8
-CHECKPOINT = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
-class Network(nn.Module):
+def network():
     """A network with weights that draw and batch statistics, and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = recoup.weight_noise(nn.Linear(DIM // 2, 64), std=0.1)
-        self.norm = nn.BatchNorm1d(64)
-        self.dropout = nn.Dropout(0.2)
-        self.down = nn.Linear(64, DIM // 2)
-
-    def forward(self, x):
-        return self.down(self.dropout(torch.tanh(self.norm(self.up(x)))))
+    up = recoup.weight_noise(nn.Linear(DIM // 2, 64), std=0.1)
+    return nn.Sequential(
+        up, nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, DIM // 2)
+    )
 
 
 def chain_of(num_couplings=2, memory="linear"):
     modules = [
         layer
         for _ in range(num_couplings)
-        for layer in (ActNorm(DIM), AdditiveCoupling(Network()), Flip())
+        for layer in (ActNorm(DIM), AdditiveCoupling(network()), Flip())
     ]
     return Chain(*modules, memory=memory).double()
 
@@ -57,102 +53,114 @@ def batch(num_rows=NUM_ROWS):
     return torch.randn(num_rows, DIM, dtype=torch.float64)
 
 
-def chain_loss(chain, x, *context):
-    y, log_det = chain(x, *context)
-    return y.square().sum() - log_det.sum()
-
-
-def gradients(model, loss):
-    """Gradients, and all that a step leaves behind, from seed 1."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss().backward()
-    found = [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [*found, *(b.clone() for b in model.buffers()), torch.rand(3)]
-
-
-def peak(model, loss):
-    model.zero_grad()
-    found, _ = allocated_bytes(lambda: loss().backward())
-    model.zero_grad()
-    return found
-
-
-def peaks(model, loss):
-    """The peaks of a step: with every residual, and in a plan of the least bytes."""
-    loss()  # the first forward starts each ActNorm
-    model.memory = "linear"
-    most = peak(model, loss)
-    model.memory = "1 KiB"
-    with pytest.raises(BudgetError, match=r"^`memory` is 1 KiB") as caught:
-        loss()
-    return most, caught.value.least_bytes
-
-
-def is_close(found, want):
-    """Whether values are equal to the rounding of inverses, which chains with bytes may run."""
-    tolerance = 1e-10 if want.dtype is torch.float64 else 1e-4
-    found, want = found.double(), want.double()
-    return float((found - want).norm()) <= tolerance * (1e-6 + float(want.norm()))
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("part", [0.0, 0.5, 2.0])
-def test_a_chain_keeps_to_its_bytes(part):
-    """R10: gradients, buffers and the stream are those of the plain chain, to rounding."""
-    chain, x = chain_of(4), batch()
-    plain = copy.deepcopy(chain)
-    probe = copy.deepcopy(chain)
-    most, least = peaks(probe, lambda: chain_loss(probe, x))
-    assert least < 0.8 * most
-    budget = int(least + part * (most - least))
-    chain.memory = f"{budget} B"
-    for _ in range(2):  # the first step plans
-        found = gradients(chain, lambda: chain_loss(chain, x))
-        want = gradients(plain, lambda: chain_loss(plain, x))
-        assert all(map(is_close, found, want))
-    (made,) = recoup.applied_plans(chain)
-    assert made.rehearsed_peak_bytes <= budget
-    assert recoup.measure(lambda: sum_loss(chain, x).backward()).peak_bytes <= budget
-    chain.zero_grad()
-    assert peak(chain, lambda: sum_loss(chain, x)) <= budget
-    assert chain.state_dict().keys() == plain.state_dict().keys()
-
-
-def first_loss(output):
+def loss_of(output):
     """A loss of a few bytes, as the plan takes it."""
     return output[0].abs().sum() + output[1].abs().sum()
 
 
-def sum_loss(chain, x):
-    return first_loss(chain(x))
+def step_of(chain, *args):
+    return lambda: loss_of(chain(*args)).backward()
 
 
-def test_too_few_bytes_are_an_error_that_names_the_least():
-    """R10: which inverses are a part of, so that nothing else is named."""
-    chain, x = chain_of(memory="1 KiB"), batch()
-    with pytest.raises(BudgetError, match=r"\((\d+) bytes\)") as caught:
-        chain(x)
-    assert "exact=False" not in str(caught.value)
-    chain.memory = f"{caught.value.least_bytes} B"
-    chain_loss(chain, x).backward()
-    assert len(recoup.applied_plans(chain)) == 1
+def plans_of(model):
+    return recoup.applied_plans(model)
+
+
+def least_of(model, step):
+    model.memory = "1 KiB"
+    with pytest.raises(BudgetError, match=r"^`memory` is 1 KiB.*\(\d+ bytes\)") as caught:
+        step()
+    assert "exact=False" not in str(caught.value)  # inverses are a part of it
+    return caught.value.least_bytes
+
+
+def assert_keeps(model, step, budget, wanted, rtol=1e-10):
+    """Check that planned steps leave what plain ones do, to the rounding of inverses."""
+    model.memory = f"{budget} B"
+    for _ in range(2):  # the first step plans
+        assert_same_tensors(result_of(model, step), wanted, rtol)
+    assert peak_of(model, step) <= budget
+    assert all(made.rehearsed_peak_bytes <= budget for made in plans_of(model))
+
+
+def of_chain():
+    chain, x = chain_of(4), batch()
+    chain(x)  # the first forward starts each ActNorm
+    return chain, step_of(chain, x), 0.8, 1e-10
+
+
+def of_sequential():
+    chain = recoup.Sequential(*(Residual(DIM) for _ in range(6)), memory="linear").double()
+    x = batch()
+    return chain, lambda: loss_of_all(chain(x)).backward(), 0.9, 0.0
+
+
+def of_glow():
+    """Early latents pass by."""
+    flow = Glow((1, 8, 8), levels=16, num_levels=2, num_steps=2, width=16).double()
+    x = torch.randint(16, (16, 1, 8, 8))
+    flow.log_prob(x)
+    return flow, lambda: flow.log_prob(x).sum().backward(), 0.9, 1e-10
+
+
+def of_realnvp():
+    flow, x = RealNVP((2,), levels=None, num_steps=4, width=32).eval(), torch.randn(512, 2)
+    return flow, lambda: flow.log_prob(x).sum().backward(), 0.7, 1e-4
+
+
+@pytest.mark.parametrize("build", [of_chain, of_sequential, of_glow, of_realnvp])
+def test_a_chain_keeps_to_its_bytes(build):
+    """Gradients, buffers and the stream are those of the plain chain."""
+    torch.manual_seed(0)
+    model, step, share, rtol = build()
+    wanted, most = result_of(model, step), peak_of(model, step)
+    names = [*model.state_dict()]
+    least = least_of(model, step)
+    assert least < share * most
+    for budget in (least, (least + most) // 2, most):
+        assert_keeps(model, step, budget, wanted, rtol)
+        assert len(plans_of(model)) == 1
+    assert [*model.state_dict()] == names
+
+
+def test_a_context_and_chains_within_are_planned():
+    """The context gets its gradient, and the chain within is no block of its own."""
+
+    def coupling():
+        return AffineCoupling(DenseNetwork(DIM // 2, DIM, width=32, num_context=3))
+
+    chain = Chain(coupling(), Chain(Flip(), coupling(), memory="1 KiB"), coupling()).double()
+    with torch.no_grad():
+        for parameter in chain.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x, context = batch(), torch.randn(NUM_ROWS, 3, dtype=torch.float64).requires_grad_()
+
+    def step():
+        return torch.autograd.grad(loss_of(chain(x, context)), [context, *chain.parameters()])
+
+    chain[1].memory = "linear"
+    wanted = result_of(chain, step)
+    chain[1].memory = "1 KiB"
+    assert_keeps(chain, step, least_of(chain, step), wanted)
+    assert plans_of(chain)[0].num_blocks == 4
+    y, log_det = chain(x, context)
+    back, minus = chain.inverse(y, context)
+    torch.testing.assert_close(back, x)
+    torch.testing.assert_close(minus, -log_det)
+
+
+# -- when a plan is made ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_what_takes_more_is_planned_for_anew():
-    """R10: larger inputs, unfrozen parameters and training after evaluation; not smaller ones."""
+    """Larger inputs, unfrozen parameters and training after evaluation; not smaller ones."""
     chain, x = chain_of(memory="1 GiB"), batch()
     seen = []
 
     def plan_of(num_rows):
-        chain_loss(chain, x[:num_rows]).backward()
-        (made,) = recoup.applied_plans(chain)
+        step_of(chain, x[:num_rows])()
+        (made,) = plans_of(chain)
         if made not in seen:
             seen.append(made)
         return len(seen)
@@ -173,69 +181,62 @@ def test_what_takes_more_is_planned_for_anew():
 
 
 def test_modules_that_are_added_are_planned_for():
-    """R10: of a `Sequential` too."""
     chain = recoup.Sequential(*(nn.Linear(DIM, DIM).double() for _ in range(3)), memory="1 GiB")
-    x = batch()
-    chain(x).sum().backward()
-    chain.append(nn.Linear(DIM, DIM).double())
-    chain(x).sum().backward()
-    assert recoup.applied_plans(chain)[0].num_blocks == 4
+    for num_blocks in (3, 4):
+        chain(batch()).sum().backward()
+        assert plans_of(chain)[0].num_blocks == num_blocks
+        chain.append(nn.Linear(DIM, DIM).double())
 
 
 def test_nothing_is_planned_without_a_backward():
-    """R10: frozen chains, and forwards without gradients; integers pass through."""
+    """Frozen chains, and forwards without gradients; integers pass through."""
     chain, x = chain_of(memory="1 KiB").requires_grad_(False), batch()
     assert not chain(x)[0].requires_grad
     with torch.no_grad():
         chain.requires_grad_(True)(x)
     y, _ = Chain(Flip(), Flip(), memory="1 KiB")(torch.arange(6).view(2, 3))
     assert torch.equal(y, torch.arange(6).view(2, 3))
-    assert recoup.applied_plans(chain) == []
+    embedding = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)).requires_grad_(False)
+    embedded = recoup.Sequential(*embedding, memory="1 MiB")
+    assert embedded(torch.ones(3, 2, dtype=torch.int64)).shape == (3, 2, 4)
+    assert plans_of(chain) == plans_of(embedded) == []
 
 
 def test_an_input_that_wants_a_gradient_gets_it():
-    """R10"""
     chain, x = chain_of(memory="1 GiB").eval().requires_grad_(False), batch().requires_grad_()
-    found = torch.autograd.grad(chain_loss(chain, x), x)[0]
-    assert len(recoup.applied_plans(chain)) == 1
+    found = torch.autograd.grad(loss_of(chain(x)), x)[0]
+    assert len(plans_of(chain)) == 1
     chain.memory = "linear"
-    assert recoup.applied_plans(chain) == []
-    assert is_close(found, torch.autograd.grad(chain_loss(chain, x), x)[0])
+    assert plans_of(chain) == []
+    torch.testing.assert_close(found, torch.autograd.grad(loss_of(chain(x)), x)[0])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda chain: pickle.loads(pickle.dumps(chain))])
 def test_a_copy_plans_for_itself(how):
-    """R10"""
     chain, x = chain_of(memory="1 GiB"), batch()
-    chain_loss(chain, x).backward()
-    other = copy.deepcopy(chain) if how == "deepcopy" else pickle.loads(pickle.dumps(chain))
-    assert (other.memory, recoup.applied_plans(other)) == ("1 GiB", [])
-    found = gradients(other, lambda: chain_loss(other, x))
-    (made,) = recoup.applied_plans(other)
-    assert recoup.applied_plans(chain) != [made]
-    plain = copy.deepcopy(chain)
-    plain.memory = "linear"
-    plain.load_state_dict(other.state_dict())
-    want = gradients(plain, lambda: chain_loss(plain, x))
-    assert all(map(is_close, found[: -1 - len(list(chain.buffers()))], want))
+    step_of(chain, x)()
+    chain.zero_grad()
+    other = how(chain)
+    assert (other.memory, plans_of(other)) == ("1 GiB", [])
+    found = result_of(other, step_of(other, x))
+    assert plans_of(chain) != plans_of(other) != []
+    other.memory = "linear"
+    assert_same_tensors(found, result_of(other, step_of(other, x)), 1e-10)
 
 
 @pytest.mark.slow
 def test_memory_is_assigned_at_any_time():
-    """R10: also while a graph exists; what is no memory leaves the one of before."""
+    """Also while a graph exists; what is no memory leaves the one of before."""
     chain, x = chain_of(), batch()
     chain(x)
-    modes = ["1 GiB", "constant", " 1 GiB", "log", 2, "1 GiB", "linear"]
-    want = gradients(chain, lambda: chain_loss(chain, x))[: len(list(chain.parameters()))]
-    for memory in modes:
+    step = step_of(chain, x)
+    wanted = result_of(chain, step)
+    for memory in ("1 GiB", "constant", " 1 GiB", "log", 2, "1 GiB", "linear"):
         chain.memory = memory
-        found = gradients(chain, lambda: chain_loss(chain, x))
-        for one, other in zip(found, want, strict=False):
-            torch.testing.assert_close(one, other)
-        assert len(recoup.applied_plans(chain)) == (str(memory).strip() == "1 GiB")
+        assert_same_tensors(result_of(chain, step), wanted, 1e-10)
+        assert len(plans_of(chain)) == (str(memory).strip() == "1 GiB")
     chain.memory = "1 GiB"
-    loss = chain_loss(chain, x)
+    loss = loss_of(chain(x))
     chain.memory = "linear"
     loss.backward()
     for chains in (chain, recoup.Sequential(nn.Tanh(), nn.Tanh())):
@@ -247,61 +248,8 @@ def test_memory_is_assigned_at_any_time():
             chains(x)
 
 
-def test_a_context_and_chains_within_are_planned():
-    """R10: the context gets its gradient, and the chain within is no block of its own."""
-
-    def coupling():
-        return AffineCoupling(DenseNetwork(DIM // 2, DIM, width=32, num_context=3))
-
-    chain = Chain(coupling(), Chain(Flip(), coupling(), memory="1 KiB"), coupling()).double()
-    with torch.no_grad():
-        for parameter in chain.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    x, context = batch(), torch.randn(NUM_ROWS, 3, dtype=torch.float64).requires_grad_()
-    want = torch.autograd.grad(_plainly(chain, x, context), [context, *chain.parameters()])
-    chain.memory = "1 KiB"
-    with pytest.raises(BudgetError) as caught:
-        chain(x, context)
-    chain.memory = f"{caught.value.least_bytes} B"
-    found = torch.autograd.grad(chain_loss(chain, x, context), [context, *chain.parameters()])
-    assert all(map(is_close, found, want))
-    assert recoup.applied_plans(chain)[0].num_blocks == 4
-    y, log_det = chain(x, context)
-    back, minus = chain.inverse(y, context)
-    torch.testing.assert_close(back, x)
-    torch.testing.assert_close(minus, -log_det)
-
-
-def _plainly(chain, x, context):
-    chain[1].memory = "linear"
-    loss = chain_loss(chain, x, context)
-    chain[1].memory = "1 KiB"
-    return loss
-
-
-# -- flows -----------------------------------------------------------------------------------------
-
-
-def test_a_flow_keeps_to_its_bytes():
-    """R10: the first forward starts each ActNorm, as in any mode; early latents pass by."""
-    flow = Glow((1, 8, 8), levels=16, num_levels=2, num_steps=2, width=16).double()
-    x = torch.randint(16, (16, 1, 8, 8))
-    plain, probe = copy.deepcopy(flow), copy.deepcopy(flow)
-    most, least = peaks(probe.chain, lambda: probe.log_prob(x).sum())
-    assert least < 0.9 * most
-    flow.memory = f"{(least + most) // 2} B"
-    for _ in range(2):
-        found = gradients(flow, lambda: flow.log_prob(x).sum())
-        want = gradients(plain, lambda: plain.log_prob(x).sum())
-        assert all(map(is_close, found, want))
-    (made,) = recoup.applied_plans(flow)
-    assert made.rehearsed_peak_bytes <= made.budget_bytes
-    assert peak(flow, lambda: flow.log_prob(x).sum()) < most
-    assert flow.eval().sample(2).shape == (2, 1, 8, 8)
-
-
 def test_the_chain_of_a_learned_noise_has_bytes_of_its_own():
-    """R10: each chain of a flow keeps to them by itself."""
+    """Each chain of a flow keeps to them by itself."""
     noise = Chain(ActNorm(1), ActNorm(1))
     flow = Flow(
         Chain(ActNorm(1), ActNorm(1)), shape=(1, 4, 4), dequantize=VariationalDequantize(4, noise)
@@ -309,79 +257,80 @@ def test_the_chain_of_a_learned_noise_has_bytes_of_its_own():
     flow.memory = "1 GiB"
     assert noise.memory == flow.memory == "1 GiB"
     flow.log_prob(torch.randint(4, (8, 1, 4, 4))).sum().backward()
-    assert len(recoup.applied_plans(flow)) == 2
+    assert len(plans_of(flow)) == 2
     flow.memory = "constant"
-    assert recoup.applied_plans(flow) == []
+    assert plans_of(flow) == []
 
 
 # -- what is around --------------------------------------------------------------------------------
 
+CHECKPOINTS = [recoup.checkpoint, functools.partial(torch_checkpoint, use_reentrant=False)]
+
 
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.parametrize("checkpoint", [recoup.checkpoint, CHECKPOINT], ids=["ours", "torch"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=["ours", "torch"])
 def test_a_checkpoint_around_a_chain_decides(checkpoint, is_planned):
-    """R10: the chain is run again whole, with a plan of its own or without."""
+    """The chain is run again whole, with a plan of its own or without."""
     chain, x = chain_of(), batch()
-    want = gradients(chain, lambda: sum_loss(chain, x))[: len(list(chain.parameters()))]
+    chain(x)
+    wanted = result_of(chain, step_of(chain, x))
     chain.memory = "1 GiB"
     if is_planned:
         chain(x)
-    found = gradients(chain, lambda: first_loss(checkpoint(chain, x)))
-    for one, other in zip(found, want, strict=False):
-        torch.testing.assert_close(one, other)
-    assert len(recoup.applied_plans(chain)) == is_planned
+    found = result_of(chain, lambda: loss_of(checkpoint(chain, x)).backward())
+    for name, parameter in chain.named_parameters():
+        del parameter
+        torch.testing.assert_close(found[f"grad of {name}"], wanted[f"grad of {name}"])
+    assert len(plans_of(chain)) == is_planned
 
 
 def test_a_chain_within_a_chain_with_bytes_follows_the_outer_plan():
-    """R10"""
-
-    def layer():
-        return nn.Sequential(nn.Linear(DIM, 32), nn.Tanh(), nn.Linear(32, DIM)).double()
-
-    inner = recoup.Sequential(layer(), layer(), layer(), memory="1 GiB")
-    outer, x = recoup.Sequential(inner, layer(), memory="1 GiB"), batch()
+    inner = recoup.Sequential(*(Residual(DIM) for _ in range(3)), memory="1 GiB")
+    outer, x = recoup.Sequential(inner, Residual(DIM), memory="1 GiB").double(), batch()
     plain = nn.Sequential(nn.Sequential(*inner), outer[1])
-    want = gradients(plain, lambda: plain(x).square().sum())
-    found = gradients(outer, lambda: outer(x).square().sum())
-    assert all(map(is_close, found, want))
-    assert [made.model for made in recoup.applied_plans(outer)] == [outer]
+    want, found = (
+        result_of(each, lambda each=each: each(x).square().sum().backward())
+        for each in (plain, outer)
+    )
+    assert_same_tensors(found, want)
+    assert [made.model for made in plans_of(outer)] == [outer]
     with pytest.raises(ValueError, match='memory="linear"'):
         recoup.plan(nn.Sequential(*outer), x, budget="1 GiB")
 
 
-def test_an_error_in_the_first_forward_leaves_no_plan():
-    """R10: the next forward plans."""
+def test_an_error_in_a_forward_leaves_no_plan_or_the_one_of_before():
     chain, x = chain_of(memory="1 GiB"), batch()
     chain(x)
     chain.memory = "1 GiB"
-    with pytest.raises(ValueError, match="channels"):
-        chain(x[:, :6])
-    assert recoup.applied_plans(chain) == []
-    chain_loss(chain, x).backward()
-    with pytest.raises(ValueError, match="channels"):
-        chain(x[:, :6])
-    chain_loss(chain, x).backward()
-    assert len(recoup.applied_plans(chain)) == 1
+    for num_plans in (0, 1):
+        with pytest.raises(ValueError, match="channels"):
+            chain(x[:, :6])
+        assert len(plans_of(chain)) == num_plans
+        step_of(chain, x)()
+    assert len(plans_of(chain)) == 1
 
 
 def test_threads_and_the_compiler_find_one_plan():
-    """R10: one of two threads plans in their first forward, and a compiled chain is planned too."""
+    """One of two threads plans in their first forward, and a compiled chain is planned too."""
     chain, x = chain_of().eval(), batch()
-    want = torch.autograd.grad(sum_loss(chain, x), list(chain.parameters()))
+    gradients = lambda loss: torch.autograd.grad(loss, list(chain.parameters()))  # noqa: E731
+    want = gradients(loss_of(chain(x)))
     chain.memory = "1 GiB"
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(sum_loss, chain, x) for _ in range(2)]
-        losses = [run.result() for run in runs]
-    compiled = torch.compile(chain, backend="eager")
-    for loss in (*losses, first_loss(compiled(x))):
-        assert all(map(is_close, torch.autograd.grad(loss, list(chain.parameters())), want))
-    assert len(recoup.applied_plans(chain)) == 1
+        outputs = [*pool.map(chain, (x, x))]
+    outputs.append(torch.compile(chain, backend="eager")(x))
+    for output in outputs:
+        torch.testing.assert_close(gradients(loss_of(output)), want)
+    assert len(plans_of(chain)) == 1
+
+
+# -- segments --------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_segments_keep_to_bytes(has_aux):
-    """R10: the plan lives in the store from one step to the next; the loss is part of the step."""
+    """The plan lives in the store from one step to the next; the loss is part of the step."""
     torch.manual_seed(0)
     cells = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))] * 6
     x, params = torch.randn(256, 16), list(cells[0].parameters())
@@ -392,16 +341,15 @@ def test_segments_keep_to_bytes(has_aux):
 
     def step(store, memory):
         torch.manual_seed(1)
-        options = {"memory": memory, "has_aux": has_aux}
-        return recoup.segments_backward(cells, x, loss_fn, store, **options)
+        recoup.segments_backward(cells, x, loss_fn, store, memory=memory, has_aux=has_aux)
 
     def gradients_and_peak(memory):
         store = recoup.GradStore(params)
         step(store, memory)
-        found = [store[p].clone() for p in params]
+        found = {str(place): store[p].clone() for place, p in enumerate(params)}
         store.clear()
         peak_bytes, _ = allocated_bytes(lambda: step(store, memory))
-        assert all(torch.equal(store[p], g) for p, g in zip(params, found, strict=True))
+        assert_same_tensors({str(place): store[p] for place, p in enumerate(params)}, found)
         return found, peak_bytes
 
     want, most = gradients_and_peak("linear")
@@ -414,44 +362,24 @@ def test_segments_keep_to_bytes(has_aux):
     for budget in (least, (least + most) // 2, most):
         found, peak_bytes = gradients_and_peak(f"{budget} B")
         assert peak_bytes <= budget
-        assert all(torch.equal(g, w) for g, w in zip(found, want, strict=True))
+        assert_same_tensors(found, want)
 
 
 def test_segments_with_bytes_are_planned_once_for_each_store():
     cells = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
-    x = torch.randn(8, 16)
-    store = recoup.GradStore(nn.ModuleList(cells).parameters())
+    x, model = torch.randn(8, 16), nn.ModuleList(cells)
+    store, other = (recoup.GradStore(model.parameters()) for _ in range(2))
     plans = set()
-    for _ in range(3):
-        recoup.segments_backward(cells, x, torch.sum, store, memory="1 MiB")
-        (plan,) = recoup.applied_plans(nn.ModuleList(cells))
-        plans.add(plan)
-    other = recoup.GradStore(nn.ModuleList(cells).parameters())
-    recoup.segments_backward(cells, x, torch.sum, other, memory="1 MiB")
-    assert recoup.applied_plans(nn.ModuleList(cells)) == list(plans)
+    for each in (store, store, store, other):
+        recoup.segments_backward(cells, x, torch.sum, each, memory="1 MiB")
+        plans.update(plans_of(model))
     assert len(plans) == 1
     recoup.segments_backward(cells[:2], x, torch.sum, store, memory="1 MiB")
     recoup.segments_backward(cells, x, torch.sum, other, memory="1 MiB")
     plans.clear()
-    del store, other, plan
+    del store, other, each
     gc.collect()
-    assert recoup.applied_plans(nn.ModuleList(cells)) == []
+    assert plans_of(model) == []
     store = recoup.GradStore(cells[0].parameters())
     with pytest.raises(ValueError, match=r"segment 1 .* is no module"):
         recoup.segments_backward([cells[0], torch.tanh], x, torch.sum, store, memory="1 MiB")
-
-
-def test_a_realnvp_in_single_precision_keeps_to_its_bytes():
-    """R10: by the meter of `recoup.measure`."""
-    x = torch.randn(512, 2)
-    flow = RealNVP((2,), levels=None, num_steps=4, width=32).eval()
-
-    def step():
-        flow.zero_grad()
-        flow.log_prob(x).sum().backward()
-        return [p.grad for p in flow.parameters() if p.grad is not None]
-
-    want, most = step(), recoup.measure(step).peak_bytes
-    flow.memory = f"{int(0.7 * most)} B"
-    assert all(map(is_close, step(), want))
-    assert recoup.measure(step).peak_bytes < 0.75 * most

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import UserDict
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import nn
 
 import recoup
+from recoup.errors import BudgetError
+from recoup.planning.options import PlanOptions
+from tests.neighbours.planned import loss_of
+from tests.plan_oracle import dense, ways_of
 
 BUDGET = "1 MiB"
-BATCH = {"input_ids": torch.ones(8, 4), "labels": torch.zeros(8, 4)}
+X = torch.ones(8, 4)
+BATCH = {"input_ids": X, "labels": torch.zeros(8, 4)}
+OPTIONS = {field.name: field.default for field in fields(PlanOptions)}
 
 
 class OfBatches(nn.Module):
@@ -20,7 +28,7 @@ class OfBatches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
+        self.layers = dense(3, 4)
 
     def forward(self, input_ids, labels=None):
         output = self.layers(input_ids)
@@ -45,42 +53,6 @@ class Wrapper(nn.Module):
         return self.base(*args, **kwargs)
 
 
-class Trained(nn.Module):
-    def training_step(self, batch):
-        return batch.sum()
-
-
-class PassedOn(Trained):
-    """Has the forward of its class, as modules of Lightning do."""
-
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [dict, UserDict])
-def test_a_dict_alone_is_the_batch(kind):
-    wanted = recoup.plan(OfBatches(), **BATCH, budget=BUDGET)
-    for model in (OfBatches(), OfOneDict(), Wrapper()):
-        found = recoup.plan(model, kind(BATCH), budget=BUDGET)
-        assert len(found.blocks) == len(wanted.blocks)
-        assert found.most_bytes == wanted.most_bytes
-        assert recoup.timeline(model, kind(BATCH), plan=found).planned is not None
-
-
-def test_a_model_that_writes_into_its_batch_is_given_a_new_one_at_each_call():
-    class Writes(OfBatches):
-        def forward(self, features, **options):
-            features["embedding"] = self.layers(features["input_ids"])
-            return features
-
-    model = Writes()
-    once, twice = (
-        recoup.plan(model, dict(BATCH), budget=BUDGET, num_forwards=num) for num in (1, 2)
-    )
-    kept = sum(row.keeps_bytes for row in once.blocks)
-    assert sum(row.keeps_bytes for row in twice.blocks) >= 2 * kept > 0
-
-
 def supplying(forward):
     """Give a forward an argument that its signature still asks for."""
 
@@ -92,54 +64,27 @@ def supplying(forward):
     return supplied
 
 
-class Scaled(OfBatches):
-    def forward(self, x, scale):
-        return self.layers(x) * scale
+def taking(forward, kind=OfBatches):
+    return type("Taking", (kind,), {"forward": forward})
 
 
-class Supplied(OfBatches):
-    @supplying
-    def forward(self, x, scale):
-        return self.layers(x) * scale
-
-
-class Called(Scaled):
-    def __call__(self, x):
-        return super().__call__(x, 2.0)
+Scaled = taking(lambda self, x, scale: self.layers(x) * scale)
+Called = type("Called", (Scaled,), {"__call__": lambda self, x: nn.Module.__call__(self, x, 2.0)})
 
 
 class WithoutForward(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = OfBatches().layers
+        self.layers = dense(3, 4)
 
     def __call__(self, x):
         return self.layers(x)
 
 
-class OfOneBatch(OfBatches):
-    """Takes a dict, in which an entry has the name of one of its parameters."""
-
-    def forward(self, batch, labels=None):
-        return self.layers(batch["x"])
-
-
-class OfEntries(OfBatches):
-    def forward(self, input_ids=None, **others):
-        return self.layers(input_ids["input_ids"])
-
-
-def criterion(loss):
-    @functools.wraps(loss)
-    def of_output(output):
-        return loss(output, 1.0)
-
-    return of_output
-
-
-@criterion
-def loss_of_two(output, target):
-    return (output - target).norm()
+@functools.wraps(lambda output, target: None)
+def loss_of_two(output):
+    """A loss whose signature asks for more than it takes."""
+    return output.norm()
 
 
 def scaled_by_hook(register):
@@ -158,24 +103,32 @@ def scaled_by_hook(register):
     return planned
 
 
+def planned_for(build, *args, **kwargs):
+    return lambda: recoup.plan(build(), *args, budget=BUDGET, **kwargs)
+
+
 TAKEN = {
-    "a decorator that gives more": lambda: recoup.plan(Supplied(), X, budget=BUDGET),
-    "a decorator that takes more": lambda: recoup.plan(
-        Supplied(), X, return_dict=True, budget=BUDGET
+    "a decorator that gives more": planned_for(taking(supplying(Scaled.forward)), X),
+    "a decorator that takes more": planned_for(
+        taking(supplying(Scaled.forward)), X, return_dict=True
     ),
-    "a call of its own": lambda: recoup.plan(Called(), X, budget=BUDGET),
-    "a call alone": lambda: recoup.plan(WithoutForward(), X, budget=BUDGET),
+    "a call of its own": planned_for(Called, X),
+    "a call alone": planned_for(WithoutForward, X),
     "a hook": scaled_by_hook(lambda model: model.register_forward_pre_hook),
     "a hook of all modules": scaled_by_hook(
         lambda model: nn.modules.module.register_module_forward_pre_hook
     ),
-    "a dict with a name of a parameter": lambda: recoup.plan(
-        OfOneBatch(), {"x": X, "labels": X}, budget=BUDGET
+    "a dict with a name of a parameter": planned_for(
+        taking(lambda self, batch, labels=None: self.layers(batch["x"])), {"x": X, "labels": X}
     ),
-    "a dict with other keys than strings": lambda: recoup.plan(
-        OfEntries(), {"input_ids": X, 3: X}, budget=BUDGET
+    "a dict with other keys than strings": planned_for(
+        taking(lambda self, input_ids=None, **others: self.layers(input_ids["input_ids"])),
+        {"input_ids": X, 3: X},
     ),
-    "a loss that gives more": lambda: recoup.plan(MODEL, X, budget=BUDGET, loss=loss_of_two),
+    "a loss that gives more": planned_for(lambda: dense(3, 4), X, loss=loss_of_two),
+    "blocks that can be read once": planned_for(
+        lambda: dense(4, 4), X, loss=loss_of, blocks=iter("012")
+    ),
 }
 
 
@@ -184,35 +137,137 @@ def test_what_a_call_takes_is_taken_whatever_a_signature_says(attempt):
     assert len(TAKEN[attempt]().blocks) == 3
 
 
-MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
-X = torch.ones(8, 4)
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_dict_alone_is_the_batch(kind):
+    wanted = recoup.plan(OfBatches(), **BATCH, budget=BUDGET)
+    for model in (OfBatches(), OfOneDict(), Wrapper()):
+        found = recoup.plan(model, kind(BATCH), budget=BUDGET)
+        assert len(found.blocks) == len(wanted.blocks)
+        assert found.most_bytes == wanted.most_bytes
+        assert recoup.timeline(model, kind(BATCH), plan=found).planned is not None
 
+
+def test_a_function_may_build_one_dict_for_a_model_that_takes_it():
+    def batch(size):
+        return {"input_ids": torch.ones(size, 4), "labels": torch.zeros(size, 4)}
+
+    peaks, sizes = [], []
+    for kind in (OfBatches, OfOneDict):
+        found = recoup.estimate(lambda kind=kind: (kind(), batch(8)))
+        peaks.append(found.plain_peak_bytes)
+        sizes.append(recoup.largest(batch, kind(), budget="64 KiB", most=512).size)
+    assert peaks[0] == peaks[1]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_model_that_writes_into_its_batch_is_given_a_new_one_at_each_call():
+    class Writes(OfBatches):
+        def forward(self, features, **options):
+            features["embedding"] = self.layers(features["input_ids"])
+            return features
+
+    model = Writes()
+    once, twice = (
+        recoup.plan(model, dict(BATCH), budget=BUDGET, num_forwards=num) for num in (1, 2)
+    )
+    kept = sum(row.keeps_bytes for row in once.blocks)
+    assert sum(row.keeps_bytes for row in twice.blocks) >= 2 * kept > 0
+
+
+def test_a_planned_model_may_be_planned_again():
+    with recoup.plan(MODEL, X, budget=BUDGET).applied():
+        again = recoup.plan(MODEL, X, budget="40GB")
+    assert again.budget_bytes == 40 * 10**9
+    assert ways_of(again) == {"keep"}
+
+
+@pytest.mark.parametrize("function", [recoup.plan, recoup.largest])
+def test_every_option_of_a_plan_has_its_default(function):
+    parameters = inspect.signature(function).parameters.values()
+    own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert {name: own.pop(name) for name in OPTIONS} == OPTIONS
+    assert function is recoup.largest or own == {"budget": None, "policy": None, "replan": False}
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class Trained(nn.Module):
+    def training_step(self, batch):
+        return batch.sum()
+
+
+class PassedOn(Trained):
+    """Has the forward of its class, as modules of Lightning do."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+MODEL = dense(3, 4)
+FRONTIER = functools.cache(lambda: recoup.plan(MODEL, X))
+
+
+def of(*args, model=MODEL, **kwargs):
+    return lambda: recoup.plan(model, *args, **kwargs)
+
+
+def largest(build=lambda size: torch.ones(size, 4), **options):
+    return lambda: recoup.largest(build, MODEL, **{"budget": BUDGET, "least": 2} | options)
+
+
+def never_runs(size):
+    pytest.fail("it ran")
+
+
+# A wrong value of each option, refused by all that make plans before anything runs.
+NO_OPTIONS = {
+    "budget_of": "all", "compile": "fast", "exact": 1, "holds_output": "x", "tiles": 1,
+    "headroom": 1, "loss": "mean", "optimizer": "adam",
+}  # fmt: skip
 ATTEMPTS = {
     "no arguments": (
-        lambda: recoup.plan(MODEL, budget=BUDGET),
+        of(budget=BUDGET),
         r"forward of Sequential takes \(input\), but got nothing: .* Give its arguments",
     ),
-    "too many": (lambda: recoup.plan(MODEL, X, X, budget=BUDGET), "but got 2 arguments: too many"),
+    "too many": (of(X, X, budget=BUDGET), "but got 2 arguments: too many"),
     "memory": (
-        lambda: recoup.plan(MODEL, X, memory=BUDGET),
-        "`memory` is no option of",
+        of(X, memory=BUDGET), "`memory` is no option of recoup.plan, and the forward of"
     ),
-    "a class": (lambda: recoup.plan(nn.Linear, X), "`model` is the class Linear"),
-    "a function": (lambda: recoup.plan(torch.sin, X), "`model` is a builtin_function_or_method"),
+    "a class": (of(X, model=nn.Linear), "`model` is the class Linear"),
+    "a function": (of(X, model=torch.sin), "`model` is a builtin_function_or_method"),
+    "frozen": (
+        lambda: recoup.plan(dense(2, 4).requires_grad_(False), X),
+        "returned nothing that requires a gradient",
+    ),
+    "data parallel": (of(X, model=nn.DataParallel(MODEL)), "Plan for `model.module`"),
+    "a block that is not there": (
+        of(X, blocks=["7"]), "`blocks` has '7', which is no module of Sequential"
+    ),
+    "blocks of no name": (
+        of(X, blocks="h\\.[0-9]"), r"`blocks` is 'h\\\\\.\[0-9\]', which matches the name of no mod"
+    ),
+    "blocks of others": (of(X, blocks=[nn.Linear(2, 2)]), "`blocks` has Linear, which is no modu"),
+    "no blocks": (of(X, blocks=[]), "`blocks` is empty"),
+    "blocks in blocks": (
+        of(X, blocks=["0", "0.0"]), "`blocks` contains `0` and `0.0`, which is part of it"
+    ),
     "a module of criteria": (
-        lambda: recoup.plan(MODEL, X, loss=nn.MSELoss()),
+        of(X, loss=nn.MSELoss()),
         r"`loss` takes \(input: torch.Tensor, .*\), but got 1 argument: .*lambda",
     ),
     "a loss of one output for two": (
-        lambda: recoup.plan(MODEL, X, loss=lambda output: output.sum(), num_forwards=2),
+        of(X, loss=lambda output: output.sum(), num_forwards=2),
         r"`loss` takes \(output\), but got 2 arguments",
     ),
+    "a loss that is no number": (
+        of(X, loss=lambda y: y), r"`loss` returned a tensor of shape \(8, 4\)"
+    ),
     "a training step": (
-        lambda: recoup.plan(Trained(), X),
-        "`model` is a Trained without a `forward`.*callback .*MemoryBudget",
+        of(X, model=Trained()), "`model` is a Trained without a `forward`.*callback .*MemoryBudget"
     ),
     "a training step of Lightning": (
-        lambda: recoup.plan(PassedOn(), X),
+        of(X, model=PassedOn()),
         "`model` is a PassedOn without a `forward`.*callback .*MemoryBudget",
     ),
     "a timeline of nothing": (lambda: recoup.timeline(MODEL), "but got nothing"),
@@ -225,8 +280,63 @@ ATTEMPTS = {
         lambda: recoup.plan(nn.Sequential(*map(torch.jit.script, MODEL)), X),
         "A Sequential that torch.jit has scripted or traced .* or name other `blocks`",
     ),
-    "a half unit": (lambda: recoup.plan(MODEL, X, budget="40 G"), "`budget` is '40 G'"),
-}
+    **{
+        f"a budget of {budget}": (of(X, budget=budget), f"`budget` is {budget!r}")
+        for budget in ("40 G", "2 GiBBB", "much", -1)
+    },
+    "a budget of a frontier": (lambda: FRONTIER().plan("much"), "`budget` is 'much'"),
+    "an optimizer of a step": (
+        of(X, budget=BUDGET, optimizer=torch.optim.SGD(MODEL.parameters())),
+        'counts only with budget_of="total"',
+    ),
+    "replan without a budget": (of(X, replan=True), "`replan` is True without a `budget`"),
+    **{
+        f"{pending} pending": (
+            lambda pending=pending: FRONTIER().plan("1 GiB", pending=pending),
+            f"`pending` is {pending!r}, but must be a number",
+        )
+        for pending in (-1, 1.5, True, "1")
+    },
+    "offload to a host": (
+        of(X, offload_to="host"), '`offload_to` is "host", but the model is on the cpu'
+    ),
+    "offload to a number": (of(X, offload_to=3), "`offload_to` is 3, which is no folder"),
+    "offload to nowhere": (
+        of(X, offload_to="/nowhere"), "`offload_to` is '/nowhere', which is no folder"
+    ),
+    **{
+        f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
+        for options, message in (
+            ({"policy": "half"}, '\'half\', but must be one of "full", .*"save atten.*", "keep"'),
+            ({"policy": ["full"]}, r"\['full'\], but must be one of"),
+            ({"budget": "1 GiB"}, "`budget` is '1 GiB', and .* Choose one"),
+            ({"tiles": True}, "`tiles` is True, but .* Leave `tiles` out"),
+            ({"exact": False}, "`exact` is False, but"),
+            ({"replan": True}, "`replan` is True without a `budget`"),
+            ({"policy": "save attention"}, "'save attention', but no block was seen to call a ker"),
+        )
+    },
+    "least and most": (largest(least=3, most=2), "`least` is 3 and `most` is 2"),
+    "a string for least": (largest(least="1"), "`least` is '1'"),
+    "a fraction for least": (largest(least=1.5), "`least` is 1.5"),
+    "a number for a function": (largest(3), "`build_batch` is 3, but must be a function"),
+    "a batch of nothing": (largest(lambda size: None), "`build_batch` returned None for size 2"),
+    "a batch that does not grow": (
+        largest(lambda size: torch.ones(20, 4)[:size]), "must return larger arguments"
+    ),
+    "a batch that does not grow to most": (
+        largest(lambda size: torch.ones(20, 4)[:size], most=40), "must return larger arguments"
+    ),
+    "much for the largest": (largest(budget="much"), "`budget` is 'much'"),
+    **{
+        f"{name} of {function.__name__}": (
+            functools.partial(function, *given, budget=BUDGET, **{name: value}),
+            f"`{name}` is {value!r}",
+        )
+        for name, value in NO_OPTIONS.items()
+        for function, given in ((recoup.plan, [MODEL]), (recoup.largest, [never_runs, MODEL]))
+    },
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
@@ -237,9 +347,14 @@ def test_the_error_says_what_to_type(attempt):
         call()
 
 
+def test_a_size_of_which_no_step_fits_is_said():
+    with pytest.raises(BudgetError, match="a step of size 2 takes at least"):
+        largest(budget=100)()
+
+
 def test_a_batch_that_does_not_fit_the_model_is_shown(caplog):
     for attempt in (
-        lambda: recoup.largest(lambda size: torch.ones(size, 7), MODEL, budget=BUDGET, least=2),
+        largest(lambda size: torch.ones(size, 7)),
         lambda: recoup.estimate(lambda: (MODEL, X), BUDGET, build_batch=lambda n: torch.ones(n, 7)),
     ):
         with pytest.raises(RuntimeError) as caught:
@@ -249,33 +364,9 @@ def test_a_batch_that_does_not_fit_the_model_is_shown(caplog):
     assert not caplog.records  # torch's log of an operator that runs without values
 
 
-def test_a_planned_model_may_be_planned_again():
-    with recoup.plan(MODEL, X, budget=BUDGET).applied():
-        again = recoup.plan(MODEL, X, budget="40GB")
-    assert again.budget_bytes == 40 * 10**9
-    assert {row.way for row in again.blocks} == {"keep"}
-
-
 def test_an_error_of_a_dict_that_was_not_taken_apart_says_so():
-    class Strict(OfBatches):
-        def forward(self, input_ids, labels=None):
-            return self.layers(input_ids)
-
+    strict = taking(lambda self, input_ids, labels=None: self.layers(input_ids))
     with pytest.raises(TypeError) as caught:
-        recoup.plan(Strict(), {**BATCH, "special_tokens_mask": X}, budget=BUDGET)
+        recoup.plan(strict(), {**BATCH, "special_tokens_mask": X}, budget=BUDGET)
     (note,) = caught.value.__notes__
     assert "(it takes input_ids, labels)" in note
-
-
-def test_a_function_may_build_one_dict_for_a_model_that_takes_it():
-    def build(kind):
-        return kind(), {"input_ids": torch.ones(8, 4), "labels": torch.zeros(8, 4)}
-
-    wanted, found = (recoup.estimate(lambda k=kind: build(k)) for kind in (OfBatches, OfOneDict))
-    assert found.plain_peak_bytes == wanted.plain_peak_bytes
-
-    def batch(size):
-        return {"input_ids": torch.ones(size, 4), "labels": torch.zeros(size, 4)}
-
-    size = recoup.largest(batch, OfOneDict(), budget="64 KiB", most=512).size
-    assert size == recoup.largest(batch, OfBatches(), budget="64 KiB", most=512).size

@@ -18,42 +18,37 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import BudgetError
 from recoup.planning.options import Room
 from tests.caching_allocator import MIB, CachingAllocator
+from tests.plan_oracle import Made, dense, in_a_row, ways_of
 
 LONGEST, BATCH = 1024, 8
 
 
-class Block(nn.Module):
-    def __init__(self, width=768, num_heads=12):
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x):
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3)
+def block(width=768, num_heads=12):
+    def forward(block, x):
+        heads = block.qkv(block.norm1(x)).unflatten(-1, (3, num_heads, -1)).transpose(1, 3)
         y = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+        x = x + block.out(y.transpose(1, 2).flatten(2))
+        return x + block.mlp(block.norm2(x))
+
+    mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return Made(
+        forward, norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width), mlp=mlp,
+        qkv=nn.Linear(width, 3 * width), out=nn.Linear(width, width),
+    )  # fmt: skip
 
 
-class Gpt(nn.Module):
+def gpt(num_blocks, width=768, num_tokens=50257):
     """GPT-2 with fewer blocks."""
 
-    def __init__(self, num_blocks, width=768, num_tokens=50257):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(num_tokens, width), nn.Embedding(LONGEST, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
+    def forward(model, tokens):
+        x = model.tokens(tokens) + model.places.weight[: tokens.shape[1]]
+        logits = F.linear(model.norm(in_a_row(model.blocks, x)), model.tokens.weight)
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    return Made(
+        forward, tokens=nn.Embedding(num_tokens, width), places=nn.Embedding(LONGEST, width),
+        blocks=[block() for _ in range(num_blocks)], norm=nn.LayerNorm(width),
+    )  # fmt: skip
 
 
 class Events(StorageTracker):
@@ -79,7 +74,7 @@ def events_of_lengths(num_lengths, num_blocks):
     draw = random.Random(0)
     lengths = [draw.randint(64, LONGEST) for _ in range(num_lengths)]
     with FakeTensorMode(allow_non_fake_inputs=True), Events() as events:
-        model = Gpt(num_blocks)
+        model = gpt(num_blocks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(length):
@@ -134,22 +129,19 @@ def peak_of_steps(lengths, *, expandable):
     return run.allocator.peak["allocated"] - run.standing
 
 
-def keeps_to_the_budget(lengths, headroom, *, expandable):
-    """Whether steps whose peak leaves so much of a budget free can be run in that budget."""
-    budget = Room(0, headroom).budget_for(peak_of_steps(lengths, expandable=expandable))
-    run = Run(lengths, budget, expandable=expandable)
-    assert run.allocator.peak["reserved"] <= run.standing + budget
-    return run.fits
-
-
+@pytest.mark.parametrize(
+    ("headroom", "expandable", "fits"),
+    [(0.05, True, True), (0.0, True, False), (0.35, False, True), (0.05, False, False)],
+)
 @pytest.mark.parametrize(
     "lengths", [(20, 2), pytest.param((300, 4), marks=pytest.mark.slow)], ids=["20", "300"]
 )
-def test_what_lengths_reserve_keeps_to_the_budget(lengths):
-    assert keeps_to_the_budget(lengths, 0.05, expandable=True)
-    assert not keeps_to_the_budget(lengths, 0.0, expandable=True)
-    assert keeps_to_the_budget(lengths, 0.35, expandable=False)
-    assert not keeps_to_the_budget(lengths, 0.05, expandable=False)
+def test_what_lengths_reserve_keeps_to_the_budget(lengths, headroom, expandable, fits):
+    """Steps whose peak leaves so much of a budget free can be run in that budget, or cannot."""
+    budget = Room(0, headroom).budget_for(peak_of_steps(lengths, expandable=expandable))
+    run = Run(lengths, budget, expandable=expandable)
+    assert run.allocator.peak["reserved"] <= run.standing + budget
+    assert run.fits == fits
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -174,18 +166,17 @@ def test_the_allocator_holds_what_it_hands_out(expandable):
 
 
 def test_segments_are_those_of_cuda():
-    allocator = CachingAllocator()
-    small = allocator.allocate(1000)
-    assert (small.size, allocator.now["reserved"]) == (1024, 2 * MIB)
-    assert allocator.allocate(MIB).size == MIB
-    assert allocator.now["reserved"] == 2 * MIB
-    middle = allocator.allocate(MIB + 1)
-    assert (middle.size, allocator.now["reserved"]) == (MIB + 512, 22 * MIB)
-    large = allocator.allocate(21 * MIB)
-    assert (large.size, allocator.now["reserved"]) == (22 * MIB, 44 * MIB)  # too little to split
-    allocator.free(large)
+    allocator, blocks = CachingAllocator(), []
+    for num_bytes, size, reserved in (  # the last one leaves too little to split
+        (1000, 1024, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 22 * MIB),
+        (21 * MIB, 22 * MIB, 44 * MIB),
+    ):  # fmt: skip
+        blocks.append(allocator.allocate(num_bytes))
+        assert (blocks[-1].size, allocator.now["reserved"]) == (size, reserved)
+    allocator.free(blocks[3])
     assert allocator.now["reserved"] == 44 * MIB
-    assert allocator.allocate(15 * MIB).address == middle.address + middle.size  # the best fit
+    best_fit = blocks[2].address + blocks[2].size
+    assert allocator.allocate(15 * MIB).address == best_fit
 
 
 @pytest.mark.parametrize("headroom", [0.0, 0.05, 0.3])
@@ -197,8 +188,7 @@ def test_the_least_budget_for_a_step_suffices(headroom):
 
 
 def test_a_plan_leaves_its_headroom_free():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-    x = torch.ones(256, 64)
+    model, x = dense(), torch.ones(256, 64)
     frontier = recoup.plan(model, x, headroom=0.25)
     assert "; 0.25 of a budget is left for fragmentation" in str(frontier)
     least = frontier.least_bytes
@@ -206,20 +196,19 @@ def test_a_plan_leaves_its_headroom_free():
         frontier.plan(least - 8)
     assert caught.value.least_bytes == least
     most = frontier.points[-1].peak_bytes
-    assert {row.way for row in frontier.plan(most).blocks} == {"keep"}
-    assert {row.way for row in frontier.plan(most - 4).blocks} != {"keep"}
+    assert ways_of(frontier.plan(most)) == {"keep"}
+    assert ways_of(frontier.plan(most - 4)) != {"keep"}
     for budget in (least, (least + most) // 8 * 4):
         plan = frontier.plan(budget)
         assert plan.rehearsed_peak_bytes <= 0.75 * budget == plan.usable_bytes
         assert "left for fragmentation: 0.25 of the budget" in str(plan)
         assert plan.rehearsed_peaks == (plan.rehearsed_peak_bytes,) * 2 + (None,)
-        assert plan.apply().is_applied
     assert recoup.plan(model, x, budget=budget).headroom == 0
 
 
 def test_the_error_of_one_forward_more_names_a_budget_that_suffices():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-    x, optimizer = torch.ones(256, 64), torch.optim.Adam(model.parameters())
+    model, x = dense(), torch.ones(256, 64)
+    optimizer = torch.optim.Adam(model.parameters())
     options = {"headroom": 0.25, "budget_of": "total", "optimizer": optimizer}
     plan = recoup.plan(model, x, **options).plan("1 GiB")
     budget = plan.least_bytes + (plan.rehearsed_peak_bytes - plan.baseline_bytes) // 8

@@ -17,19 +17,21 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError
+from tests.plan_oracle import Made, Residual, assert_as_plain, peak_of, square, stack, step_of
 from tests.planned_zoo import is_plain
-from tests.unit.planning.test_plan import Residual, batch, peak_of, plan, stack, step
 
 
-class Pair(nn.Module):
+def batch():
+    return torch.ones(64, 32)
+
+
+def plan(model, x, budget="1 GiB"):
+    return recoup.plan(model, x, budget=budget, loss=square)
+
+
+def pair():
     """Two stacks, each with its plan."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = stack(), stack()
-
-    def forward(self, x):
-        return self.decoder(self.encoder(x))
+    return Made(lambda m, x: m.decoder(m.encoder(x)), encoder=stack(), decoder=stack())
 
 
 def sizes_of(plan) -> list[object]:
@@ -51,7 +53,7 @@ def sizes_of(plan) -> list[object]:
 
 def test_one_line_of_log_says_what_the_model_follows(caplog):
     model, x = stack(2), batch()
-    made = plan(model, x, "1 GiB")
+    made = plan(model, x)
     with caplog.at_level(logging.INFO, logger="recoup"):
         made.apply()
         made.apply()  # it follows it already
@@ -66,42 +68,30 @@ def test_one_line_of_log_says_what_the_model_follows(caplog):
 
 @pytest.mark.slow
 def test_a_cell_that_is_run_again_replaces_its_plan():
-    """N9: a notebook runs `recoup.plan(...).apply()` twice, and keeps no handle."""
+    """A notebook runs `recoup.plan(...).apply()` twice: plans are made as if none were applied."""
     model, x = stack(), batch()
-    first = plan(model, x, "1 GiB").apply()
-    least = first.least_bytes
-    for budget in (least, "1 GiB", least):
-        plan(model, x, budget).apply()
-        assert len(recoup.applied_plans(model)) == 1
+    wanted, step = plan(model, x), step_of(model, x)
+    first = wanted.apply()
+    for budget in (first.least_bytes, "1 GiB", first.least_bytes):
+        again = plan(model, x, budget)
+        assert sizes_of(again) == sizes_of(wanted)
+        assert recoup.applied_plans(model) != [again], "nothing changes before apply()"
+        again.apply()
+        assert recoup.applied_plans(model) == [again]
     assert not first.is_applied
-    assert peak_of(model, x) <= least
+    with pytest.raises(BudgetError):
+        plan(model, x, 1)
+    assert again.is_applied
+    assert peak_of(model, step) <= first.least_bytes
     first.remove()  # it is no longer there, and takes nothing of another's away
-    (found,) = recoup.applied_plans(model)
-    assert found.budget_bytes == least
-    found.remove()
+    assert recoup.applied_plans(model) == [again]
+    again.remove()
     assert is_plain(model)
 
 
-@pytest.mark.slow
-def test_a_plan_is_made_as_if_none_were_applied():
-    """N9"""
-    model, x = stack(), batch()
-    wanted = plan(model, x, "1 GiB")
-    applied = plan(model, x, wanted.least_bytes).apply()
-    again = plan(model, x, "1 GiB")
-    assert sizes_of(again) == sizes_of(wanted)
-    assert again.rehearsed_peak_bytes == wanted.rehearsed_peak_bytes
-    assert applied.is_applied, "nothing changes before apply()"
-    with pytest.raises(BudgetError):
-        plan(model, x, 1)
-    assert applied.is_applied
-    assert peak_of(model, x) <= wanted.least_bytes
-
-
 def test_after_a_context_the_plan_of_before_is_there_again():
-    """N9"""
     model, x = stack(), batch()
-    outer = plan(model, x, "1 GiB").apply()
+    outer = plan(model, x).apply()
     inner = plan(model, x, outer.least_bytes)
     with inner.applied():
         assert recoup.applied_plans(model) == [inner]
@@ -113,16 +103,14 @@ def test_after_a_context_the_plan_of_before_is_there_again():
 
 @pytest.mark.filterwarnings("ignore:The first step")  # which has the other part, too
 def test_two_plans_for_parts_of_a_model():
-    """N9"""
-    model, x = Pair(), batch()
-    one = plan(model.encoder, x, "1 GiB").apply()
-    two = plan(model.decoder, x, "1 GiB").apply()
+    model, x = pair(), batch()
+    one, two = plan(model.encoder, x).apply(), plan(model.decoder, x).apply()
     assert recoup.applied_plans(model) == [one, two]
     assert recoup.applied_plans(model.encoder) == [one]
     plan(model.decoder, x, two.least_bytes).apply()
     assert one.is_applied
     assert not two.is_applied
-    step(model, x)
+    step_of(model, x)()
     for each in recoup.applied_plans(model):
         each.remove()
     assert is_plain(model)
@@ -130,54 +118,47 @@ def test_two_plans_for_parts_of_a_model():
 
 @pytest.mark.slow
 def test_a_plan_over_blocks_of_another_model_names_the_way_out():
-    """N9"""
     model, x = stack(), batch()
-    plan(model, x, "1 GiB").apply()
+    plan(model, x).apply()
     other = nn.Sequential(*model)
     with pytest.raises(ValueError, match=r"plan of another model.*Sequential.*applied_plans"):
-        plan(other, x, "1 GiB")
+        plan(other, x)
     for each in recoup.applied_plans(other):
         each.remove()
-    made = plan(other, x, "1 GiB")
-    again = plan(model, x, "1 GiB").apply()
+    made = plan(other, x)
+    again = plan(model, x).apply()
     with pytest.raises(ValueError, match="plan of another model"):
         made.apply()
     assert recoup.applied_plans(other) == [again]
 
 
-def test_the_plan_of_a_chain_that_died_is_released():
-    """N9"""
+def test_the_plan_of_a_chain_is_made_again_if_it_is_taken_off_and_goes_with_the_chain():
     layers, x = [Residual() for _ in range(6)], batch()
     chain = recoup.Sequential(*layers, memory="1 MiB")
-    step(chain, x)
-    assert len(recoup.applied_plans(chain)) == 1
-    del chain
+    for _ in range(2):  # a chain with a budget does not run without one, silently
+        step_of(chain, x)()
+        (found,) = recoup.applied_plans(chain)
+        found.remove()
+    step_of(chain, x)()
+    with pytest.raises(ValueError, match='memory="linear"'):
+        plan(nn.Sequential(*layers), x)
+    (found,) = recoup.applied_plans(chain)
+    chain.memory = "linear"
+    assert not found.is_applied
+    assert is_plain(chain)
+    chain.memory = "1 MiB"
+    step_of(chain, x)()
+    del chain, found
     model = nn.Sequential(*layers)
-    plan(model, x, "1 GiB").apply()
+    plan(model, x).apply()
     assert len(recoup.applied_plans(model)) == 1
     gc.collect()
 
 
-@pytest.mark.slow
-def test_the_plan_of_a_chain_that_is_taken_off_is_made_again():
-    """N9: a chain with a budget does not run without one, silently."""
-    torch.manual_seed(0)
-    chain, x = recoup.Sequential(*(Residual() for _ in range(6)), memory="1 MiB"), batch()
-    step(chain, x)
-    recoup.applied_plans(chain)[0].remove()
-    step(chain, x)
-    (found,) = recoup.applied_plans(chain)
-    with pytest.raises(ValueError, match='memory="linear"'):
-        plan(nn.Sequential(*chain), x, "1 GiB")
-    chain.memory = "linear"
-    assert not found.is_applied
-    assert is_plain(chain)
-
-
 def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
-    """N9: accelerate wraps `forward` and sets `__wrapped__`."""
+    """As accelerate wraps `forward` and sets `__wrapped__`."""
     model, x = stack(), batch()
-    planned = plan(model, x, "1 GiB").apply()
+    planned = plan(model, x).apply()
     ours = model.forward
 
     @functools.wraps(ours)
@@ -188,7 +169,7 @@ def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
     assert recoup.applied_plans(model) == [planned]
     again = plan(model, x, planned.least_bytes).apply()
     assert recoup.applied_plans(model) == [again]
-    assert peak_of(model, x) <= planned.least_bytes
+    assert peak_of(model, step_of(model, x)) <= planned.least_bytes
     again.remove()
     assert model.forward is wrapped
 
@@ -213,6 +194,9 @@ def test_a_lack_of_memory_names_the_way_out(is_first):
     assert "let a plan leave more `headroom`, or set" in note
 
 
+# -- copies, and classes ---------------------------------------------------------------------------
+
+
 def in_a_subclass(model: nn.Module) -> nn.Module:
     """Copy a model as `higher` does: into a subclass, attribute by attribute."""
     kind = type(model)
@@ -227,20 +211,6 @@ def in_a_subclass(model: nn.Module) -> nn.Module:
     return other
 
 
-def test_a_forward_that_other_code_sets_on_the_class_of_a_planned_module():
-    """As a counter of calls does, and puts it back: later plans are followed."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.Tanh()) for _ in range(1)))
-    model.extend(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
-    x = torch.randn(16, 8)
-    with recoup.plan(model, x, budget="1 GiB", loss=torch.sum).applied():
-        kind = type(model[0])
-        forward = kind.forward
-        kind.forward = lambda self, *args: forward(self, *args)
-        kind.forward = forward
-    assert recoup.plan(model, x, loss=torch.sum).least_bytes > 0
-
-
 SHALLOW = {
     "copy": copy.copy,
     "DataParallel": nn.Module._replicate_for_data_parallel,
@@ -251,8 +221,8 @@ SHALLOW = {
 
 @pytest.mark.parametrize("how", SHALLOW)
 def test_a_shallow_copy_runs_its_own_forward(how):
-    model, x = stack(), batch()
-    made = plan(model, x, "1 GiB").apply()
+    model, x = stack(2), batch()
+    made = plan(model, x).apply()
     other, parts = SHALLOW[how](model), [nn.Linear(32, 5), nn.Tanh()]
     vars(other)["_modules"] = {str(place): part for place, part in enumerate(parts)}
     wanted = nn.Sequential(*parts)(x)
@@ -287,6 +257,18 @@ def test_a_pickle_of_a_planned_model_loads_without_recoup(replan):
         subprocess.run([sys.executable, "-c", WITHOUT_RECOUP], input=data, check=True)
 
 
+def test_a_forward_that_other_code_sets_on_the_class_of_a_planned_module():
+    """As a counter of calls does, and puts it back: later plans are followed."""
+    model, x = stack(4), batch()
+    with plan(model, x).applied():
+        kind = type(model[0])
+        forward = kind.forward
+        kind.forward = lambda self, *args: forward(self, *args)
+        kind.forward = forward
+    again = recoup.plan(model, x, loss=square)
+    assert_as_plain(again.plan(again.least_bytes), step_of(model, x))
+
+
 def test_classes_do_not_hear_of_plans():
     """A class may change the subclasses that it is told of, or ask them for arguments."""
     told = []
@@ -295,13 +277,12 @@ def test_classes_do_not_hear_of_plans():
         def __init_subclass__(cls, name):
             told.append(name)
 
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(Told() for _ in range(3))), batch()
-    with plan(model, x, "1 GiB").applied():
+    model, x = stack(3, Told), batch()
+    with plan(model, x).applied():
 
         class Patched(type(model[0]), name="patched"):
             pass
 
-        step(model, x)
+        step_of(model, x)()
     assert told == ["patched"]
     assert is_plain(model)

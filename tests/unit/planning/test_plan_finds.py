@@ -1,8 +1,11 @@
-"""Blocks that a plan finds by itself where nothing repeats in the tree of modules (F10)."""
+"""Blocks that a plan finds by itself, in whatever tree of modules (F10)."""
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,238 +13,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import recoup
-from tests.planned_zoo import is_plain, transformers_or_skip
-from tests.unit.planning.test_plan import Residual
-
-
-class Recurrent(nn.Module):
-    """A list of modules that have none within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(16, 16) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x, _ = layer(x)
-        return x
-
-
-class OneForAll(nn.Module):
-    """One block that is called many times."""
-
-    def __init__(self, num_calls: int = 3) -> None:
-        super().__init__()
-        self.block = Residual(32)
-        self.num_calls = num_calls
-
-    def forward(self, x):
-        for _ in range(self.num_calls):
-            x = self.block(x)
-        return x
-
-
-def square(y):
-    return y.square().mean()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("make", "shape", "names"),
-    [
-        (Recurrent, (32, 8, 16), [f"layers.{i}" for i in range(4)]),
-        (OneForAll, (64, 32), ["block"] * 3),
-    ],
+from tests.foreign.models import FOREIGN
+from tests.neighbours.planned import result_of
+from tests.plan_oracle import (
+    Made,
+    Residual,
+    assert_as_plain,
+    in_a_row,
+    names_of,
+    peak_of,
+    square,
+    step_of,
 )
-def test_blocks_without_a_tree_are_found(make, shape, names):
-    """F10"""
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(shape)
-    square(model(x)).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    whole = recoup.plan(model, x, budget="1 GiB", loss=square)
-    assert [row.name for row in whole.blocks] == names
-    assert whole.least_bytes < whole.most_bytes
-    plan = recoup.plan(model, x, budget=whole.least_bytes, loss=square)
-    model.zero_grad()
-    with plan.applied():
-        square(model(x)).backward()
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-
-
-def test_the_shared_layer_of_albert_is_found():
-    """F10"""
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    config = t.AlbertConfig(
-        num_hidden_layers=3, hidden_size=32, num_attention_heads=2, intermediate_size=64,
-        vocab_size=50, embedding_size=16,
-    )  # fmt: skip
-    model, tokens = t.AlbertForMaskedLM(config).train(), torch.randint(50, (2, 16))
-    plan = recoup.plan(model, budget="1 GiB", input_ids=tokens, labels=tokens)
-    assert len(plan.blocks) == 3
-    assert plan.least_bytes < plan.most_bytes
-
-
-class Stage(nn.Module):
-    """Blocks in a list, then a module that makes their result smaller; and something beside."""
-
-    def __init__(self, width: int, made: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(3))
-        self.downsample = nn.Linear(width, made)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.downsample(x), x.mean()
-
-
-class Skipping(Stage):
-    """Adds to its list of layers what it was given."""
-
-    def forward(self, x):
-        y, mean = super().forward(x)
-        return x + y, mean
-
-
-class Changing(Stage):
-    """Changes in place what the last module returned."""
-
-    def forward(self, x):
-        y, mean = super().forward(x)
-        return y.relu_(), mean
-
-
-class Stages(nn.Module):
-    def __init__(self, *stages: nn.Module) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-
-    def forward(self, x):
-        for stage in self.stages:
-            x, _ = stage(x)
-        return x
-
-
-@pytest.mark.slow
-def test_blocks_within_stages_are_found():
-    """F10: each with what lies between the lists; so that less is needed than by stages."""
-    torch.manual_seed(0)
-    model, x = Stages(Stage(32, 16), Stage(16, 16)), torch.randn(512, 32)
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    whole = recoup.plan(model, x, budget="1 GiB", loss=square)
-    inner = ["blocks.0", "blocks.1", "blocks.2", "downsample"]
-    assert [row.name for row in whole.blocks] == [f"stages.{i}.{n}" for i in "01" for n in inner]
-    by_stages = recoup.plan(model, x, budget="1 GiB", loss=square, blocks=r"stages\.\d")
-    assert whole.least_bytes < 0.8 * by_stages.least_bytes
-    plan = recoup.plan(model, x, budget=whole.least_bytes, loss=square)
-    assert sum(row.num_forwards for row in plan.blocks) <= 2 * len(plan.blocks)
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    square(model(x)).backward()
-    wanted = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    with plan.applied():
-        square(model(x)).backward()
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", [Skipping, Changing])
-def test_a_block_with_a_list_within_is_no_stage(kind: type[Stage]):
-    """F10: what it does with the result of its list is its own, so it stays one block."""
-    model, x = Stages(kind(16, 16), kind(16, 16)), torch.randn(64, 16)
-    plan = recoup.plan(model, x, budget="1 GiB", loss=square)
-    assert [row.name for row in plan.blocks] == ["stages.0", "stages.1"]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["swin", "convnext"])
-def test_the_layers_of_swin_and_convnext_are_found(name: str):
-    """F10"""
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    if name == "swin":
-        config = t.SwinConfig(
-            image_size=32, patch_size=2, embed_dim=16, depths=[2, 4], num_heads=[2, 2],
-            window_size=4, num_labels=5,
-        )  # fmt: skip
-        model, stages = t.SwinForImageClassification(config).train(), r"swin\.encoder\.layers\.\d"
-        num_blocks = 2 + 1 + 4
-    else:
-        config = t.ConvNextConfig(
-            hidden_sizes=[16, 32], depths=[3, 5], num_stages=2, num_labels=5, image_size=32,
-            patch_size=2, drop_path_rate=0.1,
-        )  # fmt: skip
-        model = t.ConvNextForImageClassification(config).train()
-        stages, num_blocks = r"convnext\.encoder\.stages\.\d", 3 + 2 + 5
-    images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)}
-    whole = recoup.plan(model, budget="1 GiB", **images)
-    assert len(whole.blocks) == num_blocks
-    by_stages = recoup.plan(model, budget="1 GiB", blocks=stages, **images)
-    assert whole.least_bytes < 0.85 * by_stages.least_bytes
-    plan = recoup.plan(model, budget=by_stages.least_bytes, **images)
-    torch.manual_seed(1)
-    model(**images).loss.backward()
-    wanted = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(1)
-    with plan.applied():
-        peak = recoup.measure(
-            lambda: model(**images).loss.backward(), device="cpu", repeats=0
-        ).peak_bytes
-    assert peak <= plan.budget_bytes
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        assert (gradient is None) == (parameter.grad is None)
-        assert gradient is None or torch.equal(parameter.grad, gradient)
-
-
-class Holding(Residual):
-    """Keeps something of its forward as an attribute."""
-
-    aux: torch.Tensor
-
-    def forward(self, x):
-        hidden = torch.tanh(self.up(x))
-        self.aux = hidden
-        return x + self.down(hidden)
-
-
-def test_a_plan_says_what_others_hold():
-    """F11: how many bytes, by which attribute, and what to switch off."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(Holding() for _ in range(2))), torch.randn(64, 32)
-    shown = str(recoup.plan(model, x, budget="1 GiB", loss=square))
-    assert "held by others: 64 KiB of the residuals of 2 blocks (`0` first)" in shown
-    assert "held by attributes: `0.aux` and 1 more" in shown
-    plain = recoup.plan(nn.Sequential(Residual(), Residual()), x, budget="1 GiB", loss=square)
-    assert plain.held_by_others == ()
-
-
-@pytest.mark.slow
-def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
-    """F11"""
-    t = transformers_or_skip()
-    config = t.T5Config(
-        num_layers=2, num_decoder_layers=2, d_model=32, d_ff=64, d_kv=8, num_heads=4,
-        vocab_size=50, decoder_start_token_id=0,
-    )  # fmt: skip
-    tokens = torch.randint(50, (2, 12))
-    model = t.T5ForConditionalGeneration(config).train()
-    kwargs = {"input_ids": tokens, "labels": tokens, "budget": "1 GiB"}
-    assert "pass use_cache=False" in str(recoup.plan(model, **kwargs))
-    assert recoup.plan(model, use_cache=False, **kwargs).held_by_others == ()
-
-
-# -- groups of modules -----------------------------------------------------------------------------
+from tests.planned_zoo import is_plain
 
 
 def convolutions(*, inplace: bool) -> nn.Sequential:
     """A chain whose neighbours keep the same tensors (VGG)."""
-    torch.manual_seed(0)
     modules: list[nn.Module] = []
     for width, out in ((3, 8), (8, 8), (8, 16), (16, 16)):
         modules += [nn.Conv2d(width, out, 3, padding=1), nn.ReLU(inplace=inplace)]
@@ -249,178 +37,263 @@ def convolutions(*, inplace: bool) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_convolution_and_what_follows_it_are_one_block(inplace):
-    model, x = convolutions(inplace=inplace), torch.randn(4, 3, 32, 32)
+class Stage(nn.Module):
+    """Blocks in a list, then a module that makes their result smaller; and something beside."""
 
-    def step():
-        model(x).square().sum().backward()
+    def __init__(self, width: int, made: int, then=lambda x, y: y) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(3))
+        self.downsample, self.then = nn.Linear(width, made), then
 
-    def peak() -> int:
-        model.zero_grad()
-        return recoup.measure(step, device="cpu", repeats=0).peak_bytes
+    def forward(self, x):
+        y = self.downsample(in_a_row(self.blocks, x))
+        return self.then(x, y), x.mean()
 
-    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum(), holds_output=False)
-    assert frontier.points[-1].peak_bytes == peak()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    calls: list[str] = []
-    model[3].register_forward_hook(lambda *_: calls.append("hook"))
-    for point in frontier.points:
-        plan = frontier.plan(point.peak_bytes)
-        assert [row.name for row in plan.blocks] == ["0-1", "2-4", "5-6", "7-9"]
-        assert plan.blocks[1].kind == "Conv2d, ReLU, MaxPool2d"
-        with plan.applied():
-            assert recoup.applied_plans(model) == [plan]
-            assert peak() == plan.rehearsed_peak_bytes == plan.predicted_peak_bytes
-            assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
-        assert recoup.applied_plans(model) == []
-    best = min(
-        recoup.measure(
-            lambda num=num: (
-                checkpoint_sequential(model, num, x.clone().requires_grad_(), use_reentrant=False)
-                .square()
-                .sum()
-                .backward()
-            ),
-            device="cpu",
-            repeats=0,
-        ).peak_bytes
-        for num in ((2, 3, 4, 5) if not inplace else (1,))
-    )
-    assert frontier.points[0].peak_bytes <= best
-    assert calls
+
+def stages(*sizes, **options):
+    def forward(model, x):
+        for stage in model.stages:
+            x, _ = stage(x)
+        return x
+
+    return Made(forward, stages=[Stage(*size, **options) for size in sizes])
+
+
+def layer_by_layer():
+    """Takes the layers of a sequence without calling it (features of an image)."""
+
+    def forward(model, x):
+        kept = []
+        for layer in model.features:
+            x = layer(x)
+            kept.append(x.mean())
+        return model.head(x.mean((2, 3))) + sum(kept)
+
+    head = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    return Made(forward, features=convolutions(inplace=False), head=head)
+
+
+def stemmed(*before_pool, is_split=True, width=32, num_layers=8):
+    """A network of images, whose first layers have the largest activations."""
+    stem = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    names = ["conv", "norm", "act"] if is_split else ["stem"]
+    parts = dict(zip(names, stem if is_split else [nn.Sequential(*stem)], strict=True))
+    pool = nn.AvgPool2d(2)
+    layers = [
+        nn.Sequential(nn.Conv2d(16, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, 16, 1))
+        for _ in range(num_layers)
+    ]
+
+    def forward(model, x):
+        x = in_a_row([getattr(model, name) for name in [*names, "pool"]], x)
+        for layer in model.layers:
+            x = x + layer(x)
+        return model.head(x.mean((2, 3)))
+
+    pool = nn.Sequential(*before_pool, pool) if before_pool else pool
+    return Made(forward, **parts, pool=pool, layers=layers, head=nn.Linear(16, 5))
+
+
+def stem_before_groups():
+    """Whose first group no hook sees."""
+    layers = [
+        layer
+        for _ in range(6)
+        for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    ]
+    return Made(
+        lambda model, x: model.layers(model.pool(model.act(model.conv(x)))),
+        conv=nn.Conv2d(3, 8, 3, padding=1), act=nn.ReLU(), pool=nn.AvgPool2d(2),
+        layers=nn.Sequential(*layers),
+    )  # fmt: skip
+
+
+class OfForces(nn.Module):
+    """A module that runs a backward of its own."""
+
+    def forward(self, x):
+        y = x.detach().requires_grad_()
+        return x + torch.autograd.grad(y.sin().sum(), y)[0]
+
+
+def pairs(kind: str, *, skips: bool = False):
+    """Layers that are lists or dicts of an attention and an MLP (vit-pytorch, rtdl)."""
+    layers = []
+    for _ in range(4):
+        attention = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        pair = {"a": attention, "m": mlp, "unused": nn.Linear(16, 16)}
+        layer = nn.ModuleDict(pair) if kind == "dict" else nn.ModuleList(pair.values())
+        layers.append(nn.ModuleList([layer]) if kind == "nested" else layer)
+
+    def forward(model, x):
+        for layer in model.layers:
+            if not skips or random.random() >= 0.5:
+                inner = layer[0] if kind == "nested" else layer
+                attention, mlp, _ = inner.values() if kind == "dict" else inner
+                x = mlp(attention(x))
+        return x
+
+    return Made(forward, layers=layers)
+
+
+def potential():
+    """Takes forces in its forward, of blocks that have a list of modules each (MACE)."""
+
+    def block():
+        parts = [nn.Sequential(nn.Linear(3, 32), nn.SiLU(), nn.Linear(32, 3)) for _ in "ab"]
+        return Made(lambda model, x: x + sum(part(x) for part in model.parts), parts=parts)
+
+    def forward(model, positions):
+        positions = positions.requires_grad_()
+        energy = in_a_row(model.interactions, positions).square().sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return energy + forces.square().sum()
+
+    return Made(forward, interactions=[block() for _ in range(3)])
+
+
+def twice():
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 8), act)
+
+
+class Backwards(nn.Sequential):
+    def forward(self, x):
+        return in_a_row(reversed(self), x)
+
+
+def lstms(model, x):
+    for layer in model.layers:
+        x, _ = layer(x)
+    return x
+
+
+class Found(NamedTuple):
+    """A model, the size of its input, and the blocks that are found."""
+
+    build: Callable[[], nn.Module]
+    size: tuple[int, ...]
+    names: list[str]
+    others: str | None = None  # blocks that might be named instead
+    share: float = 1.0  # of the least bytes with these
+
+
+def numbered(name: str, num: int) -> list[str]:
+    return [f"{name}.{place}" for place in range(num)]
+
+
+IMAGES = (4, 3, 32, 32)
+GROUPS = ["0-1", "2-4", "5-6", "7-9"]
+INNER = ["blocks.0", "blocks.1", "blocks.2", "downsample"]
+STEM = ["conv", "norm", "act", "pool"]
+MODELS = {
+    "layers without modules within": Found(
+        lambda: Made(lstms, layers=[nn.LSTM(16, 16) for _ in range(4)]), (32, 8, 16),
+        numbered("layers", 4),
+    ),
+    "one block for all": Found(
+        lambda: Made(lambda model, x: in_a_row([model.block] * 3, x), block=Residual()), (64, 32),
+        ["block"] * 3,
+    ),
+    "links": Found(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), (2, 8), ["0", "1", "2"]
+    ),
+    "inner lists": Found(
+        lambda: Made(
+            lambda model, x: model.neck(in_a_row(model.stages, x)),
+            stages=[nn.Sequential(Residual(), Residual()) for _ in range(2)],
+            neck=nn.Sequential(nn.Linear(32, 32), nn.ReLU()),
+        ), (64, 32), numbered("stages.0", 2) + numbered("stages.1", 2),
+    ),
+    # Each with what lies between the lists, so that less is needed than by stages.
+    "stages": Found(
+        lambda: stages((32, 16), (16, 16)), (512, 32),
+        [f"stages.{place}.{name}" for place in range(2) for name in INNER], r"stages\.\d", 0.8,
+    ),
+    # What they do with the result of their list is their own, so they stay one block.
+    "stages that add what they were given": Found(
+        lambda: stages((16, 16), (16, 16), then=lambda x, y: x + y), (64, 16),
+        numbered("stages", 2),
+    ),
+    "stages that change in place": Found(
+        lambda: stages((16, 16), (16, 16), then=lambda x, y: y.relu_()), (64, 16),
+        numbered("stages", 2),
+    ),
+    "convolutions": Found(lambda: convolutions(inplace=False), IMAGES, GROUPS),
+    "convolutions in place": Found(lambda: convolutions(inplace=True), IMAGES, GROUPS),
+    "layer by layer": Found(layer_by_layer, IMAGES, numbered("features", 10) + numbered("head", 4)),
+    "a module twice": Found(twice, (64, 8), []),
+    "backwards": Found(lambda: Backwards(*(nn.Linear(8, 8) for _ in range(4))), (64, 8), []),
+    "a stem": Found(stemmed, IMAGES, STEM + numbered("layers", 8), r"layers\.\d", 0.85),
+    "a stem in one": Found(
+        lambda: stemmed(is_split=False), IMAGES,
+        ["stem", "pool", *numbered("layers", 8)], r"layers\.\d", 0.85,
+    ),
+    "a stem that holds little": Found(
+        lambda: stemmed(width=256, num_layers=20), (4, 3, 8, 8), numbered("layers", 20)
+    ),
+    "a stem of forces": Found(
+        lambda: stemmed(OfForces()), IMAGES, STEM + numbered("layers", 8)
+    ),
+    "a stem before groups": Found(
+        stem_before_groups, (8, 3, 32, 32),
+        [f"layers.{at}-{at + 2}" for at in range(0, 18, 3)],
+    ),
+    # Nothing calls them, so blocks are what a forward calls within them.
+    **{
+        f"layers that are {kind}": Found(
+            functools.partial(pairs, kind), (4, 8, 16),
+            [f"layers.{place}.{name}" for place in range(4) for name in names],
+            rf"layers\.\d\.({'|'.join(names)})",
+        )
+        for kind, names in {"list": "01", "dict": "am", "nested": ["0.0", "0.1"]}.items()
+    },
+    "a potential": Found(potential, (64, 3), numbered("interactions", 3), r"interactions\.\d"),
+}  # fmt: skip
+
+
+# Whose peak is that of a loss or of one layer.
+AT_THE_LOSS = (
+    "links", "backwards", "convolutions", "convolutions in place", "layer by layer",
+    "a stem that holds little",
+)  # fmt: skip
+
+
+def built(name):
+    torch.manual_seed(0)
+    return MODELS[name].build(), torch.randn(MODELS[name].size)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_found_and_a_step_of_the_least_bytes_is_the_plain_one(name):
+    model, x = built(name)
+    handles = lambda: [  # noqa: E731
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    ]
+    before = handles()
+    frontier = recoup.plan(model, x, loss=square)
+    assert handles() == before
+    _, _, names, others, share = MODELS[name]
+    plan = frontier.plan(frontier.least_bytes)
+    if names:
+        assert names_of(plan) == names
+    if others is not None:
+        alone = recoup.plan(model, x, loss=square, blocks=others).least_bytes
+        assert frontier.least_bytes <= share * alone
+    if name not in AT_THE_LOSS:
+        assert frontier.least_bytes < frontier.points[-1].peak_bytes
+    assert_as_plain(plan, step_of(model, x))
     assert is_plain(model)
 
 
-def test_a_sequence_that_calls_a_module_twice_or_otherwise_is_right():
-    act = nn.Tanh()
-    twice = nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 8), act)
-
-    class Backwards(nn.Sequential):
-        def forward(self, x):
-            for module in reversed(self):
-                x = module(x)
-            return x
-
-    for model in (twice, Backwards(*(nn.Linear(8, 8) for _ in range(4)))):
-        x = torch.randn(64, 8)
-        model(x).square().sum().backward()
-        wanted = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        frontier = recoup.plan(model, x, loss=lambda y: y.square().sum())
-        with frontier.plan(frontier.least_bytes).applied():
-            model(x).square().sum().backward()
-        assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
-
-
-class LayerByLayer(nn.Module):
-    """Takes the layers of a sequence without calling it (features of an image)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = convolutions(inplace=False)
-        self.head = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-
-    def forward(self, x):
-        kept = []
-        for layer in self.features:
-            x = layer(x)
-            kept.append(x.mean())
-        return self.head(x.mean((2, 3))).sum() + sum(kept)
-
-
-def gradients_of(model, x):
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def test_modules_of_a_sequence_that_is_not_called_are_blocks_of_their_own():
-    model, x = LayerByLayer(), torch.randn(4, 3, 32, 32)
-    wanted = gradients_of(model, x)
-    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum())
-    plan = frontier.plan(frontier.least_bytes)
-    names = [row.name for row in plan.blocks]
-    assert names[:2] == ["features.0", "features.1"]
-    assert names[-4:] == ["head.0", "head.1", "head.2", "head.3"]
-    with plan.applied():
-        assert all(map(torch.equal, gradients_of(model, x), wanted))
-
-
-@pytest.mark.parametrize("change", ["replaced", "appended"])
-def test_a_sequence_that_has_other_modules_since_runs_as_it_is(change):
-    model, x = convolutions(inplace=False), torch.randn(4, 3, 32, 32)
-    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum())
-    plan = frontier.plan(frontier.least_bytes).apply()
-    if change == "replaced":
-        model[2] = nn.Conv2d(8, 8, 3, padding=1)
-    else:
-        model.append(nn.Tanh())
-    with pytest.warns(UserWarning, match="other modules than when the plan was made"):
-        found = gradients_of(model, x)
-    plan.remove()
-    assert all(map(torch.equal, found, gradients_of(model, x)))
-
-
-class Stemmed(nn.Module):
-    """A network of images, whose first layers have the largest activations."""
-
-    def __init__(self, width, *, is_split):
-        super().__init__()
-        stem = [nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-        if is_split:
-            self.conv, self.norm, self.act = stem
-        else:
-            self.stem = nn.Sequential(*stem)
-        self.pool = nn.AvgPool2d(2)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, width, 1))
-            for _ in range(8)
-        )
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, x):
-        parts = (self.conv, self.norm, self.act) if hasattr(self, "conv") else (self.stem,)
-        for part in (*parts, self.pool):
-            x = part(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x.mean((2, 3)))
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_what_runs_before_the_blocks_is_a_block_where_it_holds_much(is_split):
-    torch.manual_seed(0)
-    model, x = Stemmed(16, is_split=is_split), torch.randn(4, 3, 32, 32)
-    found = recoup.plan(model, x, loss=square)
-    alone = recoup.plan(model, x, loss=square, blocks=r"layers\.\d")
-    assert found.least_bytes < 0.85 * alone.least_bytes
-    square(model(x)).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    plan = found.plan(found.least_bytes)
-    names = [row.name for row in plan.blocks]
-    assert names[: -len(alone.plan("1 GiB").blocks)][-1] == "pool"
-    model.zero_grad()
-    running = [buffer.clone() for buffer in model.buffers()]
-    with plan.applied():
-        square(model(x)).backward()
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
-    again = Stemmed(16, is_split=is_split)
-    again.load_state_dict(dict(model.named_parameters()) | dict(zip(
-        (name for name, _ in model.named_buffers()), running, strict=True)))  # fmt: skip
-    again(x)
-    for buffer, expected in zip(model.buffers(), again.buffers(), strict=True):
-        assert torch.equal(buffer, expected)
-
-
-def test_what_runs_before_the_blocks_and_holds_little_is_none():
-    model = Stemmed(16, is_split=True)
-    model.layers.extend(nn.Sequential(nn.Conv2d(16, 256, 1), nn.ReLU(), nn.Conv2d(256, 16, 1))
-                        for _ in range(12))  # fmt: skip
-    x = torch.randn(4, 3, 8, 8)
-    plan = recoup.plan(model, x, loss=square).plan("1 GiB")
-    assert all(row.name.startswith("layers") for row in plan.blocks)
+@pytest.mark.parametrize("name", [*(f"layers that are {k}" for k in ("list", "dict", "nested")),
+                                  "a potential"])  # fmt: skip
+def test_an_estimate_and_a_policy_find_the_same_blocks(name):
+    model, x = built(name)
+    num_blocks = len(MODELS[name].names)
+    assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == num_blocks
+    assert len(recoup.plan(model, x, policy="full", loss=square).blocks) == num_blocks
 
 
 class Counting(nn.Module):
@@ -448,173 +321,125 @@ class Flipping(nn.Module):
         return x.flip(-1) if random.random() < 0.5 else x
 
 
-class OfForces(nn.Module):
-    """A module that runs a backward of its own."""
-
-    def forward(self, x):
-        y = x.detach().requires_grad_()
-        return x + torch.autograd.grad(y.sin().sum(), y)[0]
-
-
 @pytest.mark.parametrize("kind", [Counting, Popping, Flipping])
 def test_a_stem_that_cannot_run_again_is_no_block(kind):
-    model = Stemmed(16, is_split=True)
-    model.pool = nn.Sequential(kind(), nn.AvgPool2d(2))
-    plans = recoup.plan(model, torch.randn(4, 3, 32, 32), loss=square)
-    names = [row.name for row in plans.plan(plans.least_bytes).blocks]
-    assert names == [f"layers.{place}" for place in range(8)]
-
-
-def test_a_stem_that_runs_a_backward_of_its_own_is_blocks():
-    torch.manual_seed(0)
-    model, x = Stemmed(16, is_split=True), torch.randn(4, 3, 32, 32)
-    model.pool = nn.Sequential(OfForces(), nn.AvgPool2d(2))
-    wanted = gradients_of(model, x)
-    plans = recoup.plan(model, x, loss=square)
-    plan = plans.plan(plans.least_bytes)
-    assert [row.name for row in plan.blocks][:5] == ["conv", "norm", "act", "pool", "layers.0"]
-    with plan.applied():
-        assert all(map(torch.equal, gradients_of(model, x), wanted))
-
-
-def test_a_stem_before_groups_of_a_sequence():
-    """Whose first group no hook sees."""
-    torch.manual_seed(0)
-    layers = [
-        layer
-        for _ in range(6)
-        for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-    ]
-    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.act = stem
-            self.pool, self.layers = nn.AvgPool2d(2), nn.Sequential(*layers)
-
-        def forward(self, x):
-            return self.layers(self.pool(self.act(self.conv(x))))
-
-    plans = recoup.plan(Whole(), torch.randn(8, 3, 32, 32), loss=square)
-    names = [row.name for row in plans.plan(plans.least_bytes).blocks]
-    assert names[-6:] == [f"layers.{place}-{place + 2}" for place in range(0, 18, 3)]
-
-
-class Pairs(nn.Module):
-    """Layers that are lists or dicts of an attention and an MLP (vit-pytorch, rtdl)."""
-
-    def __init__(self, kind: str, *, skips: bool = False) -> None:
-        super().__init__()
-        self.kind, self.skips = kind, skips
-        self.layers = nn.ModuleList()
-        for _ in range(4):
-            attention = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-            mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-            pair = {"a": attention, "m": mlp, "unused": nn.Linear(16, 16)}
-            layer = nn.ModuleDict(pair) if kind == "dict" else nn.ModuleList(pair.values())
-            self.layers.append(nn.ModuleList([layer]) if kind == "nested" else layer)
-
-    def forward(self, x):
-        for layer in self.layers:
-            if self.skips and random.random() < 0.5:
-                continue
-            inner = layer[0] if self.kind == "nested" else layer
-            attention, mlp, _ = inner.values() if self.kind == "dict" else inner
-            x = mlp(attention(x))
-        return x
-
-
-@pytest.mark.parametrize("kind", ["list", "dict", "nested"])
-def test_lists_of_lists_are_looked_into(kind):
-    """Nothing calls them, so blocks are what a forward calls within them."""
-    torch.manual_seed(0)
-    model, x = Pairs(kind), torch.randn(4, 8, 16)
-
-    def gradients():
-        model.zero_grad()
-        torch.manual_seed(1)
-        square(model(x)).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    wanted = gradients()
-    names = {
-        "list": r"layers\.\d\.[01]",
-        "dict": r"layers\.\d\.[am]",
-        "nested": r"layers\.\d\.0\.[01]",
-    }
-    by_name = recoup.plan(model, x, loss=square, blocks=names[kind])
-    found = recoup.plan(model, x, loss=square)
-    assert found.least_bytes == by_name.least_bytes < 0.75 * found.points[-1].peak_bytes
-    plan = found.plan(found.least_bytes)
-    assert [row.name for row in plan.blocks] == [
-        row.name for row in by_name.plan(found.least_bytes).blocks
-    ]
-    with plan.applied():
-        assert all(map(torch.equal, gradients(), wanted))
-    assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 8
-    assert len(recoup.plan(model, x, policy="full").blocks) == 8
+    plans = recoup.plan(stemmed(kind()), torch.randn(IMAGES), loss=square)
+    assert names_of(plans.plan(plans.least_bytes)) == numbered("layers", 8)
 
 
 def test_layers_that_are_lists_may_be_left_out():
     """LayerDrop: a list within which this forward calls nothing has blocks for the next."""
-    torch.manual_seed(0)
     random.seed(0)
-    model, x = Pairs("list", skips=True), torch.randn(4, 8, 16)
+    model, x = pairs("list", skips=True), torch.randn(4, 8, 16)
     plan = recoup.plan(model, x, loss=square, budget="1 GiB")
-    assert {row.name for row in plan.blocks} >= {f"layers.{i}.{j}" for i in "0123" for j in "01"}
-
-
-class Potential(nn.Module):
-    """Takes forces in its forward, of blocks that have a list of modules each (MACE)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.interactions = nn.ModuleList(Summing() for _ in range(3))
-
-    def forward(self, positions):
-        x = positions = positions.requires_grad_()
-        for interaction in self.interactions:
-            x = interaction(x)
-        energy = x.square().sum()
-        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
-        return energy + forces.square().sum()
-
-
-class Summing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(
-            nn.Sequential(nn.Linear(3, 32), nn.SiLU(), nn.Linear(32, 3)) for _ in "ab"
-        )
-
-    def forward(self, x):
-        return x + sum(part(x) for part in self.parts)
-
-
-def test_a_forward_that_takes_forces_has_blocks_with_lists():
-    """What is observed to find stages runs a backward of its own."""
-    torch.manual_seed(0)
-    model, x = Potential(), torch.randn(64, 3)
-    model(x).backward()
-    wanted = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    found = recoup.plan(model, x)
-    by_name = recoup.plan(model, x, blocks=r"interactions\.\d")
-    assert found.least_bytes == by_name.least_bytes < found.points[-1].peak_bytes
-    plan = found.plan(found.least_bytes)
-    assert [row.name for row in plan.blocks] == [f"interactions.{place}" for place in range(3)]
-    with plan.applied():
-        model(x).backward()
-    assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
-    assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == 3
+    assert {*names_of(plan)} >= {f"layers.{i}.{j}" for i in "0123" for j in "01"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 def test_code_of_torch_jit_within_lists_is_left_alone():
     """It takes no hooks, and nothing can follow it."""
-    model = Pairs("list")
+    model = pairs("list")
     for layer in model.layers:
         layer[1] = torch.jit.script(layer[1])
     plan = recoup.plan(model, torch.randn(4, 8, 16), loss=square, budget="1 GiB")
-    assert [row.name for row in plan.blocks] == [f"layers.{place}.0" for place in range(4)]
+    assert names_of(plan) == [f"layers.{place}.0" for place in range(4)]
+
+
+# -- groups of modules -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_groups_take_what_is_predicted_and_no_more_than_equal_segments(inplace):
+    model, x = convolutions(inplace=inplace), torch.randn(IMAGES)
+    step = lambda: model(x).square().sum().backward()  # noqa: E731
+    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum(), holds_output=False)
+    assert frontier.points[-1].peak_bytes == peak_of(model, step)
+    wanted = result_of(model, step)
+    calls: list[str] = []
+    model[3].register_forward_hook(lambda *_: calls.append("hook"))
+    for point in frontier.points:
+        plan = frontier.plan(point.peak_bytes)
+        assert plan.blocks[1].kind == "Conv2d, ReLU, MaxPool2d"
+        with plan.applied():
+            assert recoup.applied_plans(model) == [plan]
+            peak = assert_as_plain(plan, step, wanted)
+        assert peak == plan.rehearsed_peak_bytes == plan.predicted_peak_bytes
+    assert calls
+
+    def in_segments(num):
+        y = checkpoint_sequential(model, num, x.clone().requires_grad_(), use_reentrant=False)
+        y.square().sum().backward()
+
+    segments = [1] if inplace else [2, 3, 4, 5]
+    peaks = [peak_of(model, functools.partial(in_segments, num)) for num in segments]
+    assert frontier.points[0].peak_bytes <= min(peaks)
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: model.append(nn.Tanh()),
+    lambda model: model.__setitem__(2, nn.Conv2d(8, 8, 3, padding=1)),
+], ids=["appended", "replaced"])  # fmt: skip
+def test_a_sequence_that_has_other_modules_since_runs_as_it_is(change):
+    model, x = convolutions(inplace=False), torch.randn(IMAGES)
+    frontier = recoup.plan(model, x, loss=square)
+    plan = frontier.plan(frontier.least_bytes).apply()
+    change(model)
+    with pytest.warns(UserWarning, match="other modules than when the plan was made"):
+        found = result_of(model, step_of(model, x))
+    plan.remove()
+    wanted = result_of(model, step_of(model, x))
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+# -- models of transformers ------------------------------------------------------------------------
+
+LAYERED = {  # how many blocks there are, and coarser ones
+    "ALBERT": (4, None),
+    "Swin": (2 + 1 + 2, r"swin\.encoder\.layers\.\d"),
+    "ConvNeXt": (2 + 2 + 3, r"convnext\.encoder\.stages\.\d"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERED)
+def test_the_layers_of_models_of_transformers_are_found(name):
+    torch.manual_seed(0)
+    (model, kwargs, _), (num_blocks, coarser) = FOREIGN[name](), LAYERED[name]
+    frontier = recoup.plan(model.train(), **kwargs)
+    least = frontier.least_bytes
+    assert coarser is None or least < recoup.plan(model, blocks=coarser, **kwargs).least_bytes
+    plan = frontier.plan(least)
+    assert len(plan.blocks) == num_blocks
+    assert plan.least_bytes < plan.most_bytes
+    assert_as_plain(plan, lambda: model(**kwargs).loss.backward())
+
+
+# -- what others hold ------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_others_hold():
+    """F11: how many bytes, by which attribute, and what to switch off."""
+
+    def forward(model, x):
+        model.aux = torch.tanh(model.up(x))
+        return x + model.down(model.aux)
+
+    def holding():
+        return Made(forward, up=nn.Linear(32, 128), down=nn.Linear(128, 32))
+
+    x = torch.randn(64, 32)
+    shown = str(recoup.plan(nn.Sequential(holding(), holding()), x, budget="1 GiB", loss=square))
+    assert "held by others: 64 KiB of the residuals of 2 blocks (`0` first)" in shown
+    assert "held by attributes: `0.aux` and 1 more" in shown
+    plain = recoup.plan(nn.Sequential(Residual(), Residual()), x, budget="1 GiB", loss=square)
+    assert plain.held_by_others == ()
+
+
+@pytest.mark.slow
+def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
+    """F11"""
+    model, kwargs, _ = FOREIGN["T5"]()
+    whole = recoup.plan(model.train(), **kwargs, budget="1 GiB")
+    assert "pass use_cache=False" in str(whole)
+    plan = recoup.plan(model, **kwargs, budget="1 GiB", use_cache=False)
+    assert plan.held_by_others == ()

@@ -1,3 +1,5 @@
+"""Outcomes of steps that differ: which of it is rounding, and what counts as held."""
+
 from __future__ import annotations
 
 import random
@@ -12,66 +14,80 @@ from recoup.planning.compiling import BlockCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.step import Step
 from recoup.planning.verification import Verification, outcome_of
+from tests.plan_oracle import Made, square, ways_of
+
+ONES, SMALL = torch.ones(64), torch.full((64,), 1e-3)
+HALVES, SIGNS = ONES.bfloat16(), torch.arange(64) % 2 - 0.5
 
 
-class Buffered(nn.Module):
-    """Two parameters, one with a large gradient, and a buffer."""
-
-    def __init__(self, buffer, dtype):
-        super().__init__()
-        self.large, self.small = (nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(2))
-        self.register_buffer("buffer", buffer)
-
-
-def outcome(large, small=None, buffer=None):
-    model = Buffered(torch.zeros(3) if buffer is None else buffer, large.dtype)
+def of(large, small=None, buffer=None):
+    """The outcome of a step of a model with two parameters, one with a large gradient."""
+    model = nn.Module()
+    model.large, model.small = (nn.Parameter(torch.zeros(64, dtype=large.dtype)) for _ in range(2))
+    model.register_buffer("buffer", torch.zeros(3) if buffer is None else buffer)
     model.large.grad = large
     model.small.grad = torch.zeros(64) if small is None else small
     return outcome_of(model, [])
 
 
-def verification(expected):
-    found = Verification()
-    found.expect(expected, is_plain=True)
-    return found
+def again(*outcome):
+    return lambda verification: verification.expect_again(of(*outcome))
 
 
-@pytest.mark.parametrize(
-    "buffer",
-    [torch.arange(512), torch.arange(512.0), torch.tensor(10**9)],
-    ids=["positions", "frequencies", "a count"],
-)
-def test_a_large_buffer_says_nothing_of_gradients(buffer):
-    gradient = torch.full((64,), 1e-3)
-    found = verification(outcome(gradient, buffer=buffer))
-    assert found.difference(outcome(gradient, buffer=buffer)) is None
-    assert "`large`" in found.difference(outcome(-gradient, buffer=buffer))
-    found.expect_again(outcome(-gradient, buffer=buffer))
-    assert "`large`" in found.difference(outcome(-gradient, buffer=buffer))
+def grown(before, nudged):
+    return lambda verification: verification.allow_growth(of(*before), of(*nudged))
 
 
-def test_noise_of_one_gradient_is_allowed_of_all():
-    """Kernels that sum in no fixed order move one of them in a run, and another in the next."""
-    large, small = torch.ones(64), torch.ones(64)
-    found = verification(outcome(large, small))
-    assert "`small`" in found.difference(outcome(large, 1.002 * small))
-    found.expect_again(outcome(1.001 * large, small))
-    assert found.difference(outcome(large, 1.002 * small)) is None
-    assert "`small`" in found.difference(outcome(large, 1.02 * small))
-    found = verification(outcome(large, small))
-    found.expect_again(outcome(-large, small))  # which is no rounding
-    assert "`small`" in found.difference(outcome(large, 1.002 * small))
-    assert "`buffer`" in found.difference(outcome(large, small, torch.tensor([0, 0, 1])))
+# Positions, frequencies, and a count.
+LARGE = [torch.arange(512), torch.arange(512.0), torch.tensor(10**9)]
+COUNTS, FEW = torch.tensor([1, 2, 10**6]), torch.tensor([1e-3, 2e-3, 3e-3])
+NOISE = again(1.001 * ONES, ONES)
+TURNED = grown([ONES], [ONES])
+# What is expected, what else is known, what is found, and the name of what differs.
+CASES = [
+    # A large buffer says nothing of gradients.
+    *(case for each in LARGE for case in (
+        ((SMALL, None, each), None, (SMALL, None, each), None),
+        ((SMALL, None, each), None, (-SMALL, None, each), "`large`"),
+        ((SMALL, None, each), again(-SMALL, None, each), (-SMALL, None, each), "`large`"),
+    )),
+    # Kernels that sum in no fixed order move one gradient in a run, and another in the next.
+    ((ONES, ONES), None, (ONES, 1.002 * ONES), "`small`"),
+    ((ONES, ONES), NOISE, (ONES, 1.002 * ONES), None),
+    ((ONES, ONES), NOISE, (ONES, 1.02 * ONES), "`small`"),
+    ((ONES, ONES), again(-ONES, ONES), (ONES, 1.002 * ONES), "`small`"),  # which is no rounding
+    ((ONES, ONES), NOISE, (ONES, ONES, torch.tensor([0, 0, 1])), "`buffer`"),
+    # Noise of 16 bits may be several hundredths, as of gradients of keys in a Llama of 16 layers.
+    *(case for moved, most, different in ((1.0, 1.008, 1.02), (1.02, 1.02, 1.05)) for case in (
+        ((HALVES, HALVES), again(moved * HALVES, HALVES), (HALVES, most * HALVES), None),
+        ((HALVES, HALVES), again(moved * HALVES, HALVES), (HALVES, different * HALVES), "`small`"),
+    )),
+    # Buffers are compared with buffers.
+    ((ONES, None, FEW), None, (ONES, None, FEW * (1 + 2**-23)), None),
+    ((ONES, None, FEW), None, (ONES, None, FEW * (1 + 1e-3)), "`buffer`"),
+    ((ONES, None, COUNTS), None, (ONES, None, torch.tensor([1, 3, 10**6])), "`buffer`"),
+    # Of no gradient more than an eighth is rounding.
+    *(case for moved in (0.001, 0.05, 0.5) for growth, most in (
+        (grown([ONES / 8, SMALL], [ONES / 8, (1 + moved) * SMALL]), min(8 * moved, 1 / 8)),
+    ) for case in (
+        ((ONES / 8, SMALL), growth, (ONES / 8, (1 + 0.3 * most) * SMALL), None),
+        ((ONES / 8, SMALL), growth, (ONES / 8, (1 + 2 * most) * SMALL), "`small`"),
+    )),
+    # A thousandth of a gradient may turn over.
+    ((ONES,), None, (ONES + 2e-4 * SIGNS,), "`large`"),
+    ((ONES,), TURNED, (ONES + 2e-4 * SIGNS,), None),
+    ((ONES,), TURNED, (ONES + 2e-2 * SIGNS,), "`large`"),
+]  # fmt: skip
 
 
-def test_noise_of_16_bits_may_be_several_hundredths():
-    """On an H200, gradients of keys in a Llama of 16 layers moved by 0.02 of their length."""
-    values = torch.ones(64, dtype=torch.bfloat16)
-    for again, allowed, different in ((1.0, 1.008, 1.02), (1.02, 1.02, 1.05)):
-        found = verification(outcome(values, values))
-        found.expect_again(outcome(again * values, values))
-        assert found.difference(outcome(values, allowed * values)) is None
-        assert "`small`" in found.difference(outcome(values, different * values))
+@pytest.mark.parametrize(("expected", "known", "found", "differs"), CASES)
+def test_what_differs_is_named_unless_it_is_rounding(expected, known, found, differs):
+    verification = Verification()
+    verification.expect(of(*expected), is_plain=True)
+    if known is not None:
+        known(verification)
+    message = verification.difference(of(*found))
+    assert message is None if differs is None else differs in message
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
@@ -86,36 +102,8 @@ def test_a_block_that_draws_from_another_stream_does_not_run_again(draw):
     parts = (Drawing(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4))
     model, x = nn.Sequential(*parts), torch.randn(64, 16)
     with pytest.warns(UserWarning, match=r"keeps all residuals.*the random stream"):
-        plan = recoup.plan(model, x, budget="1 GiB", policy=None, loss=lambda y: y.square().mean())
-    assert all(row.way == "keep" for row in plan.blocks)
-
-
-def test_buffers_are_compared_with_buffers():
-    gradient, buffer = torch.ones(64), torch.tensor([1e-3, 2e-3, 3e-3])
-    found = verification(outcome(gradient, buffer=buffer))
-    assert found.difference(outcome(gradient, buffer=buffer * (1 + 2**-23))) is None
-    assert "`buffer`" in found.difference(outcome(gradient, buffer=buffer * (1 + 1e-3)))
-    counts = verification(outcome(gradient, buffer=torch.tensor([1, 2, 10**6])))
-    assert "`buffer`" in counts.difference(outcome(gradient, buffer=torch.tensor([1, 3, 10**6])))
-
-
-@pytest.mark.parametrize("moved", [0.001, 0.05, 0.5])
-def test_of_no_gradient_more_than_an_eighth_is_rounding(moved):
-    large, small = torch.full((64,), 0.125), torch.full((64,), 1e-3)
-    found = verification(outcome(large, small))
-    found.allow_growth(outcome(large, small), outcome(large, (1 + moved) * small))
-    most = min(8 * moved, 1 / 8)
-    assert found.difference(outcome(large, (1 + 0.3 * most) * small)) is None
-    assert "`small`" in found.difference(outcome(large, (1 + 2 * most) * small))
-
-
-def test_a_thousandth_of_a_gradient_may_turn_over():
-    gradient, signs = torch.ones(64), torch.arange(64) % 2 - 0.5
-    found = verification(outcome(gradient))
-    assert found.difference(outcome(gradient + 2e-4 * signs)) is not None
-    found.allow_growth(outcome(gradient), outcome(gradient))
-    assert found.difference(outcome(gradient + 2e-4 * signs)) is None
-    assert found.difference(outcome(gradient + 2e-2 * signs)) is not None
+        plan = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert ways_of(plan) == {"keep"}
 
 
 def test_what_a_block_passes_on_is_not_nudged():
@@ -130,36 +118,23 @@ def test_what_a_block_passes_on_is_not_nudged():
     assert torch.equal(nudged(x, mask)[0], made)
 
 
-class Masked(nn.Module):
-    """A block that saves `x`, and neither its mask nor its output."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x, mask):
-        return self.linear(x) + mask
-
-
-class Unlinked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Masked() for _ in range(3))
-        self.mask = nn.Linear(64, 64)
-
-    def forward(self, x):
-        mask = self.mask(x)
-        for block in self.blocks:
-            x = block(x.sin(), mask)
-        return x
-
-
 class Other(BlockCode):
     """Code that counts as another one than the block's own."""
 
 
 def test_arguments_that_others_were_given_count_as_held():
-    model = Unlinked()
+    """Of blocks that save `x`, and neither a mask nor their output."""
+
+    def masked():
+        return Made(lambda block, x, mask: block.linear(x) + mask, linear=nn.Linear(64, 64))
+
+    def forward(model, x):
+        mask = model.mask(x)
+        for block in model.blocks:
+            x = block(x.sin(), mask)
+        return x
+
+    model = Made(forward, blocks=[masked() for _ in range(3)], mask=nn.Linear(64, 64))
     step = Step(model, model, (torch.randn(256, 64),), {}, lambda output: [output.square().sum()])
     blocks = [(f"blocks.{place}", block) for place, block in enumerate(model.blocks)]
     for code in (Other(), BlockCode(), None):

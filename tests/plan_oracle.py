@@ -1,0 +1,118 @@
+"""A planned step beside the plain one: small models, a step, and what holds of it under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recoup
+from tests.neighbours.planned import result_of
+from tests.oracle import assert_same_tensors
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Made(nn.Module):
+    """A model of named parts, whose forward is a function of the model and its input."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.of_parts = forward
+        for name, part in parts.items():
+            setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.of_parts(self, *args)
+
+
+def in_a_row(modules: Any, x: Any) -> Any:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def stack(num_blocks: int = 6, kind: Callable[[], nn.Module] = Residual) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(num_blocks)))
+
+
+def dense(num_blocks: int = 6, width: int = 64) -> nn.Sequential:
+    return stack(num_blocks, lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()))
+
+
+def square(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def step_of(
+    model: nn.Module, *args: Any, loss: Callable[[Any], Tensor] = square, **kwargs: Any
+) -> Callable[[], None]:
+    """A step that holds the output of the model while backward runs, as a loop does."""
+
+    def step() -> None:
+        output = model(*args, **kwargs)
+        loss(output).backward()
+
+    return step
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """A context in which the model has no gradients at first, and whose buffers are put back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.zero_grad()
+    yield
+    model.zero_grad()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def peak_of(model: nn.Module, step: Callable[[], Any]) -> int:
+    """The most bytes of a step that begins without gradients."""
+    with left_as_it_was(model):
+        return recoup.measure(step, device="cpu", repeats=0).peak_bytes
+
+
+def assert_as_plain(
+    plan: Any,
+    step: Callable[[], Any],
+    wanted: dict[str, Any] | None = None,
+    rtol: float = 0.0,
+    peak: Callable[[nn.Module, Callable[[], Any]], int] = peak_of,
+) -> int:
+    """Check that a planned step leaves what the plain one does, in its budget; return its peak."""
+    model = plan.model
+    if wanted is None:
+        wanted = result_of(model, step)
+    with nullcontext() if plan.is_applied else plan.applied():
+        found = result_of(model, step)
+        peak_bytes = peak(model, step)
+    assert_same_tensors(found, wanted, rtol)
+    assert peak_bytes <= plan.budget_bytes
+    return peak_bytes
+
+
+def between(frontier: Any, share: float) -> int:
+    """The budget at a share of the way from the least bytes to those of the plain step."""
+    most = frontier.points[-1].peak_bytes
+    return int(frontier.least_bytes + share * (most - frontier.least_bytes))
+
+
+def names_of(plan: Any) -> list[str]:
+    return [row.name for row in plan.blocks]
+
+
+def ways_of(plan: Any) -> set[str]:
+    return {row.way for row in plan.blocks}

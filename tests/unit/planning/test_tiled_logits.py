@@ -1,0 +1,413 @@
+"""The logits of a planned model whose head runs in tiles: what is made of them, and refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import recoup
+from recoup.errors import ChangedError, GradientError
+from tests.plan_oracle import Made
+from tests.planned_zoo import is_plain
+from tests.unit.planning.test_plan_tiles import (
+    VOCABULARY,
+    Plain,
+    adapted,
+    batch,
+    gpt2,
+    shifted_loss,
+    tied,
+)
+
+TOKENS, LABELS = batch()
+LOSS = shifted_loss(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    model = Plain().double()
+    plan = recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4)
+    assert plan.planned.tiled is not None
+    return model, plan
+
+
+def capped(logits):
+    return (30 * torch.tanh(logits / 30)).flatten(0, 1)
+
+
+LOSSES = {
+    "a float": lambda y: y.float().logsumexp(-1).square().mean(),
+    "parts": lambda y: y[:, :, 5].sum() + (y[:, 1:] * 2).view(-1, VOCABULARY).std(),
+    "a cap": lambda y: capped(y).softmax(-1).square().sum(),
+    "in place": lambda y: y.mul_(2).sum(0)[0, 0] + y.detach().sum(),
+    "transposed": lambda y: F.cross_entropy(y.transpose(1, 2), TOKENS),
+    "a weight": lambda y: F.cross_entropy(
+        y.flatten(0, 1), TOKENS.flatten(), weight=torch.arange(VOCABULARY).double()
+    ),
+    "smoothing": lambda y: F.cross_entropy(capped(y), TOKENS.flatten(), label_smoothing=0.1),
+    "a sum": lambda y: F.cross_entropy(
+        y.to(torch.float64).view(-1, VOCABULARY), LABELS.view(-1), reduction="sum"
+    ),
+    "chosen": lambda y: F.cross_entropy(y[TOKENS > 99], TOKENS[TOKENS > 99]),
+    "no target": lambda y: F.cross_entropy(y.flatten(0, 1), torch.full((256,), -100)),
+    "a sum of none": lambda y: F.cross_entropy(
+        y.flatten(0, 1), torch.full((256,), -100), reduction="sum"
+    ),
+}
+
+
+def of_loss(loss, model):
+    found = loss(model(TOKENS))
+    gradients = torch.autograd.grad(found, list(model.parameters()), materialize_grads=True)
+    return [found.detach(), *gradients]
+
+
+def as_they_are_read(model):
+    y = model(TOKENS)
+    assert y.requires_grad
+    return [y, y[..., :-1, :].argmax(-1), y.mT, torch.cat([y, y]), y.view(torch.int64)]
+
+
+def by_an_index_that_is_written_to(index, model):
+    taken, index = model(TOKENS), index.clone()
+    taken = taken[index]
+    index.zero_()
+    return [taken.exp()]
+
+
+def of_weights_that_stand_in(model):
+    given = {"head.weight": (model.head.weight.detach() * 1.5).requires_grad_()}
+    LOSS(torch.func.functional_call(model, given, (TOKENS,))).backward()
+    assert model.head.weight.grad is None
+    return [given["head.weight"].grad]
+
+
+def without_a_graph(model):
+    output = model(TOKENS)
+    with torch.no_grad():
+        softer, rows = output / 2.0, output[:, :-1].reshape(-1, VOCABULARY)
+        found = [softer, F.cross_entropy(rows, TOKENS[:, 1:].flatten())]
+    found += [softer.softmax(-1), F.cross_entropy(rows, TOKENS[:, 1:].flatten())]
+    assert not any(each.requires_grad for each in found)
+    return found
+
+
+def gradients_of_logits(model):
+    output, calls = model(TOKENS), []
+    output.grad_fn.register_prehook(calls.append)  # so the whole is there
+    found = torch.autograd.grad(LOSS(output), output)
+    assert len(calls) == 0
+    LOSS(output).backward()
+    assert len(calls) == 1
+    return found
+
+
+def gradients_that_are_retained(model):
+    found = [model(TOKENS) for _ in range(2)]
+    flat = found[1].flatten(0, 1)
+    for logits in found:
+        logits.retain_grad()
+    LOSS(found[0]).backward()
+    F.cross_entropy(flat, TOKENS.flatten()).backward()
+    return [logits.grad for logits in found]
+
+
+def seen_by_hooks(name, model):
+    seen = []
+    handle = getattr(model.head, name)(lambda *args: seen.append(args[-1][0].clone()))
+    LOSS(model(TOKENS)).backward()
+    handle.remove()
+    return seen
+
+
+def within_a_checkpoint(run, model):
+    found = run(model, TOKENS)
+    assert type(found) is torch.Tensor
+    return torch.autograd.grad(LOSS(found), list(model.parameters()))
+
+
+def compiled(model):
+    return of_loss(LOSS, torch.compile(model, backend="aot_eager"))
+
+
+def in_evaluation(model):
+    with torch.no_grad():
+        found = model(TOKENS)
+    assert type(found) is torch.Tensor
+    return [found]
+
+
+def accumulated(model):
+    for tokens in (batch(2)[0], batch(6)[0]):  # planned for 4
+        (shifted_loss(tokens)(model(tokens)) / 2).backward()
+    return [p.grad for p in model.parameters()]
+
+
+STEPS = {
+    **{f"a loss of {name}": partial(of_loss, loss) for name, loss in LOSSES.items()},
+    "read": as_they_are_read,
+    "a mask": partial(by_an_index_that_is_written_to, torch.ones(4, 64).tril().bool()),
+    "places": partial(by_an_index_that_is_written_to, torch.arange(4) % 2),
+    "other weights": of_weights_that_stand_in,
+    "no graph": without_a_graph,
+    "gradients of logits": gradients_of_logits,
+    "retained": gradients_that_are_retained,
+    "backward hook": partial(seen_by_hooks, "register_full_backward_hook"),
+    "backward pre-hook": partial(seen_by_hooks, "register_full_backward_pre_hook"),
+    "checkpoint": partial(within_a_checkpoint, recoup.checkpoint),
+    "torch's checkpoint": partial(
+        within_a_checkpoint, partial(torch_checkpoint, use_reentrant=False)
+    ),
+    "compiled": compiled,
+    "evaluation": in_evaluation,
+    "accumulated": accumulated,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # which may have the whole logits
+@pytest.mark.filterwarnings("ignore:A model that follows a plan was given to torch.compile")
+@pytest.mark.filterwarnings("ignore:.*times as much as the plan")
+@pytest.mark.parametrize("name", STEPS)
+def test_whatever_is_made_of_logits_is_that_of_the_plain_model(doubles, name):
+    model, plan = doubles
+    model.zero_grad()
+    want = STEPS[name](model)
+    model.zero_grad()
+    with plan.applied():
+        got = STEPS[name](model)
+    model.zero_grad()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14, equal_nan=True, check_stride=False)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(4, 64, VOCABULARY)
+
+
+def derived_before_a_write(model, logits, loss):
+    flat = logits.view(-1, VOCABULARY)
+    logits[0] = 0
+    assert logits[0].abs().sum() == 0
+    flat.sum()
+
+
+REFUSED = {
+    "a gradient": lambda model, y, loss: torch.autograd.grad(loss, y, allow_unused=True),
+    "gradients": lambda model, y, loss: torch.autograd.grad(loss, [y]),
+    "inputs": lambda model, y, loss: loss.backward(inputs=[y]),
+    "grad_fn": lambda model, y, loss: y.grad_fn,
+    "retain_grad": lambda model, y, loss: y.retain_grad(),
+}
+OTHERWISE = {
+    "a second derivative": (
+        lambda model, y, loss: torch.autograd.grad(
+            loss, list(model.parameters()), create_graph=True
+        ), GradientError, "cannot be differentiated again",
+    ),
+    "a function of another library": (
+        lambda model, y, loss: _Own.apply(y).backward(), GradientError, "head",
+    ),
+    "what was derived before a write": (derived_before_a_write, ChangedError, "changed in place"),
+    **{name: (ask, GradientError, "no gradient of its own") for name, ask in REFUSED.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_logits_in_tiles_cannot_give_is_an_error(doubles, name):
+    model, plan = doubles
+    ask, error, message = OTHERWISE[name]
+    with plan.applied():
+        logits = model(TOKENS)
+        loss = LOSS(logits) if name != "a function of another library" else None
+        with pytest.raises(error, match=message):
+            ask(model, logits, loss)
+    model.zero_grad()
+
+
+def test_a_function_of_another_library_is_left_alone_by_a_plan():
+    model = Plain()
+    made = recoup.plan(model, TOKENS, loss=_Own.apply, budget="30 MiB", tiles=True)
+    assert made.planned.tiled is None
+    with made.applied():
+        assert type(model(TOKENS)) is torch.Tensor
+
+
+# -- what changes between a forward and a read -----------------------------------------------------
+
+
+def switched(model):
+    """An adapter that can be switched off, and scaled."""
+    adapted(model)
+    head, forward = model.head, model.head.of_parts
+    head.is_on, head.scales = True, {"a": 2.0}
+    head.register_buffer("shift", torch.zeros(1))
+    head.of_parts = lambda head, x: (
+        forward(head, x) * head.scales["a"] + head.shift if head.is_on else x
+    )
+
+
+CHANGES = {
+    "a switch": lambda head: setattr(head, "is_on", False),
+    "a scale": lambda head: head.scales.update(a=3.0),
+    "a buffer": lambda head: setattr(head, "shift", torch.ones(1)),
+    "a buffer in place": lambda head: head.shift.add_(1.0),
+    "a weight in place": lambda head: head.b.weight.detach().mul_(1.5),
+    "a memory": lambda head: setattr(head.b.weight, "data", torch.ones(VOCABULARY, 4)),
+    "a frozen weight": lambda head: head.b.requires_grad_(False),
+}
+LAZY = "`head` is computed when it is read"
+
+
+def planned_at_the_least(change):
+    model = Plain(32, change)
+    plans = recoup.plan(model, TOKENS, tiles=True, loss=LOSS)
+    plan = plans.plan(plans.least_bytes)
+    assert "tile: `head`" in str(plan)
+    return model, plan
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_logits_are_not_read_after_what_they_are_computed_from_has_changed(change):
+    model, plan = planned_at_the_least(switched)
+    with plan.applied():
+        logits = model(TOKENS)
+        CHANGES[change](model.head)
+        for read in (LOSS, torch.sum):  # in pieces, and whole
+            with pytest.raises(ChangedError, match=LAZY):
+                read(logits)
+
+
+def test_logits_of_other_weights_are_not_read():
+    """Code that swaps parameters for a call must read the logits within it."""
+    model, plan = planned_at_the_least(adapted)
+    with plan.applied():
+        others = {name: p.detach() * 2 for name, p in model.named_parameters()}
+        logits = torch.func.functional_call(model, others, (TOKENS,))
+        with pytest.raises(ChangedError, match=LAZY):
+            logits.sum()
+
+
+def test_logits_may_be_read_after_hooks_and_the_plan_have_gone():
+    model, plan = planned_at_the_least(switched)
+    with plan.applied():
+        hook = model.head.register_forward_hook(lambda module, args, output: None)
+        logits = model(TOKENS)
+        hook.remove()
+    assert torch.allclose(LOSS(logits), LOSS(model(TOKENS)))
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # it takes more
+def test_an_output_layer_that_has_become_another_runs_whole():
+    model, plan = planned_at_the_least(tied)
+    linear = model.head.forward
+    model.head.forward = lambda x: (
+        linear(x) + x.mean((1, 2), keepdim=True) * torch.arange(VOCABULARY)
+    )
+    want = of_loss(LOSS, model)
+    with plan.applied():
+        for a, b in zip(of_loss(LOSS, model), want, strict=True):
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm())
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # which has the whole logits
+def test_hooks_within_an_output_layer_see_it_whole():
+    model, plan = planned_at_the_least(adapted)
+    shapes = []
+    model.head.b.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    with plan.applied():
+        LOSS(model(TOKENS)).backward()
+    assert shapes == [(4, 64, VOCABULARY)]
+
+
+def test_a_cache_of_weights_within_an_output_layer_keeps_their_gradients():
+    def cached(model):
+        adapted(model)
+        nn.utils.parametrizations.weight_norm(model.head.b)
+
+    model, plan = planned_at_the_least(cached)
+    with plan.applied(), nn.utils.parametrize.cached():
+        logits = model(TOKENS)
+        assert model.head.b.weight.requires_grad
+        LOSS(logits.clone()).backward()
+    assert all(each.grad is not None for each in model.head.b.parameters())
+
+
+# -- around the model ------------------------------------------------------------------------------
+
+
+def test_what_is_removed_copied_and_pickled_is_the_model():
+    torch.manual_seed(0)
+    model = gpt2()
+    plan = recoup.plan(model, TOKENS, labels=LABELS, budget="6 MiB", tiles=True)
+    with plan.applied():
+        assert recoup.applied_plans(model) == [plan]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other(TOKENS, labels=LABELS).logits) is torch.Tensor
+        logits = model(TOKENS, labels=LABELS).logits
+        assert type(logits) is not torch.Tensor
+        assert type(pickle.loads(pickle.dumps(logits.detach()))) is torch.Tensor
+        made = model.eval().generate(TOKENS[:1, :5], max_new_tokens=3, do_sample=False)
+    assert made.shape == (1, 8)
+    assert is_plain(model)
+    assert type(model.train()(TOKENS, labels=LABELS).logits) is torch.Tensor
+
+
+def with_a_hook(model, start, x):
+    x.register_hook(lambda gradient: gradient * 2)
+    return x
+
+
+def with_a_graph_of_its_own(model, start, x):
+    with torch.enable_grad():
+        start = x.detach().requires_grad_()
+        return x + torch.autograd.grad(model.blocks[0](start).square().sum(), start)[0]
+
+
+def with_a_transform(model, start, x):
+    return x + torch.func.grad(lambda start: start.sin().square().sum())(x.detach())
+
+
+def with_a_gradient(model, start, x):
+    return x + torch.autograd.grad(x.square().sum(), start, create_graph=True)[0]
+
+
+WAYS = {
+    "hook": with_a_hook,
+    "retain_grad": lambda model, start, x: (x.retain_grad(), x)[1],
+    "graph of its own": with_a_graph_of_its_own,
+    "func": with_a_transform,
+    "grad": with_a_gradient,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_needs_a_graph(way):
+    def forward(model, tokens):
+        x = model.embedding(tokens)
+        start = x = x.detach().requires_grad_() if way == "grad" else x
+        for block in model.blocks:
+            x = x + block(x)
+        return model.head(WAYS[way](model, start, x))
+
+    parts = Plain()
+    model = Made(forward, embedding=parts.embedding, blocks=list(parts.blocks), head=parts.head)
+    model.double()
+    want = of_loss(LOSS, model)
+    plan = recoup.plan(model, TOKENS, loss=LOSS, tiles=True).plan("10 MiB")
+    assert plan.planned.tiled is not None
+    with plan.applied():
+        for a, b in zip(of_loss(LOSS, model), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
