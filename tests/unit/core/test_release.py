@@ -14,15 +14,9 @@ from recoup.schedules import constant
 STATE_BYTES = torch.get_rng_state().nbytes
 
 
-class Block(nn.Module):
-    """A block that draws, and whose outputs can be seen."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(torch.tanh(self.linear(x)))
+def block():
+    """One that draws."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
 
 
 def num_states():
@@ -32,14 +26,14 @@ def num_states():
 
 
 def test_random_states_are_freed_as_backward_goes_on():
-    blocks = [Block() for _ in range(8)]
+    blocks = [block() for _ in range(8)]
     chain = recoup.Sequential(*blocks, memory=constant(["recompute"] * 7 + ["keep"]))
     gc.collect()
     around = num_states()  # of other tests
     output, seen = chain(torch.randn(2, 8)), []
     assert num_states() - around == 7  # the last stage keeps its residuals
-    for block in blocks:
-        block.linear.weight.register_hook(lambda _: seen.append(num_states() - around))
+    for each in blocks:
+        each[0].weight.register_hook(lambda _: seen.append(num_states() - around))
     output.sum().backward()
     assert seen == [7, 7, 6, 5, 4, 3, 2, 0]
 
@@ -62,7 +56,7 @@ def test_a_value_between_stages_outlives_the_output(memory):
         second = torch.autograd.grad(seen[0].sum(), [x, *blocks[0].parameters()])
         return [*first, *second, torch.rand(1)]
 
-    blocks = [Block() for _ in range(6)]
+    blocks = [block() for _ in range(6)]
     expected = gradients(nn.Sequential(*blocks))
     found = gradients(recoup.Sequential(*blocks, memory=memory))
     assert all(map(torch.equal, found, expected))
