@@ -221,13 +221,11 @@ def test_a_step_that_fails_after_changing_gradients(kind, how, when):
 @pytest.mark.parametrize("use", ["step", "kept", "unscale", "as_grad"])
 def test_gradients_with_a_graph_are_not_changed_in_place(use):
     """The graph needs them, and autograd gives one object to both sides of a sum."""
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    ends = []
+    x, ends = torch.tensor([1.0, 2.0], requires_grad=True), []
     for with_graph in (False, True):
         params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if use == "unscale" else None
-        settings = {"momentum": 0.9, "nesterov": True, "foreach": True}
-        optimizer = torch.optim.SGD(params, lr=0.1, **settings)
+        scaler = scaler_of(4.0) if use == "unscale" else None
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
         for _ in range(3):
             store = GradStore(params)
             loss = ((params[0] + params[1]) * x.pow(3)).sum()
@@ -247,8 +245,7 @@ def test_gradients_with_a_graph_are_not_changed_in_place(use):
                 (found,) = torch.autograd.grad(store[params[0]].sum(), x)
                 torch.testing.assert_close(found, 3 * x.detach() ** 2)
         ends.append(params)
-    for one, other in zip(*ends, strict=True):
-        assert torch.equal(one, other)
+    assert same(*ends)
 
 
 # -- scalers ---------------------------------------------------------------------------------------

@@ -205,23 +205,6 @@ def test_another_type_is_that_of_later_sums_too(dtype):
     assert away.weight == 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.double(),
-        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
-        lambda model: nn.utils.parametrize.register_parametrization(model, "weight", nn.Identity()),
-    ],
-    ids=["double", "load_state_dict", "parametrize"],
-)
-def test_parameters_that_stay_keep_their_gradients(change):
-    model = nn.Linear(4, 4)
-    store = GradStore.from_backward(model(torch.ones(2, 4)).sum(), model.parameters())
-    change(model)
-    store.step(torch.optim.SGD(model.parameters(), lr=1.0))
-    assert len(store) == 0
-
-
 # -- names and files -------------------------------------------------------------------------------
 
 
