@@ -112,33 +112,6 @@ def test_create_graph_through_a_reentrant_checkpoint(x):
         GradStore.from_backward(module(x).sum(), module.parameters(), create_graph=True)
 
 
-class RunsWithin(torch.autograd.Function):
-    """A checkpoint of the reentrant kind under a name that says nothing of it."""
-
-    @staticmethod
-    def forward(ctx, layer, x):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.layer(x), gradient)
-        return None, x.grad
-
-
-@pytest.mark.parametrize("way", ["harvest", "collecting"])
-def test_a_plain_backward_reaches_leaves_that_nothing_shows(way, x):
-    first, layer = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-    want = plain(nn.Sequential(first, layer), [x], torch.sum)
-    store = GradStore([*first.parameters(), *layer.parameters()])
-    collect(store, RunsWithin.apply(layer, first(x)).sum(), way)
-    assert_holds(store, nn.Sequential(first, layer), want)
-
-
 # -- hooks -----------------------------------------------------------------------------------------
 
 
