@@ -199,8 +199,7 @@ def default_dtype():
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [nullcontext, default_dtype, torch.inference_mode, partial(torch.autocast, "cpu")],
+    "setting", [nullcontext, default_dtype, torch.inference_mode, partial(torch.autocast, "cpu")]
 )
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_and_settings_of_torch_make_no_difference(threads, num_threads, setting):
