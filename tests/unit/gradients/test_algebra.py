@@ -214,14 +214,6 @@ def test_clip_norm_is_torchs_bit_by_bit(order, dtype, max_norm):
     assert all(torch.equal(store[param], param.grad) for param in params)
 
 
-def test_rows_that_are_listed_twice_are_clipped_as_one():
-    params = targets("sparse")
-    store = store_of("sparse", params)
-    numbers = numbers_of(store, params)
-    close(store.clip_norm_(1.0), numbers.norm())
-    close(numbers_of(store, params), numbers / (numbers.norm() + 1e-6))
-
-
 # -- memory, layouts and types ---------------------------------------------------------------------
 
 

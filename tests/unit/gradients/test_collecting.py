@@ -108,18 +108,6 @@ def test_leaves_that_are_no_targets(mode):
     assert torch.equal(store[w], want_w)
 
 
-@pytest.mark.parametrize("mode", ["auto", "grad"])
-def test_tensors_within_the_graph(mode):
-    w, x = parameter(), parameter()
-    inside = (w @ w).tanh()
-    want_x, want = torch.autograd.grad((inside @ x).sum(), [x, inside], retain_graph=True)
-    store = GradStore([inside])
-    (dx,) = store.backward((inside @ x).sum(), inputs=x, mode=mode)
-    assert torch.equal(store[inside], want)
-    assert torch.equal(dx, want_x)
-    assert w.grad is None
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("named", [False, True])
 def test_one_parameter_counts_once(named, way):
