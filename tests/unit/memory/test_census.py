@@ -202,7 +202,7 @@ def test_kept_bytes_are_those_that_the_tracker_sees(name):
         result = fn()
         nodes = [each.grad_fn for each in (result if isinstance(result, tuple) else (result,))]
         del result
-        expected = tracker.current_bytes
+    expected = tracker.current_bytes
     assert all(nodes)
     assert residuals(fn).total_bytes("keep") == expected > 0
 
