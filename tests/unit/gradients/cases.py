@@ -138,6 +138,17 @@ def loss_of(output: Tensor) -> Tensor:
     return output.double().sin().sum()
 
 
+def holding(params, *gradients, weight: float = 1.0) -> GradStore:
+    """A store; a number stands for a gradient full of it, and None for no gradient."""
+    store = GradStore(params)
+    for param, gradient in zip(params, gradients, strict=False):
+        if gradient is not None:
+            is_given = isinstance(gradient, Tensor)
+            store.add_(param, gradient if is_given else torch.full_like(param, gradient))
+    store.weight = weight
+    return store
+
+
 def collect(
     store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
 ) -> None:

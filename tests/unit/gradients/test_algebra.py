@@ -15,7 +15,7 @@ import recoup
 from recoup import GradStore
 from recoup.errors import GradientError
 from tests.alive import no_collector
-from tests.unit.gradients.cases import WAYS, collect
+from tests.unit.gradients.cases import WAYS, collect, holding
 
 ROWS = torch.tensor([[0, 2, 0, 5]])
 
@@ -45,15 +45,6 @@ ROUGH = {"types": 1e-2, "complex": 1e-6}
 
 def targets(kind):
     return [nn.Parameter(torch.zeros_like(make().to_dense())) for make in KINDS[kind]]
-
-
-def holding(params, *gradients, weight=1.0):
-    store = GradStore(params)
-    for param, gradient in zip(params, gradients, strict=True):
-        if gradient is not None:
-            store.add_(param, gradient)
-    store.weight = weight
-    return store
 
 
 def store_of(kind, params, weight=1.0):

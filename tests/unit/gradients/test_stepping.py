@@ -12,6 +12,7 @@ from torch import nn
 import recoup
 from recoup import GradStore
 from recoup.errors import GradientError
+from tests.unit.gradients.cases import holding
 
 
 def parameters(count=3, size=4):
@@ -21,16 +22,6 @@ def parameters(count=3, size=4):
 def twins(count=3):
     params = parameters(count)
     return params, copy.deepcopy(params)
-
-
-def holding(params, *gradients):
-    """A store; a number stands for a gradient full of it."""
-    store = GradStore(params)
-    for param, gradient in zip(params, gradients, strict=False):
-        if gradient is not None:
-            store.add_(param, torch.full_like(param, gradient))
-    store.weight = 1.0
-    return store
 
 
 def same(one, other):

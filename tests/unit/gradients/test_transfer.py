@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import LAYERS, assert_holds, loss_of, made
+from tests.unit.gradients.cases import LAYERS, assert_holds, holding, loss_of, made
 
 
 class Words(nn.Module):
@@ -70,20 +70,13 @@ def memory(gradients):
 # -- a mapping -------------------------------------------------------------------------------------
 
 
-def filled(*targets, value=2.0):
-    store = GradStore(targets)
-    for target in targets:
-        store.add_(target, torch.full_like(target, value))
-    return store
-
-
 def parameters(*sizes):
     return [nn.Parameter(torch.ones(size)) for size in sizes]
 
 
 def test_an_assigned_gradient_replaces_and_is_a_copy():
     w, b = parameters((2, 3), 3)
-    store, given = filled(w, b), torch.arange(6.0).reshape(2, 3)
+    store, given = holding([w, b], 2.0, 2.0), torch.arange(6.0).reshape(2, 3)
     store.weight = 5.0
     store[w] = given
     given.zero_()
@@ -108,7 +101,7 @@ def test_an_assigned_gradient_replaces_and_is_a_copy():
 
 def test_laws_of_a_mapping():
     a, b, c = parameters(3, 3, 5)
-    store, other = filled(a, c), filled(b, c, value=7.0)
+    store, other = holding([a, c], 2.0, 2.0), holding([b, c], 7.0, 7.0)
     assert a in store
     assert not {b, "a"} & set(store)
     assert b not in store
