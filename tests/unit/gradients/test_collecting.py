@@ -181,7 +181,7 @@ def test_hessian_times_vector():
     want = torch.autograd.functional.hvp(loss, w, v)[1]
     store = GradStore([w])
     store.backward(loss(w) / 2, create_graph=True)
-    store.extend_(GradStore.from_backward(loss(w) / 2, [w], create_graph=True))
+    store.extend_(GradStore.from_backward(loss(w), [w], create_graph=True), alpha=0.5)
     second = GradStore.from_backward((store[w] * v).sum(), [w])
     torch.testing.assert_close(second[w], want)
     assert store[w].requires_grad
