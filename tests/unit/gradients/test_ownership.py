@@ -141,6 +141,13 @@ def test_gradients_with_a_graph_are_not_changed_in_place(add):
     torch.testing.assert_close(second[a], (36 * a**3).detach())
 
 
+def test_one_gradient_of_two_is_copied_when_its_graph_is_cut():
+    a, b = leaf(4), leaf(4)
+    store = GradStore.from_backward((a + b).square().sum(), [a, b], create_graph=True).detach_()
+    store[a].zero_()
+    assert store[b].all()
+
+
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_from_grad(is_sparse):
     layer = nn.Embedding(9, 3, sparse=is_sparse)
