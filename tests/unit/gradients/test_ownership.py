@@ -167,6 +167,25 @@ def test_from_grad(is_sparse):
 # -- and no copy where it is not needed ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", ["auto", "harvest", "collecting", "from_grad"])
+def test_the_first_gradient_is_adopted(way):
+    """A store of fresh gradients takes what plain backward takes, and no temporary besides."""
+    weight, x = nn.Parameter(torch.randn(256, 256)), torch.randn(4, 256)
+    num_bytes = weight.nbytes
+
+    def run():
+        store = GradStore([weight])
+        if way == "from_grad":
+            (x @ weight).sum().backward()
+            return store.extend_(GradStore.from_grad([weight]))
+        collect(store, (x @ weight).sum(), way)
+        return store
+
+    got = recoup.measure(run, device="cpu", repeats=0)
+    assert num_bytes <= got.held_bytes < 1.1 * num_bytes
+    assert got.peak_bytes < 1.1 * num_bytes
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_what_is_added_is_taken_over_or_copied_once(own):
     weight, buffer = nn.Parameter(torch.zeros(3)), torch.ones(6)
