@@ -57,7 +57,8 @@ def test_equal_bits_are_equal_and_one_entry_or_the_order_of_two_is_seen(size, dt
     for place in {0, size // 2, size - 1}:
         by = 1 / math.sqrt(size)  # which rounding to half precision may hide
         assert off(first, changed(first, place)) > 1 or by < 10 * tolerance_of(dtype)
-    for one, other in ((0, 1), (0, 16), (3, 4096), (20, 40000), (69999, 5)):
+    pairs = (0, 1), (0, 16), (3, 4096), (20, 40000), (69999, 5), (5, 5 + 2**15)
+    for one, other in pairs:
         if max(one, other) < size and dtype not in INTEGERS:
             assert off(*swapped(first, one, other, [40.0, -40.0])) > 1
 
