@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")])
+OTHERS = [ROOT / f"{name}.md" for name in ("CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))  # run when the site is built
 
 
@@ -19,10 +20,14 @@ def test_python_blocks_run(page):
         exec(compile(block, page.name, "exec"), {})
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *TUTORIALS], ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    if page.parent == ROOT:
+        for target in re.findall(r"`((?:tests|src|docs)/[\w/.-]+)`", text):
+            assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
 def test_the_tests_that_pages_name_exist():

@@ -27,28 +27,20 @@ def modules_with_examples():
 MODULES = modules_with_examples()
 
 
-def run_examples(module):
-    """Run the examples of `module`: how many there were, and what was said of those that fail.
-
-    Each runs as a reader would run what is printed: with the names that it imports itself.
-    """
+@pytest.mark.sampled(15)
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name):
+    """Each runs as a reader would run what is printed: with the names that it imports itself."""
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
-    report = io.StringIO()
-    num_examples = 0
+    report, num_examples = io.StringIO(), 0
+    module = importlib.import_module(name)
     for test in doctest.DocTestFinder().find(module, globs={"__name__": "__main__"}):
         torch.manual_seed(0)
         num_examples += len(test.examples)
         runner.run(test, out=report.write)
-    return num_examples, report.getvalue()
+    assert not report.getvalue(), report.getvalue()
+    assert num_examples > 0, f"{name} has `>>>` in a place where no docstring is"
 
 
 def test_there_are_examples():
     assert MODULES
-
-
-@pytest.mark.sampled(15)
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_of(name):
-    num_examples, report = run_examples(importlib.import_module(name))
-    assert not report, report
-    assert num_examples > 0, f"{name} has `>>>` in a place where no docstring is"

@@ -40,18 +40,16 @@ def tracked_files():
 FILES = tracked_files()
 
 
-def text_lines():
-    """Each line of each text file, with where it stands."""
-    for path in FILES:
-        content = path.read_bytes()
-        if b"\0" in content:
-            continue
-        for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
-            yield f"{path.relative_to(ROOT)}:{number}", line
-
-
 def lines_matching(pattern):
-    return [f"{where}: {line.strip()}" for where, line in text_lines() if pattern.search(line)]
+    """Lines of text files, each with where it stands."""
+    texts = {path: path.read_bytes() for path in FILES}
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, content in texts.items()
+        if b"\0" not in content
+        for number, line in enumerate(content.decode("utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
 
 
 def asserts_in(source):
@@ -116,23 +114,14 @@ def test_no_assert_guards_a_user():
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_nothing_is_left_for_later():
-    assert lines_matching(UNFINISHED) == []
+@pytest.mark.parametrize("pattern", [UNFINISHED, MACHINE_PATH], ids=["for later", "of a machine"])
+def test_nothing_is_left(pattern):
+    assert lines_matching(pattern) == []
 
 
-def test_no_path_of_a_machine():
-    assert lines_matching(MACHINE_PATH) == []
-
-
-def test_unfinished_work_is_found():
+def test_what_must_not_be_there_would_be_found():
     assert UNFINISHED.search("# to".upper() + "DO: more")
-
-
-@pytest.mark.parametrize("folder", ["home", "root", "tmp"])
-def test_the_path_of_a_machine_is_found(folder):
-    assert MACHINE_PATH.search("/".join(['open("', folder, 'notes.md")']))
-    assert not MACHINE_PATH.search("/".join(["https://example.org", folder, "notes.md"]))
-
-
-def test_an_assert_is_found():
+    for folder in ("home", "root", "tmp"):
+        assert MACHINE_PATH.search("/".join(['open("', folder, 'notes.md")']))
+        assert not MACHINE_PATH.search("/".join(["https://example.org", folder, "notes.md"]))
     assert asserts_in("def f(x):\n    assert x\n") == [2]

@@ -59,17 +59,12 @@ def test_what_workflows_make_can_be_made(name):
 
 
 @in_a_repository
-def test_actions_of_others_are_pinned():
+def test_workflows_pin_actions_of_others_and_only_what_publishes_may_write():
     """By commit; a tag may be moved. The one that publishes keeps up with the package index."""
     for path in (GITHUB / "workflows").glob("*.yml"):
         for action in (step["uses"] for step in steps_of(path.name) if "uses" in step):
             if action != "pypa/gh-action-pypi-publish@release/v1":
                 assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
-
-
-@in_a_repository
-def test_only_the_jobs_that_publish_may_write():
-    for path in (GITHUB / "workflows").glob("*.yml"):
         workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert workflow["permissions"] == {"contents": "read"}, path.name
         writing = {name for name, job in workflow["jobs"].items() if "permissions" in job}
@@ -93,17 +88,6 @@ def test_templates_of_issues_ask_for_what_the_command_prints():
 
 def test_the_citation_has_the_version():
     assert yaml.safe_load(text_of("CITATION.cff"))["version"] == recoup.__version__
-
-
-@pytest.mark.parametrize(
-    "page", ["ARCHITECTURE.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"]
-)
-def test_pages_beside_the_readme_link_to_what_is_there(page):
-    text = text_of(page)
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (ROOT / target).exists(), target
-    for target in re.findall(r"`((?:tests|src|docs|\.github)/[\w/.-]+)`", text):
-        assert (ROOT / target).exists() or target.startswith(".github"), target
 
 
 def test_addresses_are_those_of_where_it_is_built(monkeypatch):

@@ -22,9 +22,8 @@ ENTRIES = [
         r"^\.\. (?:auto|py:)\w+:: (\S+)$", page.read_text(encoding="utf-8"), re.M
     )
 ]
-PACKAGES = [recoup, recoup.gradients, recoup.memory] + [
-    value for name in recoup.__all__ if isinstance(value := getattr(recoup, name), ModuleType)
-]
+MODULES = {name for name in recoup.__all__ if isinstance(getattr(recoup, name), ModuleType)}
+PACKAGES = [recoup, recoup.gradients, recoup.memory, *(getattr(recoup, m) for m in sorted(MODULES))]
 
 
 def object_of(entry):
@@ -39,6 +38,13 @@ def test_every_public_name_is_in_the_reference(package):
     documented = {id(object_of(entry)) for entry in ENTRIES}
     missing = [name for name in package.__all__ if id(getattr(package, name)) not in documented]
     assert not missing, f"{package.__name__}: name {missing} on a page of docs/api"
+
+
+def test_what_the_reference_names_is_public():
+    """A name of `recoup` does not go from `__all__` unseen."""
+    named = {entry.removeprefix("recoup.") for entry in ENTRIES if entry.count(".") == 1}
+    assert named | {"__version__"} >= set(recoup.__all__) - MODULES
+    assert named - {"__main__", "gradients", "integrations", "memory"} <= set(recoup.__all__)
 
 
 def test_nothing_is_in_the_reference_twice():

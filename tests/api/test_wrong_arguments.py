@@ -177,19 +177,15 @@ CALLS: Calls = {
     "Sequential": (recoup.Sequential, lambda: {"modules": linear()}),
     "offloading": (then(recoup.offloading, enter), dict),
     "tiled": (then(recoup.tiled, lambda fn: fn(x())), lambda: {"fn": nn.Tanh(), "dim": 0}),
-    "tiled_loss": (
-        then(recoup.tiled_loss, lambda fn: fn(x())),
-        lambda: {"fn": lambda rows: rows.square().mean(), "dim": 0},
-    ),
+    "tiled_loss": (then(recoup.tiled_loss, lambda fn: fn(x())),
+        lambda: {"fn": lambda rows: rows.square().mean(), "dim": 0}),
     "measure": (recoup.measure, lambda: {"fn": lambda: MODEL(x())}),
     "residuals": (recoup.residuals, lambda: {"fn": lambda: MODEL(x())}),
     "timeline": (recoup.timeline, lambda: {"model": model(), "example_args": x()}),
     "format_bytes": (format_bytes, lambda: {"num_bytes": 5}),
     "parse_bytes": (parse_bytes, lambda: {"value": "5 MiB"}),
     "load_builder": (load_builder, lambda: {"name": "os.path:join"}),
-    "plan": (
-        recoup.plan, lambda: {"model": model(), "example_args": x(), "budget": "1 MiB"},
-    ),
+    "plan": (recoup.plan, lambda: {"model": model(), "example_args": x(), "budget": "1 MiB"}),
     "largest": (
         recoup.largest,
         lambda: {"build_batch": lambda n: torch.randn(n, 4), "model": model(), "budget": "4 KiB",
@@ -197,13 +193,9 @@ CALLS: Calls = {
     ),
     "applied_plans": (recoup.applied_plans, lambda: {"model": model()}),
     "GradStore": (recoup.GradStore, lambda: {"params": MODEL.parameters()}),
-    "GradStore.from_backward": (
-        recoup.GradStore.from_backward,
-        lambda: {"outputs": MODEL(x()).sum(), "params": MODEL.parameters()},
-    ),
-    "GradStore.from_grad": (
-        recoup.GradStore.from_grad, lambda: {"params": after_backward()},
-    ),
+    "GradStore.from_backward": (recoup.GradStore.from_backward,
+        lambda: {"outputs": MODEL(x()).sum(), "params": MODEL.parameters()}),
+    "GradStore.from_grad": (recoup.GradStore.from_grad, lambda: {"params": after_backward()}),
     **{
         f"GradStore.{name}": (of_store(name), make)
         for name, make in {
@@ -228,10 +220,8 @@ CALLS: Calls = {
     },
     "GradStore.unscale_": (unscaled, of_scaler),
     "step": (recoup.step, lambda: {"optimizer": optimizer(MODEL), "stores": collected()}),
-    "segments_backward": (
-        recoup.segments_backward,
-        lambda: {"segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected()},
-    ),
+    "segments_backward": (recoup.segments_backward,
+        lambda: {"segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected()}),
     "weight_dropout": (recoup.weight_dropout, lambda: {"module": model()}),
     "weight_noise": (recoup.weight_noise, lambda: {"module": model()}),
     "weight_norm": (recoup.weight_norm, lambda: {"module": model()}),
@@ -239,20 +229,15 @@ CALLS: Calls = {
     "weights.applied": (weights.applied, lambda: {"module": noisy()}),
     "weights.disabled": (then(weights.disabled, enter), lambda: {"module": noisy()}),
     "weights.enabled": (then(weights.enabled, enter), lambda: {"module": noisy()}),
-    "weights.freeze_dropped": (
-        weights.freeze_dropped,
-        lambda: {"optimizer": optimizer(dropped := noisy()), "module": dropped},
-    ),
-    "weights.kl_divergence": (
-        weights.kl_divergence, lambda: {"module": noisy(), "prior_std": 1.0},
-    ),
+    "weights.freeze_dropped": (weights.freeze_dropped,
+        lambda: {"optimizer": optimizer(dropped := noisy()), "module": dropped}),
+    "weights.kl_divergence": (weights.kl_divergence, lambda: {"module": noisy(), "prior_std": 1.0}),
     "weights.remove": (weights.remove, lambda: {"module": noisy()}),
     "weights.same_draw": (then(weights.same_draw, enter), dict),
     "weights.set_step": (weights.set_step, lambda: {"module": noisy(), "step": 1}),
     "weights.step": (then(weights.step, enter), lambda: {"module": noisy()}),
-    "weights.to_plain_names": (
-        weights.to_plain_names, lambda: {"state_dict": model().state_dict()},
-    ),
+    "weights.to_plain_names": (weights.to_plain_names,
+        lambda: {"state_dict": model().state_dict()}),
     "weights.twin": (weights.twin, lambda: {"module": noisy()}),
     "weights.update": (weights.update, lambda: {"module": noisy(), "p": 0.1}),
     "flows.NICE": (flows.NICE, lambda: {**OF_VECTORS}),
@@ -261,68 +246,51 @@ CALLS: Calls = {
     "flows.FlowPlusPlus": (flows.FlowPlusPlus, lambda: {**OF_IMAGES}),
     "flows.IResNet": (flows.IResNet, lambda: {**OF_IMAGES}),
     "flows.Flow": (flows.Flow, lambda: {"chain": halves(), "shape": (4,)}),
-    "flows.ConvNetwork": (
-        flows.ConvNetwork, lambda: {"in_channels": 2, "out_channels": 2, "width": 4},
-    ),
-    "flows.DenseNetwork": (
-        flows.DenseNetwork, lambda: {"in_features": 2, "out_features": 2, "width": 4},
-    ),
+    "flows.ConvNetwork": (flows.ConvNetwork,
+        lambda: {"in_channels": 2, "out_channels": 2, "width": 4}),
+    "flows.DenseNetwork": (flows.DenseNetwork,
+        lambda: {"in_features": 2, "out_features": 2, "width": 4}),
     "flows.Logistic": (flows.Logistic, lambda: {"loc": 0.0, "scale": 1.0}),
-    "flows.fit": (
-        flows.fit,
-        lambda: {"flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False},
-    ),
-    "flows.coded_bits_per_dim": (
-        flows.coded_bits_per_dim, lambda: {"x": torch.zeros(2, 1, 4, 4, dtype=torch.uint8)},
-    ),
-    "flows.typicality": (
-        flows.typicality, lambda: {"flow": flow(), "x": x(), "reference_bits": torch.ones(3)},
-    ),
+    "flows.fit": (flows.fit,
+        lambda: {"flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False}),
+    "flows.coded_bits_per_dim": (flows.coded_bits_per_dim,
+        lambda: {"x": torch.zeros(2, 1, 4, 4, dtype=torch.uint8)}),
+    "flows.typicality": (flows.typicality,
+        lambda: {"flow": flow(), "x": x(), "reference_bits": torch.ones(3)}),
     "Flow.log_prob": (FLOW.log_prob, lambda: {"x": x()}),
     "Flow.sample": (FLOW.sample, lambda: {"n": 2}),
     "Flow.vary": (FLOW.vary, lambda: {"x": x(), "indices": 0}),
     "Flow.interpolate": (FLOW.interpolate, lambda: {"x0": x(), "x1": x(), "steps": 3}),
     "Flow.reconstruct": (FLOW.reconstruct, lambda: {"x": x()}),
     "ActNorm": (invertible.ActNorm, lambda: {"num_channels": 4}),
-    "AdditiveCoupling": (
-        invertible.AdditiveCoupling, lambda: {"network": nn.Linear(2, 2), "exact": True},
-    ),
+    "AdditiveCoupling": (invertible.AdditiveCoupling,
+        lambda: {"network": nn.Linear(2, 2), "exact": True}),
     "AffineCoupling": (invertible.AffineCoupling, lambda: {"network": nn.Linear(2, 4)}),
     "MixtureCoupling": (invertible.MixtureCoupling, lambda: {"network": nn.Linear(2, 52)}),
     "Chain": (invertible.Chain, lambda: {"modules": invertible.Flip()}),
     "Dequantize": (invertible.Dequantize, lambda: {"levels": 17}),
-    "VariationalDequantize": (
-        invertible.VariationalDequantize, lambda: {"levels": 17, "chain": halves()},
-    ),
+    "VariationalDequantize": (invertible.VariationalDequantize,
+        lambda: {"levels": 17, "chain": halves()}),
     "DriftGuard": (invertible.DriftGuard, dict),
     "Flatten": (invertible.Flatten, lambda: {"shape": (4,)}),
     "Flip": (invertible.Flip, dict),
     "InvertibleConv1x1": (invertible.InvertibleConv1x1, lambda: {"num_channels": 4}),
     "InvertibleConv1x1LU": (invertible.InvertibleConv1x1LU, lambda: {"num_channels": 4}),
-    "InvertibleConv1x1LU.from_plain": (
-        invertible.InvertibleConv1x1LU.from_plain,
-        lambda: {"plain": invertible.InvertibleConv1x1(2)},
-    ),
-    "InvertibleResidual": (
-        invertible.InvertibleResidual, lambda: {"network": invertible.LipschitzLinear(4, 4)},
-    ),
+    "InvertibleConv1x1LU.from_plain": (invertible.InvertibleConv1x1LU.from_plain,
+        lambda: {"plain": invertible.InvertibleConv1x1(2)}),
+    "InvertibleResidual": (invertible.InvertibleResidual,
+        lambda: {"network": invertible.LipschitzLinear(4, 4)}),
     "LipSwish": (invertible.LipSwish, dict),
-    "LipschitzConv2d": (
-        invertible.LipschitzConv2d,
-        lambda: {"in_channels": 2, "out_channels": 2, "kernel_size": 3},
-    ),
-    "LipschitzLinear": (
-        invertible.LipschitzLinear, lambda: {"in_features": 2, "out_features": 2},
-    ),
+    "LipschitzConv2d": (invertible.LipschitzConv2d,
+        lambda: {"in_channels": 2, "out_channels": 2, "kernel_size": 3}),
+    "LipschitzLinear": (invertible.LipschitzLinear, lambda: {"in_features": 2, "out_features": 2}),
     "Logit": (invertible.Logit, dict),
     "Normalize": (invertible.Normalize, lambda: {"mean": 0.5, "std": 0.5}),
     "Permute": (invertible.Permute, lambda: {"permutation": [1, 0]}),
     "Split": (invertible.Split, dict),
     "Squeeze": (invertible.Squeeze, dict),
-    "check_invertible": (
-        invertible.check_invertible,
-        lambda: {"module": invertible.Flip(), "x": torch.randn(2, 4)},
-    ),
+    "check_invertible": (invertible.check_invertible,
+        lambda: {"module": invertible.Flip(), "x": torch.randn(2, 4)}),
     **{f"schedules.{name}": (getattr(schedules, name), lambda: {"n": 4})
        for name in ("linear", "sqrt", "log", "offloaded")},
     **{f"schedules.{name}": (getattr(schedules, name), lambda: {"n": 4, "slots": 2})
@@ -332,12 +300,9 @@ CALLS: Calls = {
     "schedules.frontier": (schedules.frontier, lambda: {"costs": [COST] * 3}),
     "schedules.optimal": (schedules.optimal, lambda: {"costs": [COST] * 3, "budget": 100}),
     "schedules.simulate": (schedules.simulate, lambda: {"schedule": schedules.sqrt(4)}),
-    "schedules.trace": (
-        schedules.trace, lambda: {"schedule": schedules.sqrt(3), "costs": [COST] * 3},
-    ),
-    "estimate": (
-        recoup.estimate, lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"},
-    ),
+    "schedules.trace": (schedules.trace,
+        lambda: {"schedule": schedules.sqrt(3), "costs": [COST] * 3}),
+    "estimate": (recoup.estimate, lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"}),
     "curve": (
         recoup.curve,
         lambda: {"build": "tests.api.test_wrong_arguments:step_of", "depths": [1],
@@ -352,9 +317,8 @@ CALLS: Calls = {
     "StepLine.levels": (LINE.levels, lambda: {"phase": "backward"}),
     "StepLine.starts": (LINE.starts, lambda: {"phase": "backward"}),
     "Frontier.plan": (FRONTIER.plan, lambda: {"budget": "1 MiB"}),
-    "GradStore.collecting": (
-        then(of_store("collecting"), backward_within), lambda: {"params": MODEL.parameters()},
-    ),
+    "GradStore.collecting": (then(of_store("collecting"), backward_within),
+        lambda: {"params": MODEL.parameters()}),
     "Draw.normal": (weights.Draw(x(), 5).normal, lambda: {"shape": (2,)}),
     "Draw.uniform": (weights.Draw(x(), 5).uniform, lambda: {"shape": (2,)}),
     "Draw.bernoulli": (weights.Draw(x(), 5).bernoulli, lambda: {"p": 0.5, "shape": (2,)}),
@@ -362,9 +326,8 @@ CALLS: Calls = {
     "Flow.inverse": (FLOW.inverse, lambda: {"latents": FLOW(x())[0]}),
     "Flow.bits_per_dim": (FLOW.bits_per_dim, lambda: {"x": x()}),
     "Flow.parts": (FLOW.parts, lambda: {"x": x()}),
-    "flows.complexity_ratio": (
-        flows.complexity_ratio, lambda: {"flow": GLOW, "x": torch.zeros(2, 1, 4, 4).byte()},
-    ),
+    "flows.complexity_ratio": (flows.complexity_ratio,
+        lambda: {"flow": GLOW, "x": torch.zeros(2, 1, 4, 4).byte()}),
     "DriftGuard.of": (invertible.DriftGuard.of, lambda: {"drift": "raise"}),
     **{
         f"{type(layer).__name__}.{way}": (getattr(layer, way), lambda y=y, at=at: {at: y()})
@@ -374,9 +337,8 @@ CALLS: Calls = {
     "Cost": (schedules.Cost, lambda: {"seconds": 1.0, "state_bytes": 4, "tape_bytes": 8}),
     "Cost.tape": (COST.tape, lambda: {"variant": 0}),
     "SelectiveTape": (schedules.SelectiveTape, lambda: {"tape_bytes": 4, "seconds": 1.0}),
-    "Schedule": (
-        schedules.Schedule, lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions},
-    ),
+    "Schedule": (schedules.Schedule,
+        lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions}),
     "lightning.MemoryBudget": (LightningBudget, lambda: {"budget": "1 MiB"}),
     "transformers.MemoryBudget": (TransformersBudget, lambda: {"budget": "1 MiB"}),
 }  # fmt: skip

@@ -17,18 +17,18 @@ class Mode(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_threads_whose_modes_overlap_leave_the_flags_as_they_were(fails):
+def test_flags_stay_as_they_were_within_a_mode_and_where_threads_overlap(fails):
     """The thread that began first ends first: the other one found the flags set."""
     is_entered, is_left = threading.Event(), threading.Event()
 
-    def other():
+    def run():
         with suppress(KeyError), InMode(Mode()):
             is_entered.set()
             is_left.wait(10)
             if fails:
                 raise KeyError
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=run)
     with InMode(Mode()):
         thread.start()
         assert is_entered.wait(10)
@@ -36,13 +36,7 @@ def test_threads_whose_modes_overlap_leave_the_flags_as_they_were(fails):
     is_left.set()
     thread.join()
     assert not is_in_torch_dispatch_mode()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_within_a_mode_of_other_code_its_flags_stay(fails):
     with Mode():
-        with suppress(KeyError), InMode(Mode()):
-            if fails:
-                raise KeyError
+        run()
         assert is_in_torch_dispatch_mode()
     assert not is_in_torch_dispatch_mode()

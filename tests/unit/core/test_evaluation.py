@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from recoup.errors import RecoupError, ReplayError
-from recoup.invertible import (
-    AdditiveCoupling,
-    Chain,
-    InvertibleModule,
-)
+from recoup.invertible import AdditiveCoupling, Chain, InvertibleModule
 from tests.invertible_zoo import Direct, net
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
 from tests.zoo import leaf

@@ -18,10 +18,11 @@ from recoup._core import outcome, slots, surroundings
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import Chain
-from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape
+from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape, constant
+from tests.alive import no_collector
 from tests.invertible_zoo import invertible_chain_of
 from tests.oracle import Operators, hooks_in_force, loss_of_all
-from tests.zoo import chain_of, dense, leaf
+from tests.zoo import Fn, chain_of, dense, leaf
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +31,9 @@ def small_ones_too(monkeypatch):
 
 
 @pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+def without_collector():
+    with no_collector():
+        yield
 
 
 def is_second_run():
@@ -167,7 +166,7 @@ CODE = {
 
 @pytest.mark.parametrize("ends", ["backward", "never", "twice", "a gradient's"])
 @pytest.mark.parametrize("name", CODE)
-def test_reference_counting_alone_frees_a_region(name, ends, no_collector):
+def test_reference_counting_alone_frees_a_region(name, ends, without_collector):
     x = leaf(8, 64)
     for _ in range(2):  # looked at, and later
         with StorageTracker() as tracker:
@@ -188,7 +187,7 @@ def test_reference_counting_alone_frees_a_region(name, ends, no_collector):
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", 1, "inputs", "constant"])
-def test_reference_counting_alone_frees_a_chain(memory, no_collector):
+def test_reference_counting_alone_frees_a_chain(memory, without_collector):
     build = invertible_chain_of if memory == "constant" else chain_of
     modules, x = build("dropout")
     chain = (Chain if memory == "constant" else recoup.Sequential)(*modules, memory=memory)
@@ -291,20 +290,9 @@ VIEWS = {
 WAYS = {
     "checkpoint": recoup.checkpoint,
     "recompute": lambda fn, x: recoup.recompute(fn)(x),
-    "second of a chain": lambda fn, x: recoup.Sequential(nn.Identity(), Called(fn), memory="sqrt")(
-        x
-    ),
-    "first of a chain": lambda fn, x: recoup.Sequential(Called(fn), nn.Identity(), memory="log")(x),
+    "second of a chain": lambda fn, x: recoup.Sequential(nn.Identity(), Fn(fn), memory="sqrt")(x),
+    "first of a chain": lambda fn, x: recoup.Sequential(Fn(fn), nn.Identity(), memory="log")(x),
 }
-
-
-class Called(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
 
 
 @pytest.mark.parametrize("reads", ["nothing else", "the parameter", "another view of it"])
@@ -327,5 +315,50 @@ def test_a_region_that_is_given_a_view_of_a_parameter(code, view, way, reads):
 
     found, expected = step(WAYS[way]), step(lambda fn, x: fn(x))
     assert torch.equal(found, expected)
-    (found,), (expected,) = (torch.autograd.grad(g.sum(), p) for g in (found, expected))
-    assert torch.equal(found, expected)
+    assert torch.equal(*(torch.autograd.grad(g.sum(), p)[0] for g in (found, expected)))
+
+
+def num_states():
+    """The random states that are alive."""
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum(each.dtype is torch.uint8 and each.nbytes == STATE_BYTES for each in found)
+
+
+STATE_BYTES = torch.get_rng_state().nbytes
+
+
+def test_random_states_are_freed_as_backward_goes_on():
+    blocks = [dense(0.5, 8) for _ in range(8)]
+    chain = recoup.Sequential(*blocks, memory=constant(["recompute"] * 7 + ["keep"]))
+    gc.collect()
+    around = num_states()  # of other tests
+    output, seen = chain(torch.randn(2, 8)), []
+    assert num_states() - around == 7  # the last stage keeps its residuals
+    for each in blocks:
+        each[0].weight.register_hook(lambda _: seen.append(num_states() - around))
+    output.sum().backward()
+    assert seen == [7, 7, 6, 5, 4, 3, 2, 0]
+
+
+AGAIN = constant(["recompute"] * 5 + ["keep"])
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "log", AGAIN])
+def test_a_value_between_stages_outlives_the_output(memory):
+    """The stages above run no more, or for nothing, and the global stream goes on as it was."""
+
+    def gradients(chain):
+        torch.manual_seed(1)
+        x, seen = torch.randn(2, 8, requires_grad=True), []
+        handle = blocks[2].register_forward_hook(lambda *given: seen.append(given[2]))
+        output = chain(x)
+        handle.remove()
+        first = torch.autograd.grad(output.sum(), [x, *chain.parameters()], retain_graph=True)
+        del output
+        second = torch.autograd.grad(seen[0].sum(), [x, *blocks[0].parameters()])
+        return [*first, *second, torch.rand(1)]
+
+    blocks = [dense(0.5, 8) for _ in range(6)]
+    expected = gradients(nn.Sequential(*blocks))
+    found = gradients(recoup.Sequential(*blocks, memory=memory))
+    assert all(map(torch.equal, found, expected))

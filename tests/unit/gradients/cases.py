@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recoup
 from recoup import GradStore
 from tests.oracle import assert_same_tensor
 
@@ -52,13 +53,55 @@ class Tied(nn.Module):
         return self.a(self.b(torch.tanh(self.a(x)))) @ self.again.weight
 
 
+class Autocast(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Breaks(nn.Module):
+    """Backward reaches `last`, then a hook, then `first`; or fails there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.fails = False
+
+    def between(self, y):
+        y = y * 1.0
+        y.register_hook(self.hook)
+        return y
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+    def hook(self, gradient):
+        if self.fails:
+            raise RuntimeError("on purpose")
+
+
+def chain(memory):
+    """A chain of ours with a layer in two places, and dropout."""
+    shared = nn.Linear(4, 4)
+    stages = [shared, nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.3), shared, nn.Tanh()]
+    return recoup.Sequential(*stages, memory=memory)
+
+
+def noisy(apply):
+    return apply(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), ".*weight")
+
+
+def rows(size=5):
+    return torch.randn(size, 4)
+
+
 def words():
     return torch.randint(9, (5, 2))
 
 
 # In float64, unless the name says otherwise: the layer, and its input.
 LAYERS = {
-    "linear": (lambda: nn.Linear(4, 3), lambda: torch.randn(5, 4)),
+    "linear": (lambda: nn.Linear(4, 3), rows),
     "conv": (
         lambda: nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last),
         lambda: torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last),
@@ -68,15 +111,22 @@ LAYERS = {
     "lstm": (lambda: First(4, 3, 2), lambda: torch.randn(5, 2, 4)),
     "attention": (lambda: Attends(4, 2), lambda: torch.randn(3, 2, 4)),
     "complex": (Complex, lambda: torch.randn(5, 3)),
-    "tied": (Tied, lambda: torch.randn(5, 4)),
-    "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: torch.randn(5, 4).bfloat16()),
+    "tied": (Tied, rows),
+    "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
+}
+# Whose weights, or what is between them, are made again in backward.
+MADE_AGAIN = {
+    "autocast bfloat16": (lambda: Autocast(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), rows),
+    "dropout": (lambda: noisy(recoup.weight_dropout), rows),
+    "noise": (lambda: noisy(recoup.weight_noise), rows),
+    **{f"memory={memory}": (lambda m=memory: chain(m), rows) for memory in ("sqrt", "log", 2)},
 }
 
 
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
     """A layer and two inputs."""
-    build, make_input = LAYERS[name]
+    build, make_input = (LAYERS | MADE_AGAIN)[name]
     module, inputs = build(), [make_input(), make_input()]
     if name != "complex" and "bfloat16" not in name:
         module.double()
@@ -88,18 +138,32 @@ def loss_of(output: Tensor) -> Tensor:
     return output.double().sin().sum()
 
 
-def collect(store: GradStore, loss: Tensor, way: str, **settings) -> tuple[Tensor | None, ...]:
-    """Add the gradients of a loss to a store, in one of the ways."""
-    if way != "collecting":
-        return store.backward(loss, mode=way, **settings)
-    with store.collecting():
-        loss.backward(**settings)
-    return ()
+def holding(params, *gradients, weight: float = 1.0) -> GradStore:
+    """A store; a number stands for a gradient full of it, and None for no gradient."""
+    store = GradStore(params)
+    for param, gradient in zip(params, gradients, strict=False):
+        if gradient is not None:
+            is_given = isinstance(gradient, Tensor)
+            store.add_(param, gradient if is_given else torch.full_like(param, gradient))
+    store.weight = weight
+    return store
+
+
+def collect(
+    store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
+) -> None:
+    """Add the gradients of an output to a store, in one of the ways."""
+    if way == "collecting":
+        with store.collecting():
+            output.backward(seed, **settings)
+    else:
+        store.backward(output, seed, mode=way, **settings)
 
 
 def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Tensor]:
     """The sum of the gradients of a copy, each made by a backward of its own."""
     module = copy.deepcopy(module)
+    torch.manual_seed(3)
     total: dict[str, Tensor] = {}
     for x in inputs:
         module.zero_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import MODES, WAYS, Undisturbed, assert_holds, collect, made, plain
+from tests.unit.gradients.cases import (
+    MODES,
+    WAYS,
+    Breaks,
+    Undisturbed,
+    assert_holds,
+    collect,
+    made,
+    plain,
+)
 
 
 class Checkpointed(nn.Module):
@@ -101,33 +112,6 @@ def test_create_graph_through_a_reentrant_checkpoint(x):
         GradStore.from_backward(module(x).sum(), module.parameters(), create_graph=True)
 
 
-class RunsWithin(torch.autograd.Function):
-    """A checkpoint of the reentrant kind under a name that says nothing of it."""
-
-    @staticmethod
-    def forward(ctx, layer, x):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.layer(x), gradient)
-        return None, x.grad
-
-
-@pytest.mark.parametrize("way", ["harvest", "collecting"])
-def test_a_plain_backward_reaches_leaves_that_nothing_shows(way, x):
-    first, layer = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-    want = plain(nn.Sequential(first, layer), [x], torch.sum)
-    store = GradStore([*first.parameters(), *layer.parameters()])
-    collect(store, RunsWithin.apply(layer, first(x)).sum(), way)
-    assert_holds(store, nn.Sequential(first, layer), want)
-
-
 # -- hooks -----------------------------------------------------------------------------------------
 
 
@@ -164,24 +148,6 @@ def test_hooks_after_accumulation(way):
 # -- errors half way -------------------------------------------------------------------------------
 
 
-class Breaks(nn.Module):
-    """Backward reaches `last`, then a hook, then `first`; or fails there."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        self.fails = False
-
-    def forward(self, x):
-        y = self.first(x)
-        y.register_hook(self.hook)
-        return self.last(y)
-
-    def hook(self, gradient):
-        if self.fails:
-            raise RuntimeError("on purpose")
-
-
 @pytest.mark.parametrize("was_empty", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_half_way(way, was_empty, x):
@@ -190,6 +156,9 @@ def test_an_error_half_way(way, was_empty, x):
     if not was_empty:
         collect(store, sine(module(x)), way)
     before = {name: each.clone() for name, each in store.named(module).items()}
+    with Undisturbed(*module.parameters()), pytest.raises(KeyError), store.collecting():
+        raise KeyError  # before any backward
+    assert_holds(store, module, before)
     module.fails = True
     with Undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
         collect(store, sine(module(x)), way)
@@ -220,16 +189,12 @@ def test_an_error_half_way(way, was_empty, x):
         torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_before_any_backward(x):
-    module = Breaks()
-    store = GradStore.from_backward(module(x).sum(), module.parameters())
-    with Undisturbed(*module.parameters()), pytest.raises(KeyError), store.collecting():
-        raise KeyError
-    assert len(store) == 4
-    assert store.norm() > 0
-
-
 # -- misuse of `collecting` ------------------------------------------------------------------------
+
+
+def run_all(calls):
+    for call in calls:
+        call()
 
 
 def replaced(module, store):
@@ -250,18 +215,13 @@ MISUSES = {
 def test_what_would_lose_gradients_raises(name, is_last):
     module, (x, _) = made("linear")
     store = GradStore.from_backward(module(x).sum(), module.parameters())
-
-    def collect_and_misuse():
-        calls = [lambda: MISUSES[name](module, store), lambda: module(x).sum().backward()]
-        with store.collecting():
-            for call in reversed(calls) if is_last else calls:
-                call()
-
+    calls = [lambda: MISUSES[name](module, store), lambda: module(x).sum().backward()]
     with (
         Undisturbed(*module.parameters()),
         pytest.raises(GradientError, match="Within `collecting`"),
+        store.collecting(),
     ):
-        collect_and_misuse()
+        run_all(reversed(calls) if is_last else calls)
     with pytest.raises(GradientError, match="Call `clear"):
         store.clone()
 
@@ -289,21 +249,9 @@ def test_a_tensor_that_was_resized():
 
 
 def in_threads(*calls):
-    errors = []
-
-    def run(call):
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for each in [pool.submit(call) for call in calls]:
+            each.result()
 
 
 @pytest.mark.parametrize("mode", ["auto", "grad"])
@@ -331,12 +279,10 @@ def test_while_another_thread_collects(way):
     module, (x, _) = made("linear")
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
     is_refused = way in ("harvest", "collecting")
+    refused = pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"')
 
     def other():
-        if is_refused:
-            with pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"'):
-                collect(inner, module(x).sum(), way)
-        else:
+        with refused if is_refused else nullcontext():
             collect(inner, module(x).sum(), way)
 
     with Undisturbed(*module.parameters()), outer.collecting():

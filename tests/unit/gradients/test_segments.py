@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import re
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,17 @@ from torch import nn
 import recoup
 from recoup.errors import ChangedError, NotInvertibleError, ReplayError
 from recoup.invertible import AdditiveCoupling
-from tests.oracle import assert_same_tensor
-from tests.unit.gradients.cases import MODES
+from tests.alive import no_collector
+from tests.oracle import assert_same_tensor, hooks_in_force
+from tests.unit.gradients.cases import MODES, Breaks
 
 MEMORIES = ["inputs", "linear", "sqrt", "log", 1, 3, recoup.schedules.revolve(6, 2)]
 
 
-def block(dropout=0.0, norm=False, dtype=torch.float32):
+def block(dropout=0.0, norm=False):
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)]
-    return nn.Sequential(*layers, *([nn.BatchNorm1d(6)] if norm else [])).to(dtype)
-
-
-def twice(cell):
-    return lambda x: cell(cell(x))
+    return nn.Sequential(*layers, *([nn.BatchNorm1d(6)] if norm else []))
 
 
 def loss_fn(y):
@@ -39,70 +35,117 @@ def loss_fn(y):
 def whole(segments, x, loss_fn=loss_fn):
     for segment in segments:
         x = segment(x)
+        x = x[0] if type(segment) is AdditiveCoupling else x
     return loss_fn(x)
 
 
-def in_segments(cell, segments, x, memory="inputs", loss_fn=loss_fn, **kwargs):
-    store = recoup.GradStore(cell.parameters())
+def in_segments(model, segments, x, memory="inputs", loss_fn=loss_fn, **kwargs):
+    store = recoup.GradStore([*model.parameters(), *([x] if torch.is_tensor(x) else [])])
     loss = recoup.segments_backward(segments, x, loss_fn, store, memory=memory, **kwargs)
     return store, loss
 
 
-def assert_same(store, cell, plain):
-    for got, want in zip(cell.parameters(), plain.parameters(), strict=True):
-        assert_same_tensor("gradient", store.get(got), want.grad)
-        assert got.grad is None
+# -- chains of six segments: a model, the segments, and an input -----------------------------------
 
 
+def shared():
+    cell = block(dropout=0.3, norm=True)
+    return cell, [cell] * 6, torch.randn(4, 6)
+
+
+def shared_twice():
+    cell = block(dropout=0.3, norm=True)
+    return cell, [lambda x: cell(cell(x))] * 6, torch.randn(4, 6)
+
+
+def mixed():
+    first, cell, frozen = (nn.Linear(6, 6) for _ in range(3))
+    frozen.requires_grad_(False)
+    chain = [first, cell, torch.tanh, frozen, cell, lambda x: 2 * x]
+    return nn.ModuleList([first, cell, frozen]), chain, torch.randn(4, 6)
+
+
+def noisy():
+    cell = recoup.weight_dropout(block(), r"0\.weight", p=0.4)
+    return cell, [cell] * 6, torch.randn(4, 6)
+
+
+def of_a_leaf():
+    cell = block()
+    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True)
+
+
+def within_a_graph():
+    cell, segments, x = of_a_leaf()
+    return cell, segments, x * 1
+
+
+def recurrent():
+    """The time, a sum of losses and the hidden state go from cell to cell."""
+    cell, series, zeros = nn.LSTMCell(3, 5), torch.randn(6, 2, 3), torch.zeros(2, 5)
+
+    def segment(state):
+        h, c = cell(series[int(state["time"])], state["hidden"])
+        loss = state["loss"] + h.square().mean()
+        return {"time": state["time"] + 1, "hidden": (h, c), "loss": loss, "unused": None}
+
+    start = {"time": torch.tensor(0), "hidden": (zeros, zeros), "loss": torch.zeros(())}
+    return cell, [segment] * 6, start | {"unused": None}
+
+
+CHAINS = [shared, shared_twice, mixed, noisy, of_a_leaf, within_a_graph, recurrent]
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("around", [nullcontext, autocast])
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-@pytest.mark.parametrize("wrap", [lambda cell: cell, twice], ids=["once", "twice"])
-def test_shared_segments_equal_one_backward(memory, wrap):
-    cell, x = block(dropout=0.3, norm=True), torch.randn(4, 6)
-    plain = copy.deepcopy(cell)
-    seen, versions = [], [each._version for each in cell.parameters()]
-    for each in (plain, cell):
-        each[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    torch.manual_seed(1)
-    want = whole([wrap(plain)] * 6, x)
-    want.backward()
-    stream = torch.get_rng_state()
-    torch.manual_seed(1)
-    store, loss = in_segments(cell, [wrap(cell)] * 6, x, memory)
-    assert torch.equal(*seen), "hooks of parameters are called once, too"
-    assert [each._version for each in cell.parameters()] == versions
-    assert torch.equal(loss, want)
-    assert not loss.requires_grad
-    assert_same(store, cell, plain)
-    assert torch.equal(torch.get_rng_state(), stream)
-    for got, expected in zip(cell.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(got, expected)  # statistics are counted once
+@pytest.mark.parametrize("build", CHAINS)
+def test_segments_equal_one_backward(build, memory, around):
+    """Hooks, buffers and draws included; no other `.grad` is touched, and nothing stepped."""
+    loss_of = (lambda state: state["loss"]) if build is recurrent else loss_fn
+    ends = []
+    for is_ours in (False, True):
+        torch.manual_seed(5)
+        model, segments, x = build()
+        leaves = [*model.parameters(), *([x] if torch.is_tensor(x) and x.requires_grad else [])]
+        hooked, versions = [], [each._version for each in leaves]
+        leaves[0].register_hook(lambda g, into=hooked: into.append(g.clone()))
+        torch.manual_seed(1)
+        if is_ours:
+            with torch.no_grad(), around():
+                store, loss = in_segments(model, segments, x, memory, loss_of)
+            assert not loss.requires_grad
+            assert all(each.grad is None for each in leaves if each.is_leaf)
+            assert [each._version for each in leaves] == versions
+            grads = [store.get(each) for each in leaves]
+        else:
+            if not leaves[-1].is_leaf:
+                leaves[-1].retain_grad()
+            with around():
+                loss = whole(segments, x, loss_of)
+            loss.backward()
+            grads = [each.grad for each in leaves]
+        ends.append([loss.detach(), *grads, *model.buffers(), *hooked, torch.get_rng_state()])
+    assert any(each is None for each in ends[0]) == (build is mixed)
+    for got, want in zip(ends[1], ends[0], strict=True):
+        assert_same_tensor("what a step left behind", got, want)
 
 
-OPTIMIZERS = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
-    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
-    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
-    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("memory", ["inputs", "sqrt"])
-def test_ten_steps_equal_ten_plain_steps(name, memory):
-    cell = block(dropout=0.2)
-    plain = copy.deepcopy(cell)
-    ours, theirs = (OPTIMIZERS[name](model.parameters()) for model in (cell, plain))
-    for step in range(10):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        torch.manual_seed(step)
-        theirs.zero_grad()
-        whole([plain] * 8, x).backward()
-        theirs.step()
-        torch.manual_seed(step)
-        store, _ = in_segments(cell, [cell] * 8, x, memory)
-        store.step(ours)
-    for got, want in zip(cell.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(got, want)
+@pytest.mark.parametrize("otherwise", ["recompute", "keep"])
+def test_inverted_segments(otherwise):
+    half = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.ModuleList([AdditiveCoupling(half), AdditiveCoupling(half), nn.Linear(6, 6)])
+    model, x = model.double(), torch.randn(4, 6).double()
+    plain = copy.deepcopy(model)
+    whole(plain, x).backward()
+    store, _ = in_segments(model, model, x, "constant", otherwise=otherwise)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same_tensor("gradient", store[got], want.grad, 1e-10)
+    with pytest.raises(NotInvertibleError, match=r"segment 2 \(Linear\) has no inverse"):
+        in_segments(model, model, x, "constant")
 
 
 def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
@@ -127,84 +170,9 @@ def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
     torch.testing.assert_close(names["gradient"], x.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_distinct_mixed_and_frozen_segments():
-    torch.manual_seed(0)
-    first, shared, frozen = (nn.Linear(6, 6) for _ in range(3))
-    frozen.requires_grad_(False)
-    chain = [first, shared, torch.tanh, frozen, shared, nn.Identity(), lambda x: 2 * x]
-    model = nn.ModuleList([first, shared, frozen])
-    x = torch.randn(3, 6)
-    plain = copy.deepcopy(model)
-    whole([plain[0], plain[1], torch.tanh, plain[2], plain[1], lambda x: 2 * x], x).backward()
-    store, _ = in_segments(model, chain, x)
-    assert_same(store, model, plain)
-
-
-@pytest.mark.parametrize("memory", ["inputs", "sqrt", 2])
-def test_nested_states_with_integers_and_none(memory):
-    """A recurrent net: the time, a sum of losses and the hidden state go from cell to cell."""
-    torch.manual_seed(0)
-    cell = nn.LSTMCell(3, 5)
-    series = torch.randn(7, 2, 3)
-
-    def segment(state):
-        h, c = cell(series[int(state["time"])], state["hidden"])
-        loss = state["loss"] + h.square().mean()
-        return {"time": state["time"] + 1, "hidden": (h, c), "loss": loss, "unused": None}
-
-    start = {
-        "time": torch.tensor(0),
-        "hidden": (torch.zeros(2, 5), torch.zeros(2, 5)),
-        "loss": torch.zeros(()),
-        "unused": None,
-    }
-    plain = copy.deepcopy(cell)
-    hidden, total = (torch.zeros(2, 5), torch.zeros(2, 5)), torch.zeros(())
-    for x in series:
-        hidden = plain(x, hidden)
-        total = total + hidden[0].square().mean()
-    total.backward()
-    store, loss = in_segments(cell, [segment] * 7, start, memory, lambda state: state["loss"])
-    assert torch.equal(loss, total)
-    assert_same(store, cell, plain)
-
-
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_the_gradient_of_the_input(is_leaf):
-    cell = block()
-    x = torch.randn(4, 6, requires_grad=True)
-    given = x if is_leaf else x * 1
-    (want,) = torch.autograd.grad(whole([cell] * 3, given), [given])
-    given = x if is_leaf else x * 1
-    store = recoup.GradStore([*cell.parameters(), given])
-    recoup.segments_backward([cell] * 3, given, loss_fn, store)
-    assert torch.equal(store.pop(given), want)
-    assert x.grad is None
-
-
-@pytest.mark.parametrize("otherwise", ["recompute", "keep"])
-def test_inverted_segments(otherwise):
-    torch.manual_seed(0)
-    half = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
-    model = nn.ModuleList([AdditiveCoupling(half), AdditiveCoupling(half), nn.Linear(6, 6)])
-    model, x = model.double(), torch.randn(4, 6).double()
-    plain = copy.deepcopy(model)
-    y = x
-    for module in plain:
-        y = module(y)
-        y = y[0] if isinstance(y, tuple) else y
-    loss_fn(y).backward()
-    store, _ = in_segments(model, model, x, "constant", otherwise=otherwise)
-    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_same_tensor("gradient", store[got], want.grad, 1e-10)
-    with pytest.raises(NotInvertibleError, match=r"segment 2 \(Linear\) has no inverse"):
-        in_segments(model, model, x, "constant")
-
-
 def test_kept_inputs_can_be_offloaded():
-    cell, x = block(), torch.randn(4, 6)
+    cell, x, offloaded = block(), torch.randn(4, 6), []
     want, _ = in_segments(cell, [cell] * 5, x)
-    offloaded = []
 
     def pack(tensor):
         offloaded.append(tensor.shape)
@@ -220,121 +188,69 @@ def test_kept_inputs_can_be_offloaded():
         assert torch.equal(again[each], want[each])
 
 
-@pytest.mark.parametrize("memory", ["inputs", "sqrt"])
-def test_noisy_weights_and_autocast_and_no_grad_around(memory):
-    cell = recoup.weight_dropout(block(), r"0\.weight", p=0.4)
-    plain, x = copy.deepcopy(cell), torch.randn(4, 6)
-    torch.manual_seed(3)
-    with torch.autocast("cpu", torch.bfloat16):
-        want = whole([plain] * 4, x)
-    want.backward()
-    torch.manual_seed(3)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        store, loss = in_segments(cell, [cell] * 4, x, memory)
-    assert torch.equal(loss, want)
-    assert_same(store, cell, plain)
+@pytest.mark.parametrize("memory", ["inputs", "linear"])
+def test_a_loss_with_more_beside_it(memory):
+    """R7: the loss alone is reversed; what is beside it comes back without a graph."""
+    cell, x = block(dropout=0.3), torch.randn(4, 6)
+    found = []
+    for how in ({}, {"has_aux": True, "loss_fn": lambda y: (loss_fn(y), {"y": y, "n": 3})}):
+        torch.manual_seed(1)
+        found.append(in_segments(cell, [cell] * 3, x, memory, **how))
+    (want, _), (store, (loss, aux)) = found
+    assert all(torch.equal(store[each], want[each]) for each in cell.parameters())
+    assert torch.equal(loss, loss_fn(aux["y"]))
+    assert aux["n"] == 3
+    assert not aux["y"].requires_grad
+
+
+# -- what is left ----------------------------------------------------------------------------------
 
 
 def test_nothing_outlives_the_call():
-    cell = block()
-    alive = []
+    cell, alive = block(), []
 
     def watched(x):
         y = cell(x)
         alive.append(weakref.ref(y))
         return y
 
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         in_segments(cell, [watched] * 4, torch.randn(2, 6))
-        assert len(alive) == 7
-        assert all(ref() is None for ref in alive)
-    finally:
-        gc.enable()
-
-
-def breaking(when):
-    """A segment that breaks in its run of that number; backward runs it a second time."""
-    calls = []
-
-    class Breaks(nn.Module):
-        def forward(self, x):
-            calls.append(1)
-            if len(calls) == when:
-                raise ZeroDivisionError("broken")
-            return x
-
-    return Breaks()
-
-
-@pytest.mark.parametrize("when", [1, 2])
-def test_an_exception_leaves_all_as_it_was(when):
-    cell, x = block(), torch.randn(2, 6)
-    store = recoup.GradStore(cell.parameters())
-    with pytest.raises(ZeroDivisionError):
-        recoup.segments_backward([cell, breaking(when), cell, cell], x, loss_fn, store)
-    assert len(store) == 0
-    assert all(each.grad is None for each in cell.parameters())
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    recoup.segments_backward([cell] * 2, x, loss_fn, store)
-    assert len(store) == 2
-
-
-class BreaksInBackward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fails = True
-
-    def forward(self, x):
-        x = x * 1.0
-        x.register_hook(self.hook)
-        return x
-
-    def hook(self, gradient):
-        if self.fails:
-            raise ZeroDivisionError
+        assert [ref() for ref in alive] == [None] * 7
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("was_empty", [True, False])
-def test_an_error_in_backward_leaves_the_store_as_it_was(mode, was_empty):
+@pytest.mark.parametrize("when", ["forward", "second run", "backward"])
+def test_an_error_leaves_the_store_as_it_was(when, was_empty, mode):
     """R7: gradients of the segments that were reversed before it stay out of the store."""
-    first, last, middle, x = block(), block(), BreaksInBackward(), torch.randn(2, 6)
-    params = [*first.parameters(), *last.parameters()]
-    store = recoup.GradStore(params)
+    model, x, calls = Breaks(), torch.randn(2, 4, dtype=torch.float64), []
+    params = [*model.parameters()]
+
+    def middle(x):
+        calls.append(1)
+        if model.fails and len(calls) == {"forward": 1, "second run": 2}.get(when):
+            raise RuntimeError("on purpose")
+        return model.between(x) if when == "backward" else x.sin()
+
+    segments, store = [model.first, middle, model.last], recoup.GradStore(params)
     if not was_empty:
-        recoup.segments_backward([first, last], x, loss_fn, store, weight=3.0)
+        recoup.segments_backward(segments, x, loss_fn, store, weight=3.0)
+        calls.clear()
     before, weight = {each: value.clone() for each, value in store.items()}, store.weight
-    with pytest.raises(ZeroDivisionError):
-        recoup.segments_backward([first, middle, last], x, loss_fn, store, mode=mode)
-    assert store.weight == weight
-    assert set(store) == set(before)
+    model.fails = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        recoup.segments_backward(segments, x, loss_fn, store, mode=mode)
+    assert (store.weight, set(store)) == (weight, set(before))
     assert all(torch.equal(store[each], value) for each, value in before.items())
     assert all(each.grad is None for each in params)
-    middle.fails = False
-    recoup.segments_backward([first, middle, last], x, loss_fn, store, mode=mode)
+    assert hooks_in_force() is None
+    model.fails = False
+    recoup.segments_backward(segments, x, loss_fn, store, mode=mode)
     assert store.weight == weight + 1
-    want = torch.autograd.grad(loss_fn(last(first(x))), params)
+    want = torch.autograd.grad(whole(segments, x), params)
     for each, gradient in zip(params, want, strict=True):
         torch.testing.assert_close(store[each], gradient * 4 if before else gradient)
-
-
-@pytest.mark.parametrize("memory", ["inputs", "linear"])
-def test_a_loss_with_more_beside_it(memory):
-    """R7: the loss alone is reversed; what is beside it comes back without a graph."""
-    cell, x = block(dropout=0.3), torch.randn(4, 6)
-    torch.manual_seed(1)
-    want, _ = in_segments(cell, [cell] * 3, x, memory)
-    torch.manual_seed(1)
-    store = recoup.GradStore(cell.parameters())
-    loss, aux = recoup.segments_backward(
-        [cell] * 3, x, lambda y: (loss_fn(y), {"y": y, "n": 3}), store, memory=memory, has_aux=True
-    )
-    assert all(torch.equal(store[each], want[each]) for each in cell.parameters())
-    assert torch.equal(loss, loss_fn(aux["y"]))
-    assert aux["n"] == 3
-    assert not aux["y"].requires_grad
 
 
 def test_what_cannot_be_repeated_raises():

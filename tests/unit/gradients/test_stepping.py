@@ -12,6 +12,7 @@ from torch import nn
 import recoup
 from recoup import GradStore
 from recoup.errors import GradientError
+from tests.unit.gradients.cases import holding
 
 
 def parameters(count=3, size=4):
@@ -23,34 +24,14 @@ def twins(count=3):
     return params, copy.deepcopy(params)
 
 
-def holding(params, *gradients):
-    """A store; a number stands for a gradient full of it."""
-    store = GradStore(params)
-    for param, gradient in zip(params, gradients, strict=False):
-        if gradient is not None:
-            store.add_(param, torch.full_like(param, gradient))
-    store.weight = 1.0
-    return store
-
-
 def same(one, other):
     return all(map(torch.equal, one, other))
 
 
 class FailsOnce(torch.optim.SGD):
-    """Fails once, before or after it has done its work."""
-
-    def __init__(self, params, when, **settings):
-        super().__init__(params, **settings)
-        self.when = when
-
     def step(self, closure=None):
-        when, self.when = self.when, None
-        if when == "before":
-            raise OSError("the power went")
-        super().step()
-        if when == "after":
-            raise OSError("the power went")
+        self.step = super().step
+        raise OSError("the power went")
 
 
 # -- what is applied -------------------------------------------------------------------------------
@@ -115,20 +96,6 @@ def test_several_stores_are_their_sum(consume):
         assert all(torch.equal(store[each], before[each]) for each in store)
 
 
-@pytest.mark.parametrize("num_stores", [2, 6])
-def test_summing_stores_takes_no_second_set_of_gradients(num_stores):
-    params, num_bytes = parameters(count=8, size=1000), 8 * 1000
-    optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
-    for consume, bounds in ((True, (0, 1)), (False, (8, 9))):
-        stores = [holding(params, *range(8)) for _ in range(num_stores)]
-        cost = recoup.measure(
-            lambda stores=stores, consume=consume: recoup.step(optimizer, *stores, consume=consume),
-            device="cpu",
-            repeats=0,
-        )
-        assert bounds[0] * num_bytes <= cost.peak_bytes <= bounds[1] * num_bytes
-
-
 def test_groups_and_two_optimizers_that_share_a_store():
     params, plain = twins(4)
 
@@ -188,7 +155,7 @@ def test_as_grad_puts_back_what_was_there():
 def test_a_step_that_fails_can_be_tried_again(consume, num_stores):
     params, before = twins()
     stores = [holding(params, 3.0, 1.0) for _ in range(num_stores)]
-    optimizer = FailsOnce(params, "before", lr=1.0)
+    optimizer = FailsOnce(params, lr=1.0)
     with pytest.raises(OSError, match="power"):
         recoup.step(optimizer, *stores, consume=consume)
     assert same(params, before)
@@ -196,39 +163,60 @@ def test_a_step_that_fails_can_be_tried_again(consume, num_stores):
     assert torch.equal(params[0], before[0] - 3.0 * num_stores)
 
 
-@pytest.mark.parametrize("kind", ["own", "cast"])
-def test_a_step_that_fails_after_changing_gradients(kind):
-    """nesterov with foreach adds momentum to them: only copies of them may be tried again."""
-    param = nn.Parameter(torch.zeros(2, dtype=torch.float32 if kind == "own" else torch.bfloat16))
-    settings = {"momentum": 0.5, "nesterov": True, "foreach": True}
-    optimizer = FailsOnce([param], "after", lr=1.0, **settings)
-    store = GradStore([param]).add_(param, torch.ones(2))
+CHANGED = {"momentum": 0.5, "nesterov": True, "foreach": True}  # which adds momentum to gradients
+
+
+HALF_WAY = [
+    (kind, how, when)
+    for kind in ("own", "cast", "kept")
+    for how in ("changed", "divided", "divided, fused", "unscaled")
+    for when in ("pre", "post")
+    if kind != "cast" or how == "changed"
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "when"), HALF_WAY)
+def test_a_step_that_fails_after_changing_gradients(kind, how, when):
+    """Only copies of them may be tried again: a store may not pass for what it was."""
+    param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16 if kind == "cast" else torch.float32))
+    scaler = None if how == "changed" else scaler_of()
+    settings = CHANGED if how == "changed" else {"fused": "fused" in how}
+    optimizer = torch.optim.SGD([param], lr=1.0, **settings)
+    fails = [True]
+
+    def hook(*_):
+        if fails.pop():
+            raise OSError("the power went")
+
+    getattr(optimizer, f"register_step_{when}_hook")(hook)
+    store, consume = collected([param], scaler), kind != "kept"
+    if how == "unscaled":
+        store.unscale_(scaler, optimizer)
+    before = store[param].clone()
     with pytest.raises(OSError, match="power"):
-        store.step(optimizer)
-    if kind == "own":
+        store.step(optimizer, scaler=scaler, consume=consume)
+    fails.append(False)
+    is_changed = when == "post" if how == "changed" else "divided" in how
+    if kind == "own" and is_changed:
         with pytest.raises(GradientError, match="half way"):
             store.step(optimizer)
         store.clear()
-        assert len(store) == 0
+        assert store.norm() == 0
     else:
-        assert torch.equal(store[param], torch.ones(2))
-    kept = GradStore([param]).add_(param, torch.ones(2))
-    optimizer.when = "after"
-    with pytest.raises(OSError, match="power"):
-        kept.step(optimizer, consume=False)
-    assert torch.equal(kept[param], torch.ones(2))
+        assert torch.equal(store[param], before)
+        if "divided" not in how:  # a scaler unscales for an optimizer once
+            store.step(optimizer, scaler=scaler)
+            assert len(store) == 0
 
 
 @pytest.mark.parametrize("use", ["step", "kept", "unscale", "as_grad"])
 def test_gradients_with_a_graph_are_not_changed_in_place(use):
     """The graph needs them, and autograd gives one object to both sides of a sum."""
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    ends = []
+    x, ends = torch.tensor([1.0, 2.0], requires_grad=True), []
     for with_graph in (False, True):
         params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if use == "unscale" else None
-        settings = {"momentum": 0.9, "nesterov": True, "foreach": True}
-        optimizer = torch.optim.SGD(params, lr=0.1, **settings)
+        scaler = scaler_of(4.0) if use == "unscale" else None
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
         for _ in range(3):
             store = GradStore(params)
             loss = ((params[0] + params[1]) * x.pow(3)).sum()
@@ -248,8 +236,7 @@ def test_gradients_with_a_graph_are_not_changed_in_place(use):
                 (found,) = torch.autograd.grad(store[params[0]].sum(), x)
                 torch.testing.assert_close(found, 3 * x.detach() ** 2)
         ends.append(params)
-    for one, other in zip(*ends, strict=True):
-        assert torch.equal(one, other)
+    assert same(*ends)
 
 
 # -- scalers ---------------------------------------------------------------------------------------
@@ -333,43 +320,40 @@ def test_fifty_steps_with_infinities_are_those_of_the_standard_loop(name, way, w
 
 def test_two_optimizers_and_one_of_them_with_an_infinity():
     """The scaler skips that one alone."""
-    plain, ours = model_of(), model_of()
-    scalers, x = [scaler_of(), scaler_of()], torch.full((2, 5), 1e30)
-    builds = (torch.optim.SGD, torch.optim.AdamW)
-    pairs = [
-        [b(m[i].parameters(), lr=0.1) for b, i in zip(builds, (0, 2), strict=True)]
-        for m in (plain, ours)
-    ]
-    losses = [m[0](x).square().sum() * 1e30 + m[2](torch.ones(2, 4)).sum() for m in (plain, ours)]
-    scalers[0].scale(losses[0]).backward()
-    for optimizer in pairs[0]:
-        scalers[0].step(optimizer)
-    store = GradStore(ours.parameters())
-    store.backward(losses[1], scaler=scalers[1])
-    assert store.unscale_(scalers[1], *pairs[1])
-    for part, optimizer in zip(store.split(*pairs[1]), pairs[1], strict=True):
-        part.step(optimizer, scaler=scalers[1])
-    for scaler in scalers:
+    ends, x = [], torch.full((2, 5), 1e30)
+    for is_ours in (False, True):
+        model, scaler = model_of(), scaler_of()
+        loss = model[0](x).square().sum() * 1e30 + model[2](torch.ones(2, 4)).sum()
+        optimizers = [torch.optim.SGD(model[place].parameters(), lr=0.1) for place in (0, 2)]
+        if is_ours:
+            store = GradStore(model.parameters())
+            store.backward(loss, scaler=scaler)
+            assert store.unscale_(scaler, *optimizers)
+            for part, optimizer in zip(store.split(*optimizers), optimizers, strict=True):
+                part.step(optimizer, scaler=scaler)
+        else:
+            scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
         scaler.update()
-    assert trackers(scalers[0]) == trackers(scalers[1])
-    assert same(plain.parameters(), ours.parameters())
-    assert same(ours[0].parameters(), model_of()[0].parameters())
-    assert not same(ours[2].parameters(), model_of()[2].parameters())
+        ends.append((trackers(scaler), [*model.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert same(ends[0][1], ends[1][1])
+    before = [*model_of().parameters()]
+    assert [torch.equal(*each) for each in zip(ends[1][1], before, strict=True)] == [True] * 2 + [
+        False
+    ] * 2
 
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_scaler_that_is_not_enabled(unscales):
-    plain, ours = model_of(), model_of()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, ours)]
-    scaler, x = torch.amp.GradScaler("cpu", enabled=False), torch.randn(6, 5)
-    plain(x).square().mean().backward()
-    optimizers[0].step()
-    store = GradStore(ours.parameters())
-    store.backward(ours(x).square().mean(), scaler=scaler)
-    assert not unscales or not store.unscale_(scaler, optimizers[1])
-    store.step(optimizers[1], scaler=scaler)
+    params, before = twins(1)
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0), torch.amp.GradScaler("cpu", enabled=False)
+    store = collected(params, scaler)
+    assert not unscales or not store.unscale_(scaler, optimizer)
+    store.step(optimizer, scaler=scaler)
     scaler.update()
-    assert same(plain.parameters(), ours.parameters())
+    assert torch.equal(params[0], before[0] - 3.0)
 
 
 @pytest.mark.parametrize("how", ["updated", "another", "loaded"])
@@ -425,39 +409,6 @@ def test_gradients_on_another_device_than_their_parameters():
     assert torch.equal(store[param], torch.ones(2))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_step_that_fails_after_the_division(name, unscales):
-    """It divides in place, and leaves no trace: the store may not pass for scaled."""
-    params = [nn.Parameter(torch.ones(2))]
-    optimizer, scaler = OPTIMIZERS[name](params), scaler_of()
-    fails = [True]
-
-    def hook(*_):
-        if fails.pop():
-            raise OSError("the power went")
-
-    if "fused" in name:
-        optimizer.register_step_post_hook(hook)  # it divides within the step
-    else:
-        optimizer.register_step_pre_hook(hook)
-    store = collected(params, scaler)
-    if unscales:
-        store.unscale_(scaler, optimizer)
-    with pytest.raises(OSError, match="power"):
-        store.step(optimizer, scaler=scaler)
-    fails.append(False)
-    if unscales:
-        assert torch.equal(store[params[0]], torch.full((2,), 3.0))
-        store.step(optimizer, scaler=scaler)
-        assert len(store) == 0
-    else:
-        with pytest.raises(GradientError, match="half way"):
-            store.step(optimizer, scaler=scaler)
-        store.clear()
-        assert store.norm() == 0
-
-
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_float16_are_unscaled_in_float32(is_sparse):
     """What torch refuses for `.grad` in float16 works, and does not overflow in between."""
@@ -468,18 +419,15 @@ def test_gradients_of_float16_are_unscaled_in_float32(is_sparse):
     low.backward(layer(torch.tensor([1])).sum(), scaler=scaler)
     with pytest.raises(ValueError, match="Attempting to unscale FP16"):
         low.step(optimizer, scaler=scaler)
-    store = GradStore(layer.parameters())
-    for _ in range(3):
-        store.backward(layer(torch.tensor([1, 1, 4])).sum(), scaler=scaler)
-    assert store[layer.weight].dtype is torch.float32
-    assert store.norm() > 65504
-    assert not store.unscale_(scaler, optimizer)
-    store.step(optimizer, scaler=scaler)
-    scaler.update()
+    store, factor = GradStore(layer.parameters()), 1.0
     counts = torch.tensor([0, 6, 0, 0, 3, 0]).float()[:, None]
-    torch.testing.assert_close(layer.weight.float(), before - counts, rtol=2e-3, atol=2e-3)
-    store.backward(layer(torch.tensor([1, 4])).sum() * math.inf, scaler=scaler)
-    after = layer.weight.detach().clone()
-    assert store.unscale_(scaler, optimizer)
-    store.step(optimizer, scaler=scaler)
-    assert torch.equal(layer.weight, after)
+    for is_infinite in (False, True):
+        factor = math.inf if is_infinite else 1.0
+        for _ in range(3):
+            store.backward(layer(torch.tensor([1, 1, 4])).sum() * factor, scaler=scaler)
+        assert store[layer.weight].dtype is torch.float32
+        assert store.norm() > 65504
+        assert bool(store.unscale_(scaler, optimizer)) is is_infinite
+        store.step(optimizer, scaler=scaler)
+        scaler.update()
+        torch.testing.assert_close(layer.weight.float(), before - counts, rtol=2e-3, atol=2e-3)

@@ -1,18 +1,26 @@
+"""The census: each residual under its names, with its bytes and its way, and no trace of the look.
+
+The oracles are the tracker of storages (bytes), a list by hand (names and ways) and the same code
+without a census (everything else).
+"""
+
 from __future__ import annotations
 
 import gc
 import re
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
+from recoup._core.graph_ends import nodes_of
 from recoup._core.saved_tensors import current, pair_in_force
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError
@@ -26,8 +34,28 @@ def x():
     return torch.ones(32, 16).mul(0.5).requires_grad_()
 
 
-def blocks(num_blocks=5):
-    return [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(num_blocks)]
+def block():
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU())
+
+
+def noisy():
+    return recoup.weight_noise(nn.Linear(16, 16), std=0.1)
+
+
+def apart(fn, *args):
+    """A checkpoint of torch."""
+    return torchs(fn, *args, use_reentrant=False)
+
+
+def elsewhere():
+    """Hooks that make copies."""
+    return save_on_cpu(pin_memory=True)
+
+
+def within(context, fn, *args):
+    """A call in a context of torch."""
+    with context:
+        return fn(*args)
 
 
 class Squared(torch.autograd.Function):
@@ -41,12 +69,48 @@ class Squared(torch.autograd.Function):
         return 2 * grad * ctx.saved_tensors[0]
 
 
-def found(fn):
-    """Operators, modules and ways, of what has bytes."""
+class Square(nn.Module):
+    def forward(self, x):
+        return Squared.apply(x)
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.within = block()
+
+    def forward(self, x):
+        return self.within(x).exp()
+
+    def method(self, x):
+        return self.within(x)
+
+
+class Bound(Root):
+    def call(self):
+        return self.within(x())
+
+
+class Raises(Root):
+    def forward(self, x):
+        with elsewhere():
+            super().forward(x)
+            raise ValueError
+
+
+class Shift(nn.Module):
+    def forward(self, x):
+        return x.exp().log() + 1
+
+    def inverse(self, y):
+        return y - 1
+
+
+def listed(fn):
+    """Each residual as a line: operator, module, way, and its bytes over those of an input."""
     return [
-        (each.value.split(" [")[0], each.module, each.way)
+        f"{each.value.split(' [')[0]}, {each.module}, {each.way}, {each.num_bytes / X_BYTES:g}"
         for each in residuals(fn)
-        if each.num_bytes
     ]
 
 
@@ -69,35 +133,22 @@ def nothing_remains():
     assert state() == before
 
 
-# -- bytes ---------------------------------------------------------------------------------
+# -- bytes: those that the tracker sees alive ------------------------------------------------------
 
 
-def held_by_graph(fn):
-    """What the tracker sees alive after `fn` once its outputs are gone, but not their graph."""
-    gc.collect()
-    with StorageTracker() as tracker:
-        result = fn()
-        nodes = [value.grad_fn for value in (result if isinstance(result, tuple) else (result,))]
-        del result
-    assert all(nodes)
-    return tracker.current_bytes
+def of(model, *size):
+    """A function that runs a model on an input that it makes."""
+    return lambda: model(x() if not size else torch.ones(*size).mul(0.5))
 
 
 def mlp():
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 16), nn.Tanh()
-    )
-    return lambda: model(x())
+    layers = nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 16), nn.Tanh()
+    return of(nn.Sequential(*layers))
 
 
 def convolutions():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2))
-    return lambda: model(torch.ones(3, 2, 10, 10).mul(0.5))
-
-
-def transformer():
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return lambda: model(torch.ones(2, 6, 16).mul(0.5))
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2)
+    return of(nn.Sequential(*layers), 3, 2, 10, 10)
 
 
 def noisy_lstm():
@@ -106,34 +157,19 @@ def noisy_lstm():
 
 
 def autocast():
-    model = nn.Sequential(recoup.weight_noise(nn.Linear(16, 16), std=0.1), nn.GELU())
-    given = x()  # a leaf made within would be held, though nobody saves it
-
-    def fn():
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(given)
-
-    return fn
-
-
-def sqrt():
-    model = recoup.Sequential(*blocks(), memory="sqrt")
-    return lambda: model(x())
-
-
-def region():
-    block = blocks(1)[0]
-    return lambda: recoup.checkpoint(block, x()).sin()
-
-
-def region_of_torch():
-    block = blocks(1)[0]
-    return lambda: torch.utils.checkpoint.checkpoint(block, x(), use_reentrant=False).sin()
+    model, given = nn.Sequential(noisy(), nn.GELU()), x()
+    # A leaf made within would be held, though nobody saves it.
+    return lambda: torch.autocast("cpu", torch.bfloat16)(model)(given)
 
 
 def value():
     weight = nn.Parameter(torch.ones(16, 16))
     return lambda: recoup.recompute(F.gelu)(x()) @ weight
+
+
+def region(call=recoup.checkpoint):
+    module = block()
+    return lambda: call(module, x()).sin()
 
 
 def flow():
@@ -143,303 +179,89 @@ def flow():
     return lambda: model.log_prob(images.add(0.0))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "build",
-    [
-        mlp,
-        convolutions,
-        transformer,
-        noisy_lstm,
-        autocast,
-        sqrt,
-        region,
-        region_of_torch,
-        value,
-        flow,
-    ],
-)
-def test_kept_bytes_are_those_that_the_tracker_sees(build):
-    fn = build()
-    expected = held_by_graph(fn)
-    assert expected > 0
-    assert residuals(fn).total_bytes("keep") == expected
+BUILDS = {
+    "mlp": mlp,
+    "convolutions": convolutions,
+    "transformer": lambda: of(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, 6, 16),
+    "noisy lstm": noisy_lstm,
+    "autocast": autocast,
+    "sqrt": lambda: of(recoup.Sequential(*(block() for _ in range(5)), memory="sqrt")),
+    "region": region,
+    "region of torch": lambda: region(apart),
+    "value": value,
+    "flow": flow,
+}
 
 
-def test_a_storage_counts_once_and_where_it_is_kept():
-    given = x()
-
-    def fn():
-        y = recoup.checkpoint(torch.exp, given)  # its slot looks at the result, which sin keeps
-        return y.sin() + y.view(-1).cos().sum()
-
-    sizes = [(each.way, each.num_bytes) for each in residuals(fn)]
-    assert sorted(sizes) == [
-        ("keep", 0),
-        ("keep", X_BYTES),  # what sin and cos look at
-        ("keep", X_BYTES),  # what the region is given
-        ("recompute", 0),
-    ]
-
-
-def test_parameters_and_buffers_are_left_out():
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).eval()
-    # The inputs of both; not weights, their transposes, statistics.
-    assert [each.num_bytes for each in residuals(lambda: model(x()))] == [X_BYTES, X_BYTES]
-    free = nn.Parameter(torch.ones(16, 16))
-    assert residuals(lambda: x() @ free.t()).total_bytes() == X_BYTES
-    given = {name: torch.ones_like(value) for name, value in model.named_parameters()}
-    given["0.weight"].requires_grad_()
-    called = residuals(lambda: torch.func.functional_call(model, given, (x(),)))
-    assert [each.num_bytes for each in called] == [X_BYTES, X_BYTES]
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", BUILDS)
+def test_kept_bytes_are_those_that_the_tracker_sees(name):
+    fn = BUILDS[name]()
+    gc.collect()
+    with StorageTracker() as tracker:
+        result = fn()
+        nodes = [each.grad_fn for each in (result if isinstance(result, tuple) else (result,))]
+        del result
+    expected = tracker.current_bytes
+    assert all(nodes)
+    assert residuals(fn).total_bytes("keep") == expected > 0
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", 2])
 def test_bytes_of_what_is_not_kept_are_those_of_keeping_it(memory):
-    model = recoup.Sequential(*blocks())
-    given = x()
+    model, given = recoup.Sequential(*(block() for _ in range(5))), x()
     plain = residuals(lambda: model(given))
     assert plain.total_bytes() == plain.total_bytes("keep") == 10 * X_BYTES
     model.memory = memory
     saved = residuals(lambda: model(given))
-    assert saved.total_bytes() == plain.total_bytes()
-    assert saved.total_bytes("keep") + saved.total_bytes("recompute") == saved.total_bytes()
+    assert saved.total_bytes() == plain.total_bytes() == sum(map(saved.total_bytes, WAYS))
     assert 0 < saved.total_bytes("keep") < plain.total_bytes()
 
 
-def test_only_what_is_still_held_counts():
-    def fn():
-        x().exp().sin()
-        y = x().exp()
-        y.sum().backward()
-        return x().tanh()
-
-    assert found(fn) == [("tanh", "-", "keep")]
+# -- names and ways: lists by hand -----------------------------------------------------------------
 
 
-def test_what_fn_does_not_return_counts_if_its_graph_lives():
-    outside = []
-    assert found(lambda: outside.append(x().exp())) == [("exp", "-", "keep")]
+def looked_at_twice(given):
+    y = recoup.checkpoint(F.gelu, given)  # its slot looks at the result, which sin keeps
+    return y.sin() + y.view(-1).cos().sum()
 
 
-def test_sparse_tensors_count():
-    eye = torch.eye(16).to_sparse().requires_grad_()
-    total = residuals(lambda: torch.sparse.mm(eye, x().detach().t().contiguous())).total_bytes()
-    assert total >= 16 * 4 + 2 * 16 * 8
+def gone_before_the_end(given):
+    given.exp().sin()
+    given.exp().sum().backward()
+    return given.tanh()
 
 
-# -- ways ----------------------------------------------------------------------------------
+def with_given_parameters():
+    model = nn.Linear(16, 16)
+    given = {name: torch.ones_like(each) for name, each in model.named_parameters()}
+    given["weight"].requires_grad_()
+    return lambda: torch.func.functional_call(model, given, (x(),))
 
 
-def test_ways_of_recoup():
-    model = recoup.Sequential(*blocks(3), memory=1)
-    assert {way for _, _, way in found(lambda: model(x()))} == {"keep", "recompute"}
-    assert ("matmul", "-", "recompute") in found(value())
-    assert ("lstm", "LSTM", "regenerate") in found(noisy_lstm())
-    assert ("lstm", "LSTM", "keep") in found(noisy_lstm())
-    noisy = recoup.weight_noise(nn.Linear(16, 16), std=0.1)
-    assert found(lambda: recoup.checkpoint(noisy, x())) == [
-        ("input of the checkpointed call of Linear", "-", "keep"),
-        ("linear", "Linear", "regenerate"),
-    ]
+def ours_in_torchs(weight):
+    return apart(lambda x: Squared.apply(recoup.recompute(F.gelu)(weight(x))), x())
 
 
-def test_what_is_inverted():
-    ways = {}
-    for operator, module, way in found(flow()):
-        ways.setdefault(way, []).append((operator, module))
-    assert set(ways) == {"keep", "invert"}
-    assert {module for _, module in ways["keep"]} <= {"chain", "-"}
-    assert any("network" in module for _, module in ways["invert"])  # what networks save
-    assert any(module.count(".") == 1 for _, module in ways["invert"])  # what layers save
+def on_the_cpu(module):
+    with elsewhere():
+        y = Squared.apply(module(x()))
+        y = recoup.checkpoint(module, y)
+        y = apart(module, y + 1)
+    return y.exp()
 
 
-def test_a_weight_in_autocast_is_regenerated():
-    each = next(each for each in residuals(autocast()) if each.way == "regenerate")
-    assert each == Residual("linear [16, 16] bfloat16", "0", 16 * 16 * 2, "regenerate")
-
-
-def test_a_chain_may_invert_and_recompute():
-    class Shift(nn.Module):
-        def forward(self, x):
-            return x.exp().log() + 1
-
-        def inverse(self, y):
-            return y - 1
-
-    modules = [Shift(), Shift(), nn.GELU()]
-    model = recoup.Sequential(*modules, memory="constant", otherwise="recompute")
-    ways = {(each.module, each.way) for each in residuals(lambda: model(x()))}
-    # The first input is kept, for the drift guard to begin from.
-    assert {("0", "recompute"), ("1", "invert"), ("2", "recompute")} <= ways
-    assert ("Sequential", "keep") in ways
-    assert not any(way == "keep" for module, way in ways if module in ("0", "1", "2"))
-
-
-class OnDisk:
-    def __init__(self, tensor):
-        self.path = "a file"
-        self.shape = tensor.shape
-
-
-@pytest.mark.parametrize(
-    ("pack", "unpack", "expected"),
-    [
-        (lambda t: t, lambda p: p, ("keep", X_BYTES)),
-        (lambda t: [{"view": t.view(-1)}], lambda p: p, ("keep", X_BYTES)),
-        (lambda t: t.bfloat16(), lambda p: p.float(), ("keep", X_BYTES // 2)),
-        (lambda t: ("cpu", t.clone()), lambda p: p[1], ("offload", X_BYTES)),
-        (lambda t: t.to("meta"), lambda p: p, ("offload", X_BYTES)),
-        (OnDisk, lambda p: torch.ones(p.shape), ("offload", X_BYTES)),
-        (lambda t: 7, lambda p: p, ("offload", X_BYTES)),
-    ],
-)
-@pytest.mark.parametrize("is_outside", [False, True])
-def test_ways_of_hooks_of_others(pack, unpack, expected, is_outside):
-    def fn():
-        with saved_tensors_hooks(pack, unpack):
-            return x().exp()
-
-    if is_outside:
-        with saved_tensors_hooks(pack, unpack):
-            entries = list(residuals(lambda: x().exp()))
-    else:
-        entries = list(residuals(fn))
-    assert [(each.way, each.num_bytes) for each in entries] == [expected]
-
-
-def test_within_save_on_cpu():
-    block = blocks(1)[0]
-
-    def fn():
-        y = x()
-        with save_on_cpu(pin_memory=True):  # makes copies
-            y = Squared.apply(block(y))
-            y = recoup.checkpoint(block, y)
-            y = torch.utils.checkpoint.checkpoint(block, y + 1, use_reentrant=False)
-        return y.exp()
-
-    assert found(fn) == [
-        ("linear", "0", "offload"),
-        ("gelu", "1", "offload"),
-        ("Squared", "-", "offload"),
-        ("input of the checkpointed call of Sequential", "-", "offload"),
-        ("gelu", "1", "recompute"),
-        ("input of checkpoint", "-", "offload"),
-        ("gelu", "1", "recompute"),
-        ("exp", "-", "keep"),
-    ]
-
-
-def test_hooks_of_others_around_a_module_that_is_one_function():
-    class Square(nn.Module):
-        def forward(self, x):
-            return Squared.apply(x)
-
-    square, given = Square(), x()
-
-    def fn():
-        with save_on_cpu(pin_memory=True):
-            return square(given)
-
-    assert found(fn) == [("Squared", "Square", "offload")]
-
-
-def test_save_on_cpu_of_what_is_on_the_cpu_keeps():
-    def fn():
-        with save_on_cpu():
-            return x().exp()
-
-    assert found(fn) == [("exp", "-", "keep")]
-
-
-def test_in_a_checkpoint_of_torch():
-    noisy = recoup.weight_noise(nn.Linear(16, 16), std=0.1)
-
-    def run(x):
-        return Squared.apply(recoup.recompute(F.gelu)(noisy(x)))
-
-    fn = lambda: torch.utils.checkpoint.checkpoint(run, x(), use_reentrant=False)  # noqa: E731
-    assert found(fn) == [
-        ("input of checkpoint", "-", "keep"),
-        ("linear", "Linear", "regenerate"),
-        ("input of the checkpointed call of gelu", "-", "recompute"),
-        ("Squared", "-", "recompute"),
-    ]
-
-
-def test_a_function_in_a_region():
-    def run(x):
-        return Squared.apply(x + 1)
-
-    assert found(lambda: recoup.checkpoint(run, x()))[1:] == [("Squared", "-", "recompute")]
-
-
-# -- names ---------------------------------------------------------------------------------
-
-
-def test_operators_modules_shapes_and_types():
-    model = nn.Sequential(nn.Linear(16, 16, dtype=torch.float64), nn.GELU())
-    assert list(residuals(lambda: model(x().double()).exp())) == [
-        Residual("linear [32, 16] float64", "0", 2 * X_BYTES, "keep"),
-        Residual("gelu [32, 16] float64", "1", 2 * X_BYTES, "keep"),
-        Residual("exp [32, 16] float64", "-", 2 * X_BYTES, "keep"),
-    ]
-
-
-class Root(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.within = blocks(1)[0]
-
-    def forward(self, x):
-        return self.within(x).exp()
-
-    def method(self, x):
-        return self.within(x)
-
-
-def test_the_root_is_named_by_its_class():
+def of_a_method():
     root = Root()
-    assert found(lambda: root(x()))[-1] == ("exp", "Root", "keep")
-    assert found(lambda: root.method(x()))[-1] == ("gelu", "within.1", "keep")
-    given = x()
-    bound = type("Bound", (Root,), {"method": lambda self: self.within(given)})()
-    assert found(bound.method)[-1] == ("gelu", "within.1", "keep")
-    unknown = [lambda: None, {"model": root}]  # too deep for its name to be seen
-    assert found(lambda: next(iter(unknown[1].values())).within(x()))[-1][1] in ("1", "within.1")
+    return lambda: root.method(x())
 
 
-def test_several_roots_have_several_names():
+def two_roots():
     first, second = Root(), Root()
-    modules = {each.module for each in residuals(lambda: second(first(x())))}
-    assert modules == {
-        *("Root", "Root.within.0", "Root.within.1"),
-        *("Root#2", "Root#2.within.0", "Root#2.within.1"),
-    }
+    return lambda: second(first(x()))
 
 
-def test_an_exception_within_fn_leaves_the_names_right():
-    class Raises(Root):
-        def forward(self, x):
-            with save_on_cpu(pin_memory=True):
-                super().forward(x)
-                raise ValueError
-
-    bad, good = Raises(), Root()
-
-    def fn():
-        with pytest.raises(ValueError, match=r"^$"):
-            bad(x())
-        return good(x()) + Squared.apply(x())
-
-    assert [(each, way) for each, _, way in found(fn)] == [
-        *[(each, "keep") for each in ("linear", "gelu", "exp", "Squared")],
-    ]
-    assert [module for _, module, _ in found(fn)] == ["within.0", "within.1", "Root", "-"]
-
-
-def test_modules_of_other_threads_are_not_listed():
+def beside_another_thread():
     other, mine = Root(), Root()
 
     def fn():
@@ -449,50 +271,186 @@ def test_modules_of_other_threads_are_not_listed():
         thread.join()
         return outside, x().exp(), mine(x())
 
-    assert [module for _, module, _ in found(fn)] == ["-", "-", "within.0", "within.1", "Root"]
+    return fn
 
 
-def test_lazy_modules():
-    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
-    assert found(lambda: model(x()))[0] == ("linear", "0", "keep")
-    shaped = residuals(lambda: model(x()))
-    model[0], model[1] = nn.LazyLinear(4), nn.LazyBatchNorm1d()
-    assert residuals(lambda: model(x())).total_bytes() == shaped.total_bytes()
+def after_an_exception():
+    bad, good = Raises(), Root()
+
+    def fn():
+        with pytest.raises(ValueError, match=r"^$"):
+            bad(x())
+        return good(x()) + Squared.apply(x())
+
+    return fn
 
 
-# -- a good guest --------------------------------------------------------------------------
+def lazy(*, has_run):
+    fn = of(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
+    if has_run:
+        fn()
+    return fn
+
+
+OUTSIDE = []
+BLOCK = ["linear, 0, keep, 1", "gelu, 1, keep, 1"]
+AGAIN = ["linear, 0, recompute, 0", "gelu, 1, recompute, 1"]
+IN_ROOT = ["linear, within.0, keep, 1", "gelu, within.1, keep, 1", "exp, Root, keep, 1"]
+LAZY = ["linear, 0, keep, 1", "batch_norm, 1, keep, 0.25", *["batch_norm, 1, keep, 0.0078125"] * 2]
+LISTED = {
+    # what counts, and once
+    "a storage in several places": (lambda: partial(looked_at_twice, x()), [
+        "input of the checkpointed call of gelu, -, keep, 1", "gelu, -, recompute, 0",
+        "sin, -, keep, 1", "cos, -, keep, 0"]),
+    "not what is gone": (lambda: lambda: gone_before_the_end(x()), ["tanh, -, keep, 1"]),
+    "what is not returned": (lambda: lambda: OUTSIDE.append(x().exp()), ["exp, -, keep, 1"]),
+    "not weights and statistics": (
+        lambda: of(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).eval()),
+        ["linear, 0, keep, 1", "batch_norm, 1, keep, 1"]),
+    "not a view of a parameter": (
+        lambda: partial(lambda p: x() @ p.t(), nn.Parameter(torch.ones(16, 16))),
+        ["matmul, -, keep, 1"]),
+    "not given parameters": (with_given_parameters, ["linear, Linear, keep, 1"]),
+    "sparse": (
+        lambda: partial(torch.sparse.mm, torch.eye(16).to_sparse().requires_grad_(), x()[:16]),
+        ["sparse_mm, -, keep, 0.15625", "sparse_mm, -, keep, 1"]),
+    # ways
+    "a chain with one slot": (lambda: of(recoup.Sequential(block(), nn.Tanh(), Root(), memory=1)), [
+        "input of module `0` (Sequential), Sequential, keep, 1", "linear, 0.0, recompute, 0",
+        "gelu, 0.1, recompute, 1", "tanh, 1, keep, 1", "linear, 2.within.0, keep, 0",
+        "gelu, 2.within.1, keep, 1", "exp, 2, keep, 1"]),
+    "inverted and recomputed": (
+        lambda: of(recoup.Sequential(Shift(), Shift(), nn.GELU(), memory="constant",
+                                     otherwise="recompute")),
+        ["input of module `0` (Shift), Sequential, keep, 1",  # for the drift guard to begin from
+         "exp, 0, recompute, 1", "log, 0, recompute, 0", "exp, 1, invert, 1", "log, 1, invert, 0",
+         "input of module `2` (GELU), Sequential, keep, 1", "gelu, 2, recompute, 0"]),
+    "a weight in a region": (lambda: partial(recoup.checkpoint, noisy(), x()), [
+        "input of the checkpointed call of Linear, -, keep, 1", "linear, Linear, recompute, 0",
+        "linear, Linear, regenerate, 0.5"]),
+    "a weight in autocast": (autocast, [
+        "linear, 0, keep, 0.5", "linear, 0, regenerate, 0.25", "gelu, 1, keep, 0.5"]),
+    "ours in torch's": (lambda: partial(ours_in_torchs, noisy()), [
+        "input of checkpoint, -, keep, 1", "linear, Linear, recompute, 0",
+        "linear, Linear, regenerate, 0.5",
+        "input of the checkpointed call of gelu, -, recompute, 1", "gelu, -, recompute, 0",
+        "Squared, -, recompute, 1"]),
+    "ours and torch's on the cpu": (lambda: partial(on_the_cpu, block()), [
+        "linear, 0, offload, 1", "gelu, 1, offload, 1", "Squared, -, offload, 1",
+        "input of the checkpointed call of Sequential, -, offload, 1", *AGAIN,
+        "input of checkpoint, -, offload, 1", *AGAIN, "exp, -, keep, 1"]),
+    "on the cpu it was on": (
+        lambda: lambda: within(save_on_cpu(), lambda: x().exp()), ["exp, -, keep, 1"]),
+    "a module that is one Function": (
+        lambda: partial(within, elsewhere(), Square(), x()), ["Squared, Square, offload, 1"]),
+    # names
+    "a method": (of_a_method, IN_ROOT[:2]),
+    "bound": (lambda: Bound().call, IN_ROOT[:2]),
+    "too deep": (lambda: partial(lambda held: held[0][0].within(x()), [[Root()]]), BLOCK),
+    "two roots": (two_roots, [
+        "linear, Root.within.0, keep, 1", "gelu, Root.within.1, keep, 1", "exp, Root, keep, 1",
+        "linear, Root#2.within.0, keep, 0", "gelu, Root#2.within.1, keep, 1",
+        "exp, Root#2, keep, 1"]),
+    "another thread": (beside_another_thread, ["exp, -, keep, 1"] * 2 + IN_ROOT),
+    "an exception": (after_an_exception, [*IN_ROOT, "Squared, -, keep, 1"]),
+    "lazy": (lambda: lazy(has_run=False), LAZY),
+    "no longer lazy": (lambda: lazy(has_run=True), LAZY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_each_residual_is_listed_once_by_operator_module_and_way(name):
+    build, expected = LISTED[name]
+    assert listed(build()) == expected
+
+
+def test_shapes_and_types():
+    model = nn.Sequential(nn.Linear(16, 16, dtype=torch.float64), nn.GELU())
+    assert list(residuals(lambda: model(x().double()).exp())) == [
+        Residual("linear [32, 16] float64", "0", 2 * X_BYTES, "keep"),
+        Residual("gelu [32, 16] float64", "1", 2 * X_BYTES, "keep"),
+        Residual("exp [32, 16] float64", "-", 2 * X_BYTES, "keep"),
+    ]
+
+
+def test_what_layers_and_networks_of_a_flow_save_is_inverted():
+    modules = {}
+    for each in residuals(flow()):
+        if each.num_bytes:
+            modules.setdefault(each.way, set()).add(each.module)
+    assert modules["keep"] <= {"chain", "-"}
+    assert modules["invert"] >= {"chain.1", "chain.3", "chain.3.network.1"}
+    assert modules.keys() == {"keep", "invert"}
+
+
+class OnDisk:
+    def __init__(self, tensor):
+        self.path, self.shape = "a file", tensor.shape
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack", "expected"),
+    [
+        (lambda t: t, lambda p: p, "exp, -, keep, 1"),
+        (lambda t: [{"view": t.view(-1)}], lambda p: p, "exp, -, keep, 1"),
+        (lambda t: t.bfloat16(), lambda p: p.float(), "exp, -, keep, 0.5"),
+        (lambda t: ("cpu", t.clone()), lambda p: p[1], "exp, -, offload, 1"),
+        (lambda t: t.to("meta"), lambda p: p, "exp, -, offload, 1"),
+        (OnDisk, lambda p: torch.ones(p.shape), "exp, -, offload, 1"),
+        (lambda t: 7, lambda p: p, "exp, -, offload, 1"),
+    ],
+)
+def test_what_hooks_of_others_return_says_the_way(pack, unpack, expected):
+    hooks, fn = saved_tensors_hooks(pack, unpack), lambda: x().exp()
+    assert listed(lambda: within(hooks, fn)) == within(hooks, listed, fn) == [expected]
+
+
+def test_a_census_within_a_region_or_another_census():
+    module, inner = block(), []
+
+    def fn(y):
+        inner.append(listed(lambda: module(y)))
+        return module(y)
+
+    assert listed(lambda: fn(x())) == BLOCK
+    recoup.checkpoint(fn, x())
+    assert inner == [BLOCK, [line.replace("keep", "recompute") for line in BLOCK]]
+
+
+def test_compiled_code_is_listed_as_it_was_written(fresh_compiler):
+    model, graphs = block(), []
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    compiled(x())
+    assert [each.split(",")[0] for each in listed(lambda: compiled(x()))] == ["linear", "gelu"]
+    compiled(x())
+    assert len(graphs) == 1
+
+
+# -- a good guest: what fn did without a census ----------------------------------------------------
 
 
 def test_nothing_remains_after_an_exception():
     before = state()
-
-    def fn():
-        with save_on_cpu():
-            x().exp()
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        residuals(fn)
+    with pytest.raises(ValueError, match=r"^$"):
+        residuals(of(Raises()))
     assert state() == before
 
 
 def test_no_memory_remains():
-    fn = transformer()
+    fn = BUILDS["transformer"]()
     residuals(fn)
     gc.collect()
     gc.disable()
     try:
         with StorageTracker() as tracker:
-            listed = residuals(fn)
-            assert listed.total_bytes() > 0
+            assert residuals(fn).total_bytes() > 0
             assert tracker.current_bytes == 0
     finally:
         gc.enable()
 
 
 def test_a_graph_that_outlives_the_call_holds_no_modules():
-    outside = []
-    root = Root()
+    outside, root = [], Root()
     gone = weakref.ref(root)
     residuals(lambda root=root: outside.append(root(x())))
     del root
@@ -500,52 +458,25 @@ def test_a_graph_that_outlives_the_call_holds_no_modules():
     assert gone() is None
 
 
-def test_it_runs_once_with_grad_and_draws_as_a_forward_does():
-    calls = []
-    dropout = nn.Dropout(0.5)
+@pytest.mark.parametrize("name", ["mlp", "transformer", "noisy lstm", "sqrt", "region of torch",
+                                  "flow"])  # fmt: skip
+def test_fn_runs_once_as_without_a_census_and_its_graph_stays_right(name):
+    fn, made = BUILDS[name](), []
 
-    def fn():
-        calls.append(torch.is_grad_enabled())
-        return dropout(x())
+    def run():
+        made.append(fn().sum())
+        assert torch.is_grad_enabled()
 
-    torch.manual_seed(0)
-    fn()
-    after = torch.get_rng_state()
-    torch.manual_seed(0)
-    calls.clear()
-    with torch.no_grad():
-        residuals(fn)
-    assert calls == [True]
-    assert torch.equal(torch.get_rng_state(), after)
-
-
-@pytest.mark.parametrize("build", [mlp, transformer, noisy_lstm, sqrt, region_of_torch, flow])
-def test_a_graph_that_outlives_the_call_is_right(build):
-    fn = build()
-    outside = []
-
-    def leak():
-        outside.append(fn().sum())
-
-    def gradients(loss):
-        leaves, seen, nodes = [], set(), [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node not in seen:
-                seen.add(node)
-                nodes += [before for before, _ in node.next_functions if before is not None]
-                if hasattr(node, "variable"):
-                    leaves.append(node.variable)
-        return torch.autograd.grad(loss, leaves)
-
-    torch.manual_seed(0)
-    expected = gradients(fn().sum())
-    torch.manual_seed(0)
-    assert len(residuals(leak)) > 0
-    got = gradients(outside.pop())
-    assert len(got) == len(expected) > 0
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
+    ends = []
+    for call in (run, lambda: torch.no_grad()(residuals)(run)):
+        torch.manual_seed(0)
+        call()
+        stream, loss = torch.get_rng_state(), made.pop()
+        leaves = [each.variable for each in nodes_of([loss]) if hasattr(each, "variable")]
+        ends.append([stream, *torch.autograd.grad(loss, leaves)])
+        assert not made
+    assert len(ends[0]) == len(ends[1]) > 1
+    assert all(map(torch.equal, *ends))
 
 
 def test_a_change_in_place_is_still_found():
@@ -561,81 +492,37 @@ def test_a_change_in_place_is_still_found():
         outside[0].sum().backward()
 
 
-@pytest.mark.parametrize("is_outside", [False, True])
-def test_hooks_of_others_see_what_they_would_have_seen(is_outside):
-    noisy = recoup.weight_noise(nn.Linear(16, 16), std=0.1)
-    block = blocks(1)[0]
-    seen = []
+def test_hooks_of_others_see_what_they_would_have_seen():
+    first, module, seen = noisy(), block(), []
 
     def pack(tensor):
         seen.append((type(tensor), tuple(tensor.shape), tensor.grad_fn is None))
         return tensor
 
     def body():
-        y = Squared.apply(block(noisy(x())))
-        return recoup.checkpoint(block, y).exp()
+        return recoup.checkpoint(module, Squared.apply(module(first(x())))).exp()
 
-    def fn():
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            return body()
-
-    fn()
+    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+    within(hooks, body)
     expected, seen[:] = list(seen), []
-    if is_outside:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            residuals(body)
-    else:
-        residuals(fn)
-    assert seen == expected
-    assert len(seen) > 5
+    assert len(expected) > 5
+    for call in (lambda: residuals(lambda: within(hooks, body)),
+                 lambda: within(hooks, residuals, body)):  # fmt: skip
+        call()
+        assert seen == expected
+        seen.clear()
 
 
-def test_a_census_within_a_region_or_another_census():
-    block = blocks(1)[0]
-    inner = []
-
-    def fn():
-        inner.append(found(lambda: block(x())))
-        return block(x())
-
-    expected = [("linear", "0", "keep"), ("gelu", "1", "keep")]
-    assert found(fn) == expected
-    sizes = []
-
-    def run(y):
-        inner.append(found(lambda: block(y)))
-        sizes.extend(each.num_bytes for each in residuals(lambda: block(y)))
-        return block(y)
-
-    recoup.checkpoint(run, x())
-    assert sizes == [X_BYTES, X_BYTES]  # each is told once
-    assert inner == [expected, [(operator, at, "recompute") for operator, at, _ in expected]]
-
-
-def test_compiled_code_is_listed_as_it_was_written(fresh_compiler):
-    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
-    graphs = []
-    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    compiled(x())
-    assert [each for each, _, _ in found(lambda: compiled(x()))] == ["linear", "gelu"]
-    compiled(x())
-    assert len(graphs) == 1
-
-
-# -- the report ----------------------------------------------------------------------------
+# -- the report ------------------------------------------------------------------------------------
 
 
 def test_the_table():
-    mib = 2**20
-    listed = Residuals(
-        (
-            Residual("gelu [8, 8] float32", "layers.0", mib, "recompute"),
-            Residual("linear [8, 8] float32", "layers.0", mib // 2, "keep"),
-            Residual("linear [8, 8] float32", "layers.0", mib, "keep"),
-            Residual("linear [8, 8] float32", "layers.0", 0, "keep"),
-        )
-    )
-    assert str(listed).splitlines() == [
+    mib, kept = 2**20, ("linear [8, 8] float32", "layers.0")
+    entries = Residuals((
+        Residual("gelu [8, 8] float32", "layers.0", mib, "recompute"),
+        *(Residual(*kept, num_bytes, "keep") for num_bytes in (mib // 2, mib, 0)),
+    ))  # fmt: skip
+    assert str(entries).splitlines() == [
         "value                  module    count    MiB  way",
         "linear [8, 8] float32  layers.0      2  1.500  keep",
         "gelu [8, 8] float32    layers.0      1  1.000  recompute",
@@ -643,8 +530,11 @@ def test_the_table():
         "                                        1.000  recompute",
         "1 more look at memory that is counted above",
     ]
-    assert len(listed) == 4
-    assert [each.num_bytes for each in listed] == [mib, mib // 2, mib, 0]
+    assert [each.num_bytes for each in entries] == [mib, mib // 2, mib, 0]
+    assert len(entries) == 4
+    with pytest.raises(ValueError, match=r"`way` is 'kept', but must be one of keep, recompute"):
+        entries.total_bytes("kept")
+    assert str(Residuals(())).splitlines()[-1].split() == ["total", "0.000", "keep"]
 
 
 def test_ways_are_in_their_order_and_lines_in_their_width():
@@ -658,14 +548,3 @@ def test_ways_are_in_their_order_and_lines_in_their_width():
     assert tuple(line.split()[-1] for line in lines[-5:]) == WAYS
     for line in lines[1:6]:
         assert re.search(rf"\.\.\. {re.escape(str(shape))} bfloat16 +\.\.\.\S*deep\.\w+ ", line)
-
-
-def test_total_bytes():
-    listed = residuals(value())
-    assert listed.total_bytes() == sum(listed.total_bytes(way) for way in WAYS) > 0
-    with pytest.raises(ValueError, match=r"`way` is 'kept', but must be one of keep, recompute"):
-        listed.total_bytes("kept")
-
-
-def test_nothing_to_list():
-    assert str(residuals(lambda: None)).splitlines()[-1].split() == ["total", "0.000", "keep"]

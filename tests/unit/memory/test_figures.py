@@ -1,3 +1,5 @@
+"""Curves as figures: what is drawn in which unit and format, and nothing else of matplotlib."""
+
 from __future__ import annotations
 
 import sys
@@ -9,9 +11,11 @@ from recoup.memory import Curve, Point, figures
 matplotlib = pytest.importorskip("matplotlib")
 
 
-def made(memories=("linear", "sqrt"), depths=(4, 16), **values):
+def made(*memories, **values):
     points = [
-        Point(depth, memory, 2**20 * depth, 0, **values) for depth in depths for memory in memories
+        Point(depth, memory, 2**20 * depth, 0, **values)
+        for depth in (4, 16)
+        for memory in memories or ("linear", "sqrt")
     ]
     return Curve("chain:build", "cpu", tuple(points))
 
@@ -19,41 +23,46 @@ def made(memories=("linear", "sqrt"), depths=(4, 16), **values):
 @pytest.mark.parametrize(
     ("suffix", "start"), [(".png", b"\x89PNG"), (".PDF", b"%PDF"), (".svg", b"<?xml")]
 )
-def test_formats(tmp_path, suffix, start):
+def test_formats(tmp_path, monkeypatch, suffix, start):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would raise
+    # Read beneath its own methods, which import pyplot when asked for the backend.
+    before = dict(dict.items(matplotlib.rcParams))
     path = made(seconds=0.1).figure(tmp_path / "new" / f"curve{suffix}")
     assert path.read_bytes().startswith(start)
     assert [file.name for file in path.parent.iterdir()] == [f"curve{suffix}"]
+    assert dict(dict.items(matplotlib.rcParams)) == before
 
 
 def svg(curve):
-    # Text as text, so that a test can read it.
+    """A figure with its text as text, so that a test can read it."""
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         return figures.render({m: curve.of(m) for m in curve.memories()}, ".svg").decode()
 
 
-def test_says_what_is_drawn_in_which_unit():
-    text = svg(made(["linear", 3], seconds=0.25))
-    for part in ("Peak memory of a step (MiB)", "Time of a step (ms)", "Depth (blocks)"):
-        assert part in text
-    for label in ("linear  16.0", "3 slots  16.0", "linear  250", "3 slots  250"):
-        assert label in text
-    assert "Time of a step (s)" in svg(made(seconds=2.5))
+FOUR = made("linear", "sqrt", "constant", "other")
+ONE = Curve("chain:build", "cpu", (Point(1, "linear", 0, 0, 0.0, 0.0),))
+PEAK, TIME = "Peak memory of a step", "Time of a step"
 
 
-def test_without_times_there_is_one_panel():
-    text = svg(made())
-    assert "Peak memory" in text
-    assert "Time" not in text
+@pytest.mark.parametrize(
+    ("curve", "parts", "absent"),
+    [
+        (made("linear", 3, seconds=0.25), [
+            f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16.0", "3 slots  16.0",
+            "linear  250", "3 slots  250"], []),
+        (made(seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
+        (made(), [PEAK], ["Time"]),
+        (FOUR, ["#d55e00", "#0072b2", "#009e73", "#e69f00"], []),
+        (ONE, [PEAK], []),
+    ],
+)  # fmt: skip
+def test_what_is_drawn_in_which_unit(curve, parts, absent):
+    text = svg(curve)
+    assert [part for part in parts if part not in text] == []
+    assert [part for part in absent if part in text] == []
 
 
-def test_one_point_and_no_bytes_can_be_drawn():
-    svg(Curve("chain:build", "cpu", (Point(1, "linear", 0, 0, 0.0, 0.0),)))
-
-
-def test_lines_that_coincide_differ_in_every_way():
-    text = svg(made(["linear", "sqrt", "constant", "other"]))
-    for color in ("#d55e00", "#0072b2", "#009e73", "#e69f00"):
-        assert color in text
+def test_lines_that_coincide_differ_by_their_markers():
     assert len(set(figures._MARKERS)) == len(figures._MARKERS)
 
 
@@ -68,11 +77,3 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'recoup\[plots\]'"):
         made().figure(tmp_path / "curve.png")
-
-
-def test_the_state_of_matplotlib_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # Importing it would raise.
-    # Read beneath its own methods, which import pyplot when asked for the backend.
-    before = dict(dict.items(matplotlib.rcParams))
-    made(seconds=0.1).figure(tmp_path / "curve.png")
-    assert dict(dict.items(matplotlib.rcParams)) == before

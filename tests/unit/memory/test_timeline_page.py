@@ -63,17 +63,14 @@ def test_a_line_has_the_bytes_of_its_stretches():
     assert StepLine("empty", ()).peak("forward") is None
 
 
-def test_what_is_drawn_are_the_bytes():
+def test_what_is_drawn_are_the_bytes_in_phases_equally_wide_for_all_lines():
     found = line()
     levels = [*found.levels("forward"), *found.levels("backward")]
     assert drawn(page(found)) == list(enumerate(levels))
-
-
-def test_phases_are_equally_wide_for_all_lines():
     short = StepLine(
-        "planned", (Stretch("forward", "forward", "m", "keep", (7,)), line().stretches[-1])
+        "planned", (Stretch("forward", "forward", "m", "keep", (7,)), found.stretches[-1])
     )
-    text = page(line(), short)
+    text = page(found, short)
     assert drawn(text, 1) == [(0, 7), (4, 200), (6, 64)]
     assert 'class="band" d="M4 0H8V' in text
 
@@ -110,11 +107,8 @@ def test_the_peaks_stand_in_a_table_and_at_the_lines():
     assert f">as it is {format_bytes(2**20 + 900)}</span>" in text
     assert ">planned 900 B</span>" in text
     assert ">budget 976.6 KiB</span>" in text
-
-
-def test_a_budget_far_above_the_lines_is_not_drawn():
     assert 'class="budget"' in page(budget=1000)
-    assert 'class="budget"' not in page(budget=2000)
+    assert 'class="budget"' not in page(budget=2000), "it is far above the lines"
 
 
 def test_names_are_escaped_wherever_they_stand():
@@ -159,10 +153,6 @@ def shown(tmp_path, text, *more):
     return done.stdout
 
 
-def with_script(text, script):
-    return text.replace("</body>", f"<script>{script}</script></body>")
-
-
 HOVER = """
 const box = plot.getBoundingClientRect();
 const seen = [];
@@ -182,10 +172,14 @@ document.body.replaceChildren(JSON.stringify({ seen, wide, moved, title: documen
 
 
 @in_a_browser
-def test_the_pointer_and_the_slider_tell_what_ran(tmp_path):
-    text = with_script(page(line(), line("planned", NASTY, 10**6), budget=800), HOVER)
-    body = re.search(r"<body>(.*)</body>", shown(tmp_path, text), re.DOTALL)[1]
+@pytest.mark.parametrize("width", [400, 1600])
+def test_the_pointer_and_the_slider_tell_what_ran_in_any_window(tmp_path, width):
+    text = page(line(), line("planned", NASTY, 10**6), budget=800, plan="x" * 300)
+    text = text.replace("</body>", f"<script>{HOVER}</script></body>")
+    document = shown(tmp_path, text, f"--window-size={width},900")
+    body = re.search(r"<body>(.*)</body>", document, re.DOTALL)[1]
     found = json.loads(html.unescape(body))
+    assert found["wide"] == 0
     at_peak, pointed, ended, moved = found["seen"]
     assert at_peak[1].split("\n")[:2] == ["planned: 977.4 KiB (1,000,900 bytes)", "net.1"]
     assert pointed[0].split("\n") == [
@@ -204,13 +198,3 @@ def test_the_pointer_and_the_slider_tell_what_ran(tmp_path):
     assert found["title"] == "Memory over a step of Net"  # names run no code
     assert not found["hidden"]
     assert found["spoken"].startswith("as it is: 400 B, net.0, forward")
-
-
-@in_a_browser
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [400, 1600])
-def test_the_page_fits_its_window(tmp_path, width):
-    text = with_script(page(line(), line("planned", "a" * 200), budget=800, plan="x" * 300), HOVER)
-    document = shown(tmp_path, text, f"--window-size={width},900")
-    body = re.search(r"<body>(.*)</body>", document, re.DOTALL)[1]
-    assert json.loads(html.unescape(body))["wide"] == 0

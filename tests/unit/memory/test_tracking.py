@@ -1,6 +1,7 @@
+"""The tracker of storages: bytes alive after each of some operators, and no trace of the look."""
+
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from recoup._core.storage_tracking import StorageTracker
+from tests.alive import no_collector
 
 KIB = 1024
 
@@ -18,160 +20,146 @@ def kib(num_kib=1):
 
 
 @pytest.fixture(autouse=True)
-def no_garbage_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+def without_garbage_collection():
+    with no_collector():
+        yield
 
 
-def test_a_storage_counts_until_its_last_view_is_gone():
-    with StorageTracker() as tracker:
-        whole = kib(4)
-        part = whole[:10]
-        row = whole.view(4, 256)
-        assert tracker.current_bytes == 4 * KIB
-        del whole, row
-        assert tracker.current_bytes == 4 * KIB
-        del part
-        assert tracker.current_bytes == 0
-    assert tracker.peak_bytes == 4 * KIB
+# -- what is alive: each yields the KiB that are, at its moments -----------------------------------
 
 
-def test_what_was_there_before_does_not_count():
-    before = kib(4)
-    with StorageTracker() as tracker:
-        views = [before.view(2, -1), before.detach(), before[::2], before.add_(1)]
-        assert tracker.peak_bytes == 0
-        views.append(before + 1)
-        assert tracker.current_bytes == 4 * KIB
+def views(before):
+    whole = kib(4)
+    part, row = whole[:10], whole.view(4, 256)
+    yield 4
+    del whole, row
+    yield 4
+    del part
+    yield 0
 
 
-def test_freed_after_the_context_ends():
-    with StorageTracker() as tracker:
-        x = kib(2)
-    kib(64)  # No longer counted.
-    assert (tracker.current_bytes, tracker.peak_bytes) == (2 * KIB, 2 * KIB)
+def of_what_was_there(before):
+    kept = [before.view(2, -1), before.detach(), before[::2], before.add_(1)]
+    yield 0
+    kept.append(before + 1)
+    yield 4
+
+
+def addresses_that_are_used_again(before):
+    for num_kib in range(1, 200):
+        x = kib(num_kib)
+        yield num_kib
+        del x
+        yield 0
+
+
+def resized_by_an_operator(before):
+    x = kib(1)
+    x.resize_(256 * 3)
+    yield 3
+    before.resize_(256 * 6)  # was there, and grows by 2 KiB
+    yield 5
+
+
+def resized_behind_the_operators_back(before):
+    x = kib(4)
+    yield 4
+    x.untyped_storage().resize_(KIB)
+    x[:1] + 1
+    yield 1
+
+
+def python_values(before):
+    x = torch.tensor([1.0] * 256)
+    yield 1
     del x
+    yield 0
+
+
+def lists(before):
+    parts = torch.split(kib(4), 256)
+    sums = torch._foreach_add(list(parts), 1.0)
+    yield 8
+    torch._foreach_add_(sums, parts)
+    yield 8
+
+
+def backward(before):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    made = sum(each.nbytes for each in net.parameters()) / KIB
+    loss = net(before.view(16, 64)).sum()
+    loss.backward()
+    del loss
+    yield 2 * made
+
+
+def another_device(before):
+    away = torch.zeros(256, device="meta")
+    yield 0
+    eye = torch.eye(16).to_sparse()  # 16 entries, and two indices of each
+    yield (16 * 4 + 2 * 16 * 8) / KIB
+    del away, eye
+
+
+def hooks_of_others(before):
+    x = before.detach().requires_grad_()
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = x.exp()
+    yield 8  # the output, and the copy of it that the hook made
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+
+
+def a_transform(before):
+    gradients = TRANSFORM(before.view(32, 32))
+    yield 4
+    del gradients
+
+
+TRANSFORM = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))
+MOMENTS = [views, of_what_was_there, addresses_that_are_used_again, resized_by_an_operator,
+           resized_behind_the_operators_back, python_values, lists, backward, another_device,
+           hooks_of_others, a_transform]  # fmt: skip
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_storage_counts_from_its_operator_to_its_last_reference(moments):
+    TRANSFORM(torch.zeros(2, 2))  # torch imports what it needs for it, with tensors of its own
+    before, most = kib(4), 0
+    with StorageTracker("cpu") as tracker:
+        for num_kib in moments(before):
+            assert tracker.current_bytes == num_kib * KIB
+            most = max(most, num_kib * KIB)
+            with StorageTracker() as within:
+                kib(1)
+            assert (within.current_bytes, within.peak_bytes) == (0, KIB)
+    assert tracker.peak_bytes >= most
+    del before
     assert tracker.current_bytes == 0
 
 
-def test_nothing_is_kept_alive():
+def test_a_peak_is_that_of_forward_and_backward():
+    x = torch.zeros(256, requires_grad=True)
     with StorageTracker() as tracker:
-        x = kib()
-        alive = weakref.ref(x)
-        del x
-        assert alive() is None
-    owner = weakref.ref(tracker)
-    del tracker
-    assert owner() is None
-
-
-def test_a_reused_address_is_a_new_storage():
-    with StorageTracker() as tracker:
-        for num_kib in range(1, 200):
-            x = kib(num_kib)
-            assert tracker.current_bytes == num_kib * KIB
-            del x
-            assert tracker.current_bytes == 0
-    assert tracker.peak_bytes == 199 * KIB
-
-
-def test_resized_by_an_operator():
-    before = kib(1)
-    with StorageTracker() as tracker:
-        x = kib(1)
-        x.resize_(256 * 3)
-        assert tracker.current_bytes == 3 * KIB
-        before.resize_(256 * 3)  # Was there, and grows by 2 KiB.
-        assert tracker.current_bytes == 5 * KIB
-    del before
-    assert tracker.current_bytes == 3 * KIB
-
-
-def test_resized_behind_the_operators_back():
-    with StorageTracker() as tracker:
-        x = kib(4)
-        y = kib(2)
-        x.untyped_storage().resize_(KIB)
-        x[:1] + 1
-        assert tracker.current_bytes == 3 * KIB
-        y.untyped_storage().resize_(0)
-    assert tracker.current_bytes == KIB
-
-
-def test_tensors_made_from_python_values_count():
-    with StorageTracker() as tracker:
-        x = torch.tensor([1.0, 2.0])
-        assert tracker.current_bytes == 8
-        del x
-        assert tracker.current_bytes == 0
-
-
-def test_operators_on_lists_of_tensors():
-    with StorageTracker() as tracker:
-        parts = torch.split(kib(4), 256)
-        sums = torch._foreach_add(list(parts), 1.0)
-        assert tracker.current_bytes == 8 * KIB
-        torch._foreach_add_(sums, parts)
-        assert tracker.current_bytes == 8 * KIB
-
-
-def test_backward_is_seen_and_leaves_the_gradients():
-    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    x = torch.randn(8, 64)
-    with StorageTracker() as tracker:
-        loss = net(x).sum()
-        forward_peak = tracker.peak_bytes
+        loss = x.exp().sum()
+        assert tracker.peak_bytes == KIB + 4
         loss.backward()
-        del loss
-        peak = tracker.peak_bytes
-    assert peak > forward_peak
-    assert tracker.current_bytes == sum(parameter.nbytes for parameter in net.parameters())
+    assert tracker.peak_bytes == 2 * KIB + 8
 
 
-def test_hooks_of_others_work_within_and_around():
-    x = kib().requires_grad_()
-    packed = []
-    with (
-        saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t),
-        StorageTracker() as tracker,
-    ):
-        y = x.exp()  # The output and the copy of it that the hook made.
-        assert tracker.current_bytes == 2 * KIB
-        y.sum().backward()
-    assert packed == [(256,)]
-    torch.testing.assert_close(x.grad, torch.ones(256))
-
-
-def test_each_of_two_nested_trackers_counts():
-    with StorageTracker() as outer:
-        first = kib(1)
-        with StorageTracker() as inner:
-            second = kib(2)
-        assert (outer.current_bytes, inner.current_bytes) == (3 * KIB, 2 * KIB)
-        del first, second
-        assert (outer.current_bytes, inner.current_bytes) == (0, 0)
-
-
-def test_another_device_is_left_out():
-    with StorageTracker("cpu") as tracker:
-        torch.zeros(256, device="meta")
-        sparse = torch.eye(2).to_sparse()
-    del sparse
-    assert tracker.peak_bytes < KIB
-
-
-def test_function_transforms():
-    x = torch.ones(8, 8)
-    transformed = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))
-    transformed(x)  # torch imports what it needs for them, with tensors of its own
+def test_after_the_context_only_what_is_freed_counts():
     with StorageTracker() as tracker:
-        gradients = transformed(x)
-    assert tracker.current_bytes == gradients.nbytes
+        x, y = kib(2), kib(2)
+        y.untyped_storage().resize_(0)  # seen at the end
+    kib(64)
+    assert (tracker.current_bytes, tracker.peak_bytes) == (2 * KIB, 4 * KIB)
+    alive, owner = weakref.ref(x), weakref.ref(tracker)
+    del x
+    assert tracker.current_bytes == 0
+    del tracker
+    assert alive() is owner() is None
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["python", "operator", "backward"])
 def test_nothing_stays_behind_after_an_exception(where):
     def fail(gradient):

@@ -42,22 +42,15 @@ def trained(module, x=X):
     return loss
 
 
-class Watched:
-    """What is dropped in the steps within, of each noisy weight: where all of them dropped it."""
-
-    def __init__(self, module):
-        self.module = module
-        self.dropped = {}
-
-    def run(self, call):
-        """Do something in a step, and see what it drops."""
-        with step(self.module):
-            result = call()
-            for entry in applied(self.module):
-                owner, _, key = entry.name.rpartition(".")
-                weight = used(self.module.get_submodule(owner), key)
-                self.dropped[entry.name] = self.dropped.get(entry.name, True) & (weight == 0)
-        return result
+def watched(module, call, dropped):
+    """Do something in a step, and note of each noisy weight where all steps dropped it."""
+    with step(module):
+        result = call()
+        for entry in applied(module):
+            owner, _, key = entry.name.rpartition(".")
+            weight = used(module.get_submodule(owner), key)
+            dropped[entry.name] = dropped.get(entry.name, True) & (weight == 0)
+    return result
 
 
 class Pair:
@@ -75,13 +68,13 @@ class Pair:
         pairs = ((self.plain, self.plain_optimizer), (self.module, self.optimizer))
         for module, optimizer in pairs:
             module.zero_grad()
-            watched = Watched(module)
+            dropped = {}
             torch.manual_seed(seed)
-            watched.run(lambda module=module: run(module))
+            watched(module, lambda module=module: run(module), dropped)
             take(optimizer, module)
         num_saved = 0
         for name, mine in self.module.named_parameters():
-            frozen = watched.dropped.get(name, torch.zeros_like(mine, dtype=torch.bool))
+            frozen = dropped.get(name, torch.zeros_like(mine, dtype=torch.bool))
             theirs = self.plain.get_parameter(name)
             assert torch.equal(mine, torch.where(frozen, before[name], theirs)), name
             num_saved += (frozen & (theirs != before[name])).sum().item()
@@ -190,10 +183,10 @@ def test_tied_names_are_left_alone_where_all_of_them_drop(both):
         with pytest.raises(ValueError, match="each use has weight dropout"):
             freeze_dropped(optimizer, model)
     freeze_dropped(optimizer, model if both else model.embedding)
-    before, watched = raw.detach().clone(), Watched(model)
-    watched.run(lambda: trained(model, torch.arange(12)))
+    before, dropped = raw.detach().clone(), {}
+    watched(model, lambda: trained(model, torch.arange(12)), dropped)
     optimizer.step()
-    frozen = torch.stack([*watched.dropped.values()]).all(0) & both
+    frozen = torch.stack([*dropped.values()]).all(0) & both
     assert torch.equal(raw == before, frozen)
     assert (3 < frozen.sum() < 40) == both
 
@@ -225,15 +218,15 @@ def test_closures(name, is_named):
     with pytest.raises(KeyError):
         optimizer.step(lambda: {}["broken"])
     for _ in range(2):
-        before, watched = raw.detach().clone(), Watched(module)
+        before, dropped = raw.detach().clone(), {}
 
-        def closure(watched=watched):
+        def closure(dropped=dropped):
             optimizer.zero_grad()
-            return watched.run(lambda: trained(module))
+            return watched(module, lambda: trained(module), dropped)
 
         found = optimizer.step(closure=closure) if is_named else optimizer.step(closure)
         assert found > 0
-        frozen = watched.dropped["weight"]
+        frozen = dropped["weight"]
         assert frozen.any()
         assert torch.equal(raw[frozen], before[frozen])
         assert name == "lbfgs" or (raw != before)[~frozen].all()

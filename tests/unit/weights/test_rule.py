@@ -95,19 +95,6 @@ def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
         torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("training", [True, False])
-def test_the_parameter_is_read_by_its_names(kind, training):
-    model = Model()
-    raw = model.layer.weight
-    OURS[kind](model).train(training)
-    with recoup.weights.step(model):
-        assert model.get_parameter("layer.weight") is raw
-        assert model.layer.get_parameter("weight") is raw
-        assert dict(model.named_parameters())["layer.weight"] is raw
-    assert torch.equal(model.state_dict()["layer.weight"], raw)
-
-
 class SavesItself(nn.Linear):
     """A layer that reads its weight to save and to load it, as those of torch_geometric do."""
 

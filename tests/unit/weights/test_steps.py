@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 
 import pytest
@@ -57,48 +58,84 @@ def num_seeds(call):
     return num
 
 
-# -- steps -----------------------------------------------------------------------------------------
+# -- which reads share a draw ----------------------------------------------------------------------
+
+READS = {
+    "a": lambda tree: [tree.a.weight * 1],
+    "b": lambda tree: [tree.b.weight * 1],
+    "a()": lambda tree: [tree.a()],
+    "f(a)": lambda tree: [functional_call(tree.a, {}, ())],
+    "g(a)": lambda tree: [torch.no_grad()(lambda: tree.a.weight)()],  # without a graph
+    "copy": lambda tree: [copy.deepcopy(tree.a).get_parameter("weight")],
+    "tree": lambda tree: tree(),  # a() and b()
+    "evaluate": lambda tree: tree.eval() and [],
+    "train": lambda tree: tree.train() and [],
+}
+CONTEXTS = {
+    "step{": step,
+    "step2{": step,
+    "same1{": lambda tree: same_draw(1),
+    "same2{": lambda tree: same_draw(2),
+    "off{": disabled,
+    "on{": enabled,
+    "elsewhere{": lambda tree: disabled(dropped(reads())),
+}
+# A letter for each draw, "r" for the raw parameter; and how many seeds that takes. A block ends at
+# "}", or by an exception at "!"; the same word is the same context, which is entered again.
+PROGRAMS = """
+tree tree a a a()                               -> ab cd e f g         5
+step{ tree a f(a) a() tree } tree               -> ab a a a ab cd      2
+step{ g(a) a() g(a) a copy }                    -> a a a a r           1
+step{ step2{ tree } a tree ! a                  -> ab a ab c           2
+same1{ tree tree b a } a                        -> ab ab b a c         1
+same1{ a same2{ a same1{ a } } same1{ a } a } a -> a b a a a c         1
+same1{ ! a same1{ a } a same2{ ! a              -> a b c d             3
+same1{ step{ a same2{ a } tree } a }            -> a b ac a            0
+off{ a on{ a a off{ a } a } a } a               -> r a b r c r d       4
+off{ off{ a } a } a off{ ! a                    -> r r a b             2
+evaluate a tree on{ a tree } train a            -> r rr a bc d         3
+evaluate on{ on{ a } same1{ a a } ! a           -> a b b r             1
+on{ off{ tree } } elsewhere{ tree }             -> rr ab               1
+evaluate off{ a } g(a) train g(a)               -> r r r               0
+"""
+ROWS = [re.split(r" +-> |  +", line) for line in PROGRAMS.splitlines() if line]
 
 
-def both_ways(tree):
-    return [tree.layer.weight * 1, tree.layer(), functional_call(tree.layer, {}, ()), tree.layer()]
+class EndsError(Exception):
+    """An exception by which a block ends, with what was read in it."""
 
 
-def in_a_block(tree):
-    with step(tree):
-        return [*tree(), *tree()]
+def run(words, tree, contexts):
+    """The reads of a program, up to the end of its block."""
+    found = []
+    for word in words:
+        if word == "}":
+            break
+        if word == "!":
+            raise EndsError(*found)
+        if word in READS:
+            found += READS[word](tree)
+            continue
+        try:
+            with contexts[word]:
+                found += run(words, tree, contexts)
+        except EndsError as block:
+            found += block.args
+    return found
 
 
-def decorated(tree):
-    return step(tree)(lambda: [*tree(), *tree(), tree.layer.weight * 1])()
-
-
-def without_graphs(tree):
-    with step(tree):
-        with torch.no_grad():
-            logged = tree.layer.weight  # alive while the next ones are made
-        made = tree.layer()
-        with torch.no_grad():
-            again = tree.layer.weight
-        assert (logged.requires_grad, made.requires_grad) == (False, True)
-        return [logged, made, again, tree.layer()]
-
-
-def deeper(tree):
-    tree.call = lambda tree, depth=3: [tree.layer(), *(tree(depth - 1) if depth else [])]
-    return tree()
-
-
-@pytest.mark.parametrize("way", [nn.Module.__call__, in_a_block, decorated, without_graphs, deeper])
-def test_all_reads_of_a_step_have_one_draw_and_the_next_step_has_another(way):
-    tree = dropped(Calls(both_ways, layer=reads()))
-    first, second = way(tree), way(tree)
-    assert agree(*first)
-    assert agree(*second)
-    assert differ(first[0], second[0], tree()[0], tree.layer.weight, tree.layer.weight)
-    assert num_seeds(lambda: way(tree)) == 1
-    (first[1] + first[-1]).sum().backward()
-    assert torch.equal(tree.layer.get_parameter("weight").grad == 0, first[1] == 0)
+@pytest.mark.parametrize(("program", "pattern", "seeds"), ROWS, ids=[row[0] for row in ROWS])
+def test_which_reads_share_a_draw(program, pattern, seeds):
+    tree = dropped(Calls(lambda tree: [tree.a(), tree.b()], a=reads(), b=reads()))
+    contexts = {word: make(tree) for word, make in CONTEXTS.items()}
+    found, seen, letters = [], [], ""
+    taken = num_seeds(lambda: found.extend(run(iter(program.split()), tree, contexts)))
+    for each in found:
+        place = next((i for i, one in enumerate(seen) if torch.equal(each, one)), len(seen))
+        is_raw = bool((each == 3).all())
+        seen += [each] if place == len(seen) and not is_raw else []
+        letters += "r" if is_raw else chr(ord("a") + place)
+    assert (letters, taken) == (pattern.replace(" ", ""), int(seeds))
 
 
 def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
@@ -189,115 +226,39 @@ def test_same_draw_goes_by_qualified_names_alone():
                                                 module=tree))  # fmt: skip
     other(["a"])
     found = []
-    for run, names in ((tree, "abc"), (other, "cab"), (wrapped, "abc")):
+    for call, names in ((tree, "abc"), (other, "cab"), (wrapped, "abc")):
         with same_draw(8):
-            made = dict(zip(names, run(names), strict=True))
+            made = dict(zip(names, call(names), strict=True))
         found.append([made[name] for name in "abc"])
     assert differ(*found[0])
     for other_found in found[1:]:
         assert all(map(torch.equal, found[0], other_found))
-
-
-def test_weights_of_one_name_and_of_one_tree_have_draws_of_their_own():
-    layers = [dropped(reads()) for _ in range(2)]
-    with same_draw(seed=0):
-        first, second = (layer().detach() for layer in layers)
-    assert differ(first, second)
-    with same_draw(seed=0):
-        assert torch.equal(layers[0](), first)
-    with step(tree := tree_of(Calls)):
-        kept = [layer.weight > 0 for layer in (tree.a, tree.b)]
+    kept = [each > 0 for each in found[0][:2]]
     assert abs((kept[0] == kept[1]).double().mean() - 0.5) < 0.15
+    layers = [dropped(reads()) for _ in range(2)]  # of one name
+    with same_draw(8):
+        assert differ(*(layer() for layer in layers))
 
 
-def test_same_draw_may_be_nested_entered_again_left_by_an_exception_or_within_a_forward():
-    layer, context = dropped(reads()), same_draw(1)
-    with context:
-        outer = layer()
-        with same_draw(2):
-            inner = layer()
-            with same_draw(1):
-                again = layer()
-        with context:
-            within = layer()
-        after = layer()
-    with pytest.raises(RuntimeError, match="on purpose"), context:
-        raise RuntimeError("on purpose")
-    assert agree(outer, again, within, after)
-    assert differ(outer, inner, layer(), layer())
-
-    def call(tree):
-        before = tree.layer()
-        with same_draw(1):
-            within = tree.layer()
-        return before, within, tree.layer()
-
-    before, within, after = dropped(Calls(call, layer=reads()))()
-    assert agree(before, after)
-    assert differ(before, within)
-
-
-# -- on and off ------------------------------------------------------------------------------------
-
-
-def test_disabled_and_enabled():
-    layer, other = dropped(reads()), dropped(reads())
-    raw = layer.get_parameter("weight")
-
-    def run():
-        with disabled(layer):
-            assert torch.equal(layer(), raw)
-            with enabled(layer):
-                assert differ(layer(), layer(), raw)
-                with disabled(layer):
-                    assert torch.equal(layer(), raw)
-                assert differ(layer(), raw)
-            assert torch.equal(layer(), raw)
-
-    assert num_seeds(run) == 3
-    with disabled(other):
-        assert differ(layer(), raw)
-    layer.eval()
-    with enabled(layer):
-        assert differ(layer(), layer(), raw)
-        with same_draw(1), torch.no_grad():
-            assert agree(layer(), layer())
-    assert torch.equal(layer(), raw)
-    always = dropped(reads(), mode="always").eval()
-    with disabled(always):
-        assert torch.equal(always(), raw)
-    assert differ(always(), always(), raw)
-
-
-@pytest.mark.parametrize("context", [disabled, enabled])
-def test_a_switch_may_be_entered_again_left_by_an_exception_and_end_before_what_is_within(context):
-    layer = dropped(reads()).train(context is disabled)
-    raw, switch = layer.get_parameter("weight"), context(layer)
-    for _ in range(2):
-        with switch:
-            with switch:
-                assert torch.equal(layer(), raw) is (context is disabled)
-            assert torch.equal(layer(), raw) is (context is disabled)
-        with pytest.raises(RuntimeError, match="on purpose"), switch:
-            raise RuntimeError("on purpose")
-        assert torch.equal(layer(), raw) is (context is enabled)
-    other = enabled(layer) if context is disabled else disabled(layer)
-    other.__enter__()
-    switch.__enter__()
-    other.__exit__(None, None, None)  # a generator that is left open ends when it likes
-    assert torch.equal(layer(), raw) is (context is disabled)
-    switch.__exit__(None, None, None)
-    assert torch.equal(layer(), raw) is (context is enabled)
-
-
-def test_a_context_that_begins_in_a_forward_may_outlive_it():
+def test_a_context_may_end_before_what_is_within_and_outlive_the_forward_where_it_began():
+    """A generator that is left open ends when it likes."""
     context = same_draw(1)
     tree = dropped(Calls(lambda tree: context.__enter__(), layer=reads()))
     tree()
     assert agree(tree.layer(), tree.layer())
     context.__exit__(None, None, None)
-    with torch.no_grad():
-        assert tree.layer.weight is tree.layer.get_parameter("weight")
+    assert differ(tree.layer(), tree.layer())
+    for first, second in ((disabled, enabled), (enabled, disabled)):
+        outer, inner = first(tree), second(tree)
+        inner.__enter__()
+        outer.__enter__()
+        inner.__exit__(None, None, None)
+        assert (tree.layer() == 3).all() == (first is disabled)
+        outer.__exit__(None, None, None)
+    always = dropped(reads(), mode="always").eval()
+    with disabled(always):
+        assert agree(always(), always.get_parameter("weight"))
+    assert differ(always(), always(), always.get_parameter("weight"))
 
 
 # -- schedules -------------------------------------------------------------------------------------
