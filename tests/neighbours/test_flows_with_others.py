@@ -8,12 +8,12 @@ import pickle
 
 import pytest
 import torch
+from tests.neighbours.flows_ddp_worker import CASES
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import ActNorm, AdditiveCoupling, AffineCoupling
-from tests.neighbours.flows_ddp_worker import CASES
 from tests.neighbours.workers import both, found_by, furthest
 
 SHAPE = (1, 4, 4)
