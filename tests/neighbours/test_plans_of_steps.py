@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import recoup
 from recoup.errors import BudgetError
 from tests.alive import allocated_bytes
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+from tests.weight_zoo import Uses
+from tests.zoo import Fn
 
 
 def net(block: Any = Block) -> Net:
@@ -84,42 +88,27 @@ class Output:
     found: Any
 
 
-FORMS = {
-    "tensor": lambda y: y,
-    "dict": lambda y: {"y": y},
-    "dataclass": lambda y: Output([y]),
-    "object": lambda y: _own(y),
+FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda y: y, lambda y: y),
+    "dict": (lambda y: {"y": y}, lambda output: output["y"]),
+    "dataclass": (lambda y: Output([y]), lambda output: output.found[0]),
+    "object": (lambda y: SimpleNamespace(inner=Output(y)), lambda output: output.inner.found),
 }
-
-
-def _own(y: Tensor) -> Any:
-    made = type("Own", (), {})()
-    made.inner = Output(y)
-    return made
 
 
 class Formed(nn.Module):
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.net, self.form = net(), FORMS[form]
+        self.net, self.form = net(), FORMS[form][0]
 
     def forward(self, x: Tensor) -> Any:
         return self.form(self.net(x))
 
 
-def tensor_of(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
-        if isinstance(output, (dict, list)):
-            output = next(iter(output.values() if isinstance(output, dict) else output))
-        else:
-            output = next(iter(vars(output).values()))
-    return output
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forward_too_many_is_an_error_before_it_takes_memory(form: str):
     model, x = Formed(form), batch()
-    loss = lambda output: loss_of(tensor_of(output))  # noqa: E731
+    loss = lambda output: loss_of(FORMS[form][1](output))  # noqa: E731
     budget = budget_between(0.5, model, x, loss=loss)
     with recoup.plan(model, x, budget=budget, loss=loss).applied():
         loss(model(x)).backward()  # the first step, which is watched
@@ -173,9 +162,7 @@ def test_replanning_for_more_forwards(num: int):
         assert num_errors == 3 or len(plan.blocks) <= len(plan.family[-1].blocks)
         if num_errors < 3:
             assert peak_of(model, step) <= budget
-    told = recoup.plan(
-        model, x, budget=budget, loss=separate, replan=True, num_forwards=num
-    )  # fmt: skip
+    told = recoup.plan(model, x, budget=budget, loss=separate, replan=True, num_forwards=num)
     with told.applied():
         larger = batch(70)
         for given in (x, larger):
@@ -401,41 +388,23 @@ def test_a_step_that_fails_plainly_fails_with_its_own_error():
         recoup.plan(net(Fails), batch(), budget="1 GiB", loss=loss_of)
 
 
-class Three(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.third = nn.Conv2d(16, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+def convolutions() -> nn.Module:
+    layers = [nn.Conv2d(given, made, 3, padding=1) for given, made in ((3, 16), (16, 16), (16, 3))]
+    return Fn(lambda x, a, b, c: c(torch.relu(b(torch.relu(a(x))))), *layers)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight)
+def recurrent() -> nn.Module:
+    layers = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
+    return Fn(lambda x, lstm, head: head(lstm(x)[0]), *layers)
 
 
 @pytest.mark.parametrize(
     ("build", "shape", "remedy"),
     [
-        (Three, (2, 3, 16, 16), "`first`, `second`, `third`.*nn.Sequential"),
-        (Recurrent, (4, 50, 16), "recurrent layer.*segments"),
-        (lambda: nn.Sequential(Recurrent()), (4, 50, 16), "`0.lstm`, `0.head`"),
-        (Bare, (4, 16), "nn.Sequential"),
+        (convolutions, (2, 3, 16, 16), "`parts.0`, `parts.1`, `parts.2`.*nn.Sequential"),
+        (recurrent, (4, 50, 16), "recurrent layer.*segments"),
+        (lambda: nn.Sequential(recurrent()), (4, 50, 16), "`0.parts.0`, `0.parts.1`"),
+        (lambda: Uses(lambda x, w: torch.tanh(x @ w), 16, 16), (4, 16), "nn.Sequential"),
     ],
     ids=["convolutions", "lstm", "wrapped", "bare"],
 )
@@ -446,7 +415,7 @@ def test_any_module_has_blocks(build: Any, shape: Any, remedy: str):
     wanted, peak = result_of(model, step), peak_of(model, step)
     model.zero_grad()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if build is Bare else "error")
+        warnings.simplefilter("ignore" if shape == (4, 16) else "error")
         plan = recoup.plan(model, x, budget=2 * peak)
     with plan.applied():
         assert_same(result_of(model, step), wanted)
