@@ -20,7 +20,6 @@ from recoup.errors import BudgetError
 from tests.alive import allocated_bytes
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
 from tests.weight_zoo import Uses
-from tests.zoo import Fn
 
 
 def net(block: Any = Block) -> Net:
@@ -388,22 +387,36 @@ def test_a_step_that_fails_plainly_fails_with_its_own_error():
         recoup.plan(net(Fails), batch(), budget="1 GiB", loss=loss_of)
 
 
+class Parts(nn.Module):
+    """A function of its input and of modules by name."""
+
+    def __init__(self, fn: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x, *self.children())
+
+
 def convolutions() -> nn.Module:
-    layers = [nn.Conv2d(given, made, 3, padding=1) for given, made in ((3, 16), (16, 16), (16, 3))]
-    return Fn(lambda x, a, b, c: c(torch.relu(b(torch.relu(a(x))))), *layers)
+    first, second, third = (nn.Conv2d(*each, 3, padding=1) for each in ((3, 16), (16, 16), (16, 3)))
+    call = lambda x, a, b, c: c(torch.relu(b(torch.relu(a(x)))))  # noqa: E731
+    return Parts(call, first=first, second=second, third=third)
 
 
 def recurrent() -> nn.Module:
-    layers = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
-    return Fn(lambda x, lstm, head: head(lstm(x)[0]), *layers)
+    lstm, head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
+    return Parts(lambda x, lstm, head: head(lstm(x)[0]), lstm=lstm, head=head)
 
 
 @pytest.mark.parametrize(
     ("build", "shape", "remedy"),
     [
-        (convolutions, (2, 3, 16, 16), "`parts.0`, `parts.1`, `parts.2`.*nn.Sequential"),
+        (convolutions, (2, 3, 16, 16), "`first`, `second`, `third`.*nn.Sequential"),
         (recurrent, (4, 50, 16), "recurrent layer.*segments"),
-        (lambda: nn.Sequential(recurrent()), (4, 50, 16), "`0.parts.0`, `0.parts.1`"),
+        (lambda: nn.Sequential(recurrent()), (4, 50, 16), "`0.lstm`, `0.head`"),
         (lambda: Uses(lambda x, w: torch.tanh(x @ w), 16, 16), (4, 16), "nn.Sequential"),
     ],
     ids=["convolutions", "lstm", "wrapped", "bare"],
