@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.invertible import AdditiveCoupling, Chain
+from recoup.invertible import AdditiveCoupling
 from recoup.weights import disabled, enabled, same_draw
 from tests import ways
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
@@ -99,13 +99,8 @@ def attention():
     return Runs(layer, lambda layer, x: x + layer(x, x, x, need_weights=False)[0])
 
 
-def rows():
-    add = lambda layer, x: (x + layer(torch.arange(x.shape[-2]) % 9)).sin()  # noqa: E731
-    return Runs(nn.Embedding(9, 6), add)
-
-
-def cell():
-    return Runs(nn.GRUCell(6, 6), lambda cell, x: x + looped(cell, x))
+def rows_of(embedding, x):
+    return (x + embedding(torch.arange(x.shape[-2]) % 9)).sin()
 
 
 BLOCKS = {
@@ -114,9 +109,11 @@ BLOCKS = {
     "without dropout": (lambda: dense(0.0), (5, 6)),
     "attention": (attention, (2, 5, 6)),
     "gru": (lambda: Runs(nn.GRU(6, 6), first_of), (4, 2, 6)),
-    "cell in a loop": (cell, (4, 2, 6)),
-    "rows": (rows, (2, 5, 6)),
-}
+    "cell in a loop": (
+        lambda: Runs(nn.GRUCell(6, 6), lambda cell, x: x + looped(cell, x)), (4, 2, 6)
+    ),
+    "rows": (lambda: Runs(nn.Embedding(9, 6), rows_of), (2, 5, 6)),
+}  # fmt: skip
 WEIGHTS = r"(.*[._])?weight(_[ih]h.*)?"
 
 
@@ -353,35 +350,25 @@ def test_weights_and_values_as_arguments_results_and_within(call):
     assert torch.equal(*found)
 
 
+def couplings():
+    networks = [nn.Sequential(dense(0.2), nn.Linear(6, 6)) for _ in range(5)]
+    networks.insert(4, networks[0])
+    return [AdditiveCoupling(*networks[k : k + 2]) for k in (0, 2, 4)]
+
+
 @pytest.mark.parametrize("where", ["blocks", "model", "shared"])
 @pytest.mark.parametrize("way", ["dropout", "stacked"])
-@pytest.mark.parametrize("kind", ["dense", "gru"])
+@pytest.mark.parametrize("kind", ["dense", "gru", "couplings"])
 def test_a_chain_in_every_memory(kind, way, where):
-    build, size = BLOCKS[kind]
-    blocks = [build() for _ in range(5)]
-    blocks[3] = blocks[1] if where == "shared" else blocks[3]
-    model = recoup.Sequential(*blocks, otherwise="recompute")
-    for module in blocks if where == "blocks" else [model]:
+    torch.manual_seed(0)
+    build, size = BLOCKS.get(kind, (None, (4, 12)))
+    blocks = couplings() if build is None else [build() for _ in range(5)]
+    if where == "shared" and build is not None:
+        blocks[3] = blocks[1]
+    model = recoup.Sequential(*blocks, otherwise="recompute").double()
+    for module in dict.fromkeys(blocks) if where == "blocks" else [model]:
         OURS[way](module, WEIGHTS)
-    x = torch.randn(*size, requires_grad=True)
+    x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
     want = run_step(model, x, memory="linear")
     for memory in ("sqrt", "constant", 1):
-        assert_same_step(run_step(model, x, memory=memory), want)
-
-
-@pytest.mark.parametrize("where", ["networks", "flow"])
-def test_a_flow_in_constant_memory(where):
-    torch.manual_seed(0)
-    networks = [
-        nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
-        for _ in range(5)
-    ]
-    networks.insert(4, networks[0])
-    pairs = zip(networks[::2], networks[1::2], strict=True)
-    model = Chain(*(AdditiveCoupling(a, b) for a, b in pairs)).double()
-    for module in dict.fromkeys(networks) if where == "networks" else [model]:
-        OURS["stacked"](module)
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    want = run_step(model, x, memory="linear")
-    assert_same_step(run_step(model, x, memory="constant"), want, 1e-9)
-    assert_same_step(run_step(model, x, memory=1), want)
+        assert_same_step(run_step(model, x, memory=memory), want, 1e-9)

@@ -36,7 +36,9 @@ Case = Callable[[int], Any]
 # -- for a test ------------------------------------------------------------------------------------
 
 
-def outputs_of(name: str, arguments: Iterable[Iterable[str]]) -> list[str]:
+def outputs_of(
+    name: str, arguments: Iterable[Iterable[str]], most_seconds: float | None = None
+) -> list[str]:
     """What the worker `name` writes, run at once in a process for each list of arguments."""
     command = [sys.executable, "-m", f"tests.neighbours.{name}"]
     workers = [
@@ -46,7 +48,7 @@ def outputs_of(name: str, arguments: Iterable[Iterable[str]]) -> list[str]:
         for each in arguments
     ]
     try:
-        said = [worker.communicate(timeout=_MOST_SECONDS) for worker in workers]
+        said = [worker.communicate(timeout=most_seconds) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -60,7 +62,8 @@ def found_by(name: str, folder: Path, prefix: str = "") -> list[dict[str, str]]:
     """What each rank of the worker `name` found, for cases that begin with `prefix`."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch is built without gloo")
-    outputs_of(name, [[str(rank), str(folder), prefix] for rank in range(NUM_RANKS)])
+    arguments = [[str(rank), str(folder), prefix] for rank in range(NUM_RANKS)]
+    outputs_of(name, arguments, _MOST_SECONDS)
     return [json.loads(_file(folder, rank).read_text("utf-8")) for rank in range(NUM_RANKS)]
 
 
