@@ -110,13 +110,11 @@ def nothing(*_: Any, **__: Any) -> None:
 
 def adds_hooks(model: Any, x: Tensor) -> None:
     block: Any = model.blocks[0]
-    block.register_forward_hook(nothing)
-    block.register_forward_hook(lambda *_, **__: None, with_kwargs=True, always_call=True)
-    block.register_forward_pre_hook(lambda *_, **__: None, with_kwargs=True)
-    block.register_full_backward_hook(nothing)
-    block.register_full_backward_pre_hook(nothing)
-    block.register_state_dict_post_hook(nothing)
-    block.register_load_state_dict_post_hook(nothing)
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre",
+                 "state_dict_post", "load_state_dict_post"):  # fmt: skip
+        getattr(block, f"register_{kind}_hook")(nothing)
+    block.register_forward_hook(nothing, with_kwargs=True, always_call=True)
+    block.register_forward_pre_hook(nothing, with_kwargs=True)
 
 
 def changes_nested(model: Any, x: Tensor) -> None:
@@ -136,15 +134,12 @@ def changes_modules(model: Any, x: Tensor) -> None:
 def changes_a_parameter(model: Any, x: Tensor) -> None:
     model.head.bias.requires_grad_(False)
     model.head.bias.mark = True
+    model.stem[0].weight.data = model.stem[0].weight.data.clone()
 
 
 def changes_settings(model: Any, x: Tensor) -> None:
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def gives_other_memory(model: Any, x: Tensor) -> None:
-    model.head.weight.data = model.head.weight.data.clone()
 
 
 def writes(write: Callable[[Tensor], Any]) -> Callable[..., None]:
@@ -173,7 +168,6 @@ EACH_TIME: dict[str, Callable[..., Any]] = {
     "a count": lambda m, x: m.nested.update(calls=m.nested["calls"] + 1),
     "the last": lambda m, x: setattr(m, "last", x),
     "a new attribute": lambda m, x: setattr(m, "cache", x),
-    "other memory": gives_other_memory,
     "draws of python": lambda m, x: x * (1 + random.random()),
     "draws of numpy": lambda m, x: x * (1 + float(np.random.rand())),
     "torch's generator": lambda m, x: x + torch.rand(x.shape, generator=m.of_torch),
@@ -366,24 +360,15 @@ def test_a_plan_made_under_autocast_says_what_it_takes():
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
+def without_parameters() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in range(4)))
+
+
 class Calls(Net):
     """Calls none of its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x)
-
-
-class InPlace(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, width), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def without_parameters() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in range(4)))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -423,8 +408,9 @@ def test_an_argument_that_is_wrong(what: str):
 def test_steps_that_cannot_run_are_an_error():
     with pytest.raises(RuntimeError, match="device"):
         planned(Net(), torch.randn(64, 32, device="meta"))
+    in_place = lambda width: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, width))  # noqa: E731
     with pytest.raises(RecoupError, match=r"`blocks.0` changes its input in place"):
-        planned(Net(block=InPlace))
+        planned(Net(block=in_place))
 
 
 @pytest.mark.slow
