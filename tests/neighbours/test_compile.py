@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 import recoup
@@ -33,6 +32,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def random_numbers_of_eager_code():
     """Let the optimizing backend draw the numbers that eager code draws."""
+    from torch._inductor import config
+
     with config.patch(fallback_random=True):
         yield
 

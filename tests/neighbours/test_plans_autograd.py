@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
@@ -33,6 +34,7 @@ from tests.oracle import loss_of_all
 from tests.planned_zoo import is_plain
 from tests.ways import SITUATIONS, left_by, outcome
 from tests.ways import assert_same as assert_same_values
+from tests.weight_zoo import OURS
 
 in_shares = pytest.mark.parametrize("share", [0.0, 0.5], ids=["least", "middle"])
 
@@ -196,6 +198,33 @@ def test_transforms_and_other_parameters_are_right_or_an_error():
             assert "transforms" in str(error)  # noqa: PT017 - right, or this
         with pytest.raises(ChangedError, match="replaced"):
             loss_of(torch.func.functional_call(model, doubled, (x,))).backward()
+
+
+WEIGHTS = OURS | {"torch's norm": parametrizations.weight_norm}
+
+
+# A norm of torch that is applied after planning keeps copies, of which the first step warns.
+@pytest.mark.filterwarnings("ignore:The first step of a Net under its plan took")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("is_before", [True, False])
+@in_shares
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_reparametrized_weights_in_a_planned_step(name: str, share: float, is_before: bool):
+    found = []
+    for is_planned in (False, True):
+        model, x = fresh()
+        step = partial(simple, model, x)
+        apply = lambda: [WEIGHTS[name](block.up) for block in model.blocks[3:]]  # noqa: B023, E731
+        if is_before:
+            apply()
+        plan = plan_for(model, x, share=share) if is_planned else None
+        with contextlib.nullcontext() if plan is None else plan.applied():
+            if not is_before:
+                apply()
+            result_of(model, step)
+            found.append(result_of(model, step))
+            assert plan is None or not is_before or peak_of(step) <= plan.budget_bytes
+    assert_same(*found)
 
 
 # -- what is left ----------------------------------------------------------------------------------

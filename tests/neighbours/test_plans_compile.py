@@ -1,6 +1,12 @@
-"""Plans of models that are compiled, in part or whole: the same gradients, in the same budget."""
+"""Plans of models that are compiled, exported, copied and written down: as the plain ones."""
 
 from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import typing
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +100,72 @@ def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
             found = result_of(model, step)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert plan.rehearsed_peak_bytes <= plan.budget_bytes
+
+
+# -- what others look into and write down ----------------------------------------------------------
+
+WRITTEN = {
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "jit.trace": lambda model, x: torch.jit.trace(model, (x,), check_trace=False),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "deepcopy": lambda model, x: copy.deepcopy(model),
+    "pickle": lambda model, x: pickle.loads(pickle.dumps(model)),
+}
+
+
+def planned() -> tuple[Any, Tensor]:
+    model, x = fresh(num_blocks=2)
+    plan_for(model, x, share=0.0).apply()
+    return model, x
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("is_training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("way", WRITTEN)
+def test_a_planned_model_is_written_down_as_the_plain_one(way: str, is_training: bool):
+    model, x = planned()
+    model.train(is_training)
+    plain = copy.deepcopy(model)
+    made = WRITTEN[way](model, x)
+    results = []
+    for each in (made, plain):
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        output = each(given)
+        output.square().mean().backward()
+        results.append((output.detach(), given.grad))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+    assert model.blocks[0].forward.follower is not None
+
+
+@pytest.mark.slow
+def test_what_is_exported_has_no_trace_of_a_plan():
+    model, x = planned()
+    model.eval()
+    plain = Net(num_blocks=2).eval()
+    graphs = []
+    for each in (model, plain):
+        exported = torch.export.export(each, (x,), strict=True)
+        graphs.append([node.target for node in exported.graph.nodes if node.op == "call_function"])
+    assert graphs[0] == graphs[1]
+
+
+def test_scripting_names_the_way_out():
+    model, _ = planned()
+    with pytest.raises(AttributeError, match=r"Remove the plan before"):
+        torch.jit.script(model)
+
+
+def test_a_planned_forward_looks_like_the_function_it_stands_for():
+    """transformers, accelerate and DataParallel look at these."""
+    model, _ = planned()
+    forward, plain = model.forward, Net.forward
+    assert str(inspect.signature(forward)) == "(x: 'Tensor') -> 'Tensor'"
+    assert inspect.getfullargspec(forward).args == ["self", "x"]
+    assert typing.get_type_hints(forward) == typing.get_type_hints(plain)
+    for name in ("__name__", "__qualname__", "__doc__", "__code__", "__module__", "__defaults__"):
+        assert getattr(forward, name) == getattr(plain, name), name
+    # accelerate would call the function past the plan.
+    assert not hasattr(forward, "__func__")
+    assert not hasattr(forward, "__self__")
