@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
+from unittest import mock
 
 import pytest
 import torch
@@ -90,14 +91,9 @@ def test_a_batch_that_does_not_fit_is_an_error_and_leaves_no_trace():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error):
     model, plan, _ = planned_net()
-    with monkeypatch.context() as patched:
-
-        def fails(*_, **__):
-            raise error
-
-        patched.setattr(frontier, "price_blocks", fails)
-        with pytest.raises(error):
-            model(torch.randn(160, 16))
+    with monkeypatch.context() as patched, pytest.raises(error):
+        patched.setattr(frontier, "price_blocks", mock.Mock(side_effect=error))
+        model(torch.randn(160, 16))
     assert plan.family == (plan,)
     for size in (128, 140):
         x = torch.randn(size, 16)
@@ -121,19 +117,11 @@ def test_no_plan_is_made_where_nothing_trains():
 def test_a_family_in_several_threads_makes_no_plan():
     model, plan, _ = planned_net()
     model(torch.randn(128, 16))
-    errors = []
-
-    def call():
-        try:
-            model(torch.randn(150, 16))
-        except RecoupError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(model, torch.randn(150, 16))
+        with pytest.raises(RecoupError, match="Run a step of each shape in one thread before"):
+            other.result()
     assert len(plan.family) == 1
-    assert "Run a step of each shape in one thread before" in errors[0]
     model(torch.randn(150, 16))  # the other has ended
     assert has_grown(plan)
 
