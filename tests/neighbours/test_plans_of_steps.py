@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import warnings
@@ -145,31 +146,22 @@ def test_replanning_for_more_forwards(num: int):
     """Each step is right and within the budget, or an error; soon all are planned together."""
     model, x = net(), batch()
     budget = int(1.1 * recoup.plan(model, x, loss=several, num_forwards=num).least_bytes)
-    plan = recoup.plan(model, x, budget=budget, loss=loss_of, replan=True)
     separate = lambda *outputs: sum(map(loss_of, outputs))  # noqa: E731
-    step = step_of(model, num, x, separate)
+    step, larger = (step_of(model, num, given, separate) for given in (x, batch(70)))
     wanted = result_of(model, step)
-    with plan.applied():
+    for options in ({"loss": loss_of}, {"loss": separate, "num_forwards": num}):
         num_errors = 0
-        for _ in range(3):
-            try:
-                assert_same(result_of(model, step), wanted)
-            except BudgetError:
-                num_errors += 1
-        assert num_errors == 3 or len(plan.blocks) <= len(plan.family[-1].blocks)
-        if num_errors < 3:
-            assert peak_of(model, step) <= budget
-    told = recoup.plan(model, x, budget=budget, loss=separate, replan=True, num_forwards=num)
-    with told.applied():
-        larger = batch(70)
-        for given in (x, larger):
-            own = step_of(model, num, given, separate)
-            try:
-                own()
-            except BudgetError:
-                assert given is larger
-                continue
-            assert peak_of(model, own) <= budget
+        with recoup.plan(model, x, budget=budget, replan=True, **options).applied() as plan:
+            for _ in range(3):
+                try:
+                    assert_same(result_of(model, step), wanted)
+                except BudgetError:
+                    num_errors += 1
+            assert num_errors == 0 or "num_forwards" not in options
+            assert num_errors == 3 or len(plan.blocks) <= len(plan.family[-1].blocks)
+            for run in (step, larger) if num_errors < 3 else ():
+                with contextlib.suppress(BudgetError):
+                    assert peak_of(model, run) <= budget
 
 
 # --- modes ----------------------------------------------------------------------------------------
@@ -279,38 +271,6 @@ def test_energies_and_forces():
     assert_same(found, wanted)
 
 
-# --- within a backward ----------------------------------------------------------------------------
-
-
-def test_a_forward_within_a_backward_is_planned():
-    """GradCache: representations without a graph, then a forward and a backward for each chunk."""
-    model, chunks = net(), [batch(64), batch(80)]
-
-    def step() -> None:
-        with torch.no_grad():
-            found = [model(chunk) for chunk in chunks]
-        leaves = [each.requires_grad_() for each in found]
-
-        def again(gradient: Tensor) -> None:
-            del gradient
-            with torch.enable_grad():
-                for chunk, leaf in zip(chunks, leaves, strict=True):
-                    torch.manual_seed(2)
-                    (model(chunk) * leaf.detach()).sum().backward()
-
-        loss = several(*(leaf[:64] for leaf in leaves))
-        loss.register_hook(again)
-        loss.backward()
-
-    wanted = result_of(model, step)
-    budget = budget_between(0.5, model, chunks[1], loss=loss_of)
-    plan = recoup.plan(model, chunks[0], budget=budget, loss=loss_of, replan=True)
-    with plan.applied():
-        assert_same(result_of(model, step), wanted)
-        assert len(plan.family) == 2 or "80 x 32" in str(plan)
-        assert_same(result_of(model, step), wanted)
-
-
 # --- what cannot be planned -----------------------------------------------------------------------
 
 
@@ -369,27 +329,27 @@ def test_a_step_that_fails_plainly_fails_with_its_own_error():
 
 
 class Parts(nn.Module):
-    """A function of its input and of modules by name."""
+    """A recurrent layer, or convolutions, without a list of blocks."""
 
-    def __init__(self, fn: Callable[..., Tensor], **parts: nn.Module) -> None:
+    def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
-        self.fn = fn
         for name, part in parts.items():
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fn(x, *self.children())
+        for part in self.children():
+            x = part(x)
+            x = torch.tanh(x[0] if isinstance(x, tuple) else x)
+        return x
 
 
 def convolutions() -> nn.Module:
     first, second, third = (nn.Conv2d(*each, 3, padding=1) for each in ((3, 16), (16, 16), (16, 3)))
-    call = lambda x, a, b, c: c(torch.relu(b(torch.relu(a(x)))))  # noqa: E731
-    return Parts(call, first=first, second=second, third=third)
+    return Parts(first=first, second=second, third=third)
 
 
 def recurrent() -> nn.Module:
-    lstm, head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
-    return Parts(lambda x, lstm, head: head(lstm(x)[0]), lstm=lstm, head=head)
+    return Parts(lstm=nn.LSTM(16, 32, batch_first=True), head=nn.Linear(32, 5))
 
 
 @pytest.mark.parametrize(

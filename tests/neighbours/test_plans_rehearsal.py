@@ -25,9 +25,9 @@ def fresh() -> tuple[Net, Tensor]:
 
 
 def planned(model: Any = None, *args: Any, **options: Any) -> recoup.Plan:
-    own, x = fresh()
     options = {"budget": "1 GiB", "loss": loss_of} | options
-    return recoup.plan(own if model is None else model, *(args or (x,)), **options)
+    model, args = (fresh()[0] if model is None else model), args or (fresh()[1],)
+    return recoup.plan(model, *args, **options)
 
 
 # -- all that a rehearsal may change ---------------------------------------------------------------
@@ -405,12 +405,16 @@ def test_an_argument_that_is_wrong(what: str):
         planned(options.get("model"), **{k: v for k, v in options.items() if k != "model"})
 
 
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
 def test_steps_that_cannot_run_are_an_error():
     with pytest.raises(RuntimeError, match="device"):
         planned(Net(), torch.randn(64, 32, device="meta"))
-    in_place = lambda width: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, width))  # noqa: E731
     with pytest.raises(RecoupError, match=r"`blocks.0` changes its input in place"):
-        planned(Net(block=in_place))
+        planned(Net(block=InPlace))
 
 
 @pytest.mark.slow
