@@ -82,31 +82,42 @@ def collect(store: recoup.GradStore, loss: Tensor, way: str, **options: Any) -> 
 # -- DistributedDataParallel -----------------------------------------------------------------------
 
 
+def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
+    """The loss of a rank in each step."""
+    for step in steps or range(STEPS):
+        yield mean_square(wrapped(half(batch(step), rank)))
+
+
+def run_on(wrapped: nn.Module, rank: int) -> None:
+    """Another backward, which is no business of a store."""
+    next(losses(wrapped, rank, 9)).mul(100).backward()
+
+
 def several_backwards(rank: int, kind: str, way: str) -> None:
     """With something in `.grad`, which is there again, and others after that."""
     model, wrapped = model_for(kind)
     store = recoup.GradStore(model.parameters())
     for each in model.parameters():
         each.grad = torch.full_like(each, 7.0)
-    for step in range(STEPS):
-        collect(store, mean_square(wrapped(half(batch(step), rank))), way)
-    assert apart(store.named(model), whole(model)) < 1e-12
+    for loss in losses(wrapped, rank):
+        collect(store, loss, way)
+    want = whole(model)
+    assert apart(store.named(model), want) < 1e-12
     assert all(bool((each.grad == 7).all()) for each in model.parameters())
-    before = {name: value.clone() for name, value in store.named(model).items()}
-    for _ in range(2):
-        mean_square(wrapped(half(batch(9), rank))).mul(100).backward()
-    assert apart(store.named(model), before) == 0.0, "a later backward writes to the store"
+    run_on(wrapped, rank)
+    run_on(wrapped, rank)
+    assert apart(store.named(model), want) < 1e-12, "a later backward writes to the store"
 
 
 def taken_from_grad(rank: int, kind: str) -> None:
     """What is taken is not the buffer of a reducer, which goes on."""
     model, wrapped = model_for(kind)
     want = whole(model)
-    for step in range(STEPS):
-        mean_square(wrapped(half(batch(step), rank))).backward()
+    for loss in losses(wrapped, rank):
+        loss.backward()
     store = recoup.GradStore.from_grad(model.parameters())
     assert apart(store.named(model), want) < 1e-12
-    mean_square(wrapped(half(batch(9), rank))).mul(100).backward()
+    run_on(wrapped, rank)
     assert apart(store.named(model), want) < 1e-12
 
 
@@ -114,8 +125,8 @@ def some_parameters(rank: int, kind: str, way: str) -> None:
     """`.grad` of the others is put back."""
     model, wrapped = model_for(kind)
     store = recoup.GradStore(model.b.parameters(), ddp=wrapped)
-    for step in range(STEPS):
-        collect(store, mean_square(wrapped(half(batch(step), rank))), way)
+    for loss in losses(wrapped, rank):
+        collect(store, loss, way)
     assert way == "collecting" or all(each.grad is None for each in model.a.parameters())
     want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
     assert apart(store.named(model), want) < 1e-12
@@ -123,19 +134,14 @@ def some_parameters(rank: int, kind: str, way: str) -> None:
 
 def ranks_that_use_other_layers(rank: int, kind: str) -> None:
     model, wrapped = model_for(kind)
-    store = recoup.GradStore(model.parameters())
-    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    store, single = recoup.GradStore(model.parameters()), copy.deepcopy(model)
     for step in range(STEPS):
         model.uses_c = rank == step % 2
-        store.backward(mean_square(wrapped(half(batch(step), rank))))
+        store.backward(next(losses(wrapped, rank, step)))
         for other in range(2):
-            single = copy.deepcopy(model)
             single.uses_c = other == step % 2
-            single.zero_grad()
-            mean_square(single(half(batch(step), other))).backward()
-            for name, gradient in named_gradients(single).items():
-                want[name] += gradient / 2
-    assert apart(store.named(model), want) < 1e-12
+            (mean_square(single(half(batch(step), other))) / 2).backward()
+    assert apart(store.named(model), named_gradients(single)) < 1e-12
 
 
 def unreduced(
@@ -168,9 +174,9 @@ def taken_unreduced(rank: int) -> None:
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
     with wrapped.no_sync():
-        mean_square(wrapped(half(batch(0), rank))).backward()
+        next(losses(wrapped, rank, 0)).backward()
     store.extend_(recoup.GradStore.from_grad(model.parameters()).clone())
-    store.backward(mean_square(wrapped(half(batch(1), rank))))
+    store.backward(next(losses(wrapped, rank, 1)))
 
 
 def partly_unreduced(rank: int) -> None:
@@ -178,9 +184,9 @@ def partly_unreduced(rank: int) -> None:
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
     with wrapped.no_sync():
-        store.backward(mean_square(wrapped(half(batch(0), rank))), params=model.a.parameters())
+        store.backward(next(losses(wrapped, rank, 0)), params=model.a.parameters())
     for params in (model.b.parameters(), None):
-        store.backward(mean_square(wrapped(half(batch(1), rank))), params=params)
+        store.backward(next(losses(wrapped, rank, 1)), params=params)
 
 
 def trained(rank: int) -> None:
