@@ -309,7 +309,6 @@ def test_a_parameter_that_a_forward_writes_to_is_written_to_once_a_step(write: s
 
 
 def test_a_model_whose_blocks_all_write_to_parameters_keeps_everything():
-    torch.manual_seed(0)
     with pytest.warns(UserWarning, match=r"keeps everything.*`blocks.0.average`.*buffers") as said:
         planned(Net(block=Codebook))
     assert len(said) == 1
@@ -374,7 +373,6 @@ class Calls(Net):
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "not a number": ({"budget": float("nan")}, "`budget`"),
     "no number": ({"budget": True}, "`budget`"),
-    "nothing": ({"budget": ""}, "`budget`"),
     "everything": ({"blocks": ".*"}, "which is part of"),
     "a number of a list": ({"blocks": [3]}, "`blocks` has int"),
     "never called": ({"blocks": ["blocks"]}, "calls none of them"),
@@ -390,7 +388,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": "adam", "budget_of": "total"},
         "`optimizer` is 'adam'",
     ),
-    "such a name for a step": ({"optimizer": "adam"}, "`optimizer` is 'adam'"),
     "without parameters": ({"model": without_parameters()}, "nothing that requires a gradient"),
     "no call": ({"model": Calls()}, "calls none of them"),
     "no model": ({"model": lambda x: x}, "`model`"),
@@ -405,9 +402,13 @@ def test_an_argument_that_is_wrong(what: str):
         planned(options.get("model"), **{k: v for k, v in options.items() if k != "model"})
 
 
-class InPlace(Block):
+class InPlace(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, width), nn.Tanh())
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.relu_())
+        return self.layers(x)
 
 
 def test_steps_that_cannot_run_are_an_error():
