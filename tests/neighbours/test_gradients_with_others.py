@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -109,35 +110,15 @@ def test_models_of_torch_and_of_ours(name, mode):
     assert bool(originals) == ("norm" in name)  # they are the leaves, and have the names
 
 
-# -- lightning -------------------------------------------------------------------------------------
+# -- trainers and models of others -----------------------------------------------------------------
+
+BATCHES = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(6)).double()
 
 
 def regressor():
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def optimizers(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-
-BATCHES = torch.randn(7, 5, 4, generator=torch.Generator().manual_seed(6)).double()
-WINDOW = 3  # does not divide the number of batches
-
-
-def loop_of_torch():
-    """Windows of batches, each averaged over as many as it has, and clipped."""
-    model = regressor()
-    optimizer, schedule = optimizers(model)
-    for window in BATCHES.split(WINDOW):
-        optimizer.zero_grad()
-        for x in window:
-            (model(x).square().mean() / len(window)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        schedule.step()
-    return model
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 # What lightning says of small loaders, and of the trees of torch.
@@ -149,36 +130,38 @@ def test_manual_optimization_in_lightning(way, tmp_path):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
     class Module(lightning.LightningModule):
+        automatic_optimization = False
+
         def __init__(self):
             super().__init__()
-            self.automatic_optimization = False
-            self.model = regressor()
+            self.model, self.optimizer = regressor()
             self.store = recoup.GradStore(self.model.parameters())
 
         def configure_optimizers(self):
-            return tuple([each] for each in optimizers(self.model))
+            return self.optimizer
 
         def training_step(self, batch, batch_idx):
             loss = self.model(batch).square().mean()
-            if way == "collecting":
-                with self.store.collecting():
-                    self.manual_backward(loss)
-            else:
-                self.store.backward(loss)
-            if (batch_idx + 1) % WINDOW == 0 or self.trainer.is_last_batch:
+            with self.store.collecting() if way == "collecting" else nullcontext():
+                (self.manual_backward if way == "collecting" else self.store.backward)(loss)
+            if batch_idx % 2:
                 self.store.mean_().clip_norm_(0.05)
                 self.store.step(self.optimizers())
-                self.lr_schedulers().step()
 
-    module = Module()
+    module, no = Module(), ("logger", "enable_checkpointing", "enable_progress_bar")
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False,
+        **dict.fromkeys(no, False),
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    assert_same_tensors(module.model.state_dict(), loop_of_torch().state_dict(), EXACT)
-    assert trainer.global_step == 3
-    assert len(module.store) == 0
+    model, optimizer = regressor()
+    for window in BATCHES.split(2):
+        optimizer.zero_grad()
+        sum(model(x).square().mean() / 2 for x in window).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    assert_same_tensors(module.model.state_dict(), model.state_dict(), EXACT)
+    assert (trainer.global_step, len(module.store)) == (3, 0)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
