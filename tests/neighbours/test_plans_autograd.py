@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import io
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +28,6 @@ from tests.neighbours.planned import (
     result_of,
 )
 from tests.oracle import loss_of_all
-from tests.planned_zoo import is_plain
 from tests.ways import SITUATIONS, left_by, outcome
 from tests.ways import assert_same as assert_same_values
 from tests.weight_zoo import OURS
@@ -158,34 +154,6 @@ def test_blocks_that_are_called_otherwise_are_said_once(name: str):
     assert len([each for each in said if "otherwise" in str(each.message)]) <= 1
 
 
-class Layers(nn.Module):
-    """Leaves out layers at random (LayerDrop)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if float(torch.rand(())) > 0.4:
-                x = block(x)
-        return x
-
-
-def test_layers_left_out_at_random():
-    torch.manual_seed(0)
-    model, x = Layers(), torch.randn(64, 32)
-    steps = lambda: [simple(model, x) for _ in range(5)] and None  # noqa: E731
-    wanted = result_of(model, steps)
-    torch.manual_seed(11)
-    plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
-    for point in plan.frontier:
-        plan.point = point
-        with plan.applied(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert_same(result_of(model, steps), wanted)
-
-
 def test_transforms_and_other_parameters_are_right_or_an_error():
     model, x = fresh()
     model.eval()
@@ -258,29 +226,6 @@ def test_nothing_is_left_of_many_steps(share: float):
                 levels.append(tracker.current_bytes)
             assert len(set(levels)) == 1
         assert levels[-1] == 0
-
-
-@pytest.mark.slow
-def test_copies_are_plain():
-    model, x = fresh()
-    wanted = result_of(model, lambda: simple(model, x))
-    plain_bytes = peak_of(partial(simple, model, x))
-    model.zero_grad()
-    plan = plan_for(model, x, share=0.0).apply()
-    model.stem[1].reset_running_stats()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        own = {id(parameter) for parameter in model.parameters()}
-        assert own.isdisjoint(map(id, other.parameters()))
-        assert_same(result_of(other, partial(simple, other, x)), wanted)
-        assert peak_of(partial(simple, other, x)) == plain_bytes
-        with plan_for(other, x).applied():
-            pass
-        assert is_plain(other)
-    assert plan.is_applied
 
 
 def test_a_model_is_what_it_was():

@@ -70,28 +70,6 @@ def test_a_block_is_the_one_of_revnets():
     torch.testing.assert_close(block(x)[0], torch.cat([first, second], dim=1))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("otherwise", ["keep", "recompute"])
-def test_the_peak_does_not_grow_with_the_number_of_blocks(otherwise):
-    def peak(num_blocks, memory):
-        model = classifier(num_blocks, memory=memory, otherwise=otherwise)
-        x = images(16)
-
-        def step():
-            cross_entropy(model(x)).backward()
-
-        step()  # gradients are there from now on
-        return recoup.measure(step, repeats=0).peak_bytes
-
-    assert peak(12, "constant") <= 1.02 * peak(3, "constant")
-    assert peak(12, "linear") > 2 * peak(3, "linear")
-
-
-def test_what_has_no_inverse_is_named():
-    with pytest.raises(recoup.errors.NotInvertibleError, match=r"module `0` \(Conv2d\)"):
-        classifier(memory="constant")
-
-
 class Part(nn.Module):
     """Attention or feed-forward of a Reformer, on ``(N, features, length)``."""
 
