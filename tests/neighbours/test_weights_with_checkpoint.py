@@ -366,7 +366,8 @@ def test_a_chain_in_every_memory(kind, way, where):
     if where == "shared" and build is not None:
         blocks[3] = blocks[1]
     model = recoup.Sequential(*blocks, otherwise="recompute").double()
-    for module in dict.fromkeys(blocks) if where == "blocks" else [model]:
+    parts = blocks if build is not None else [each for b in blocks for each in b.children()]
+    for module in dict.fromkeys(parts) if where == "blocks" else [model]:
         OURS[way](module, WEIGHTS)
     x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
     want = run_step(model, x, memory="linear")
