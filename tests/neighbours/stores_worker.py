@@ -373,7 +373,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
         for given in product(*values):
             words = " ".join(map(str, given))
-            yield f"{case.__name__} {words}", lambda rank: case(rank, *given)  # noqa: B023
+            yield f"{case.__name__} {words}", lambda rank, given=given: case(rank, *given)
 
     ways = ("auto", "collecting")
     yield from over(several_backwards, KINDS, (*ways, "harvest"))
