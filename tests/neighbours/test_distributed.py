@@ -22,7 +22,9 @@ def found(tmp_path_factory):
     def found(worker, prefix=""):
         key = worker.__name__.rpartition(".")[2], prefix
         if key not in known:
+            known[key] = None  # if it fails, it does so once
             known[key] = found_by(key[0], tmp_path_factory.mktemp("ranks"), prefix)
+        assert known[key] is not None, "the worker failed"
         return known[key]
 
     return found

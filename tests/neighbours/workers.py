@@ -95,7 +95,7 @@ def _said(case: Case, rank: int) -> str:
         case(rank)
     except pytest.skip.Exception:
         return SKIPPED
-    except Exception:  # noqa: BLE001 - it is what the test shows
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - it is what the test shows
         return traceback.format_exc()
     return RIGHT
 
