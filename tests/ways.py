@@ -173,7 +173,8 @@ def gradients(output, model, x, **options):
 
 
 def backward_for_some(model, x):
-    loss_of_all(model(x)).backward(inputs=list(model.parameters())[1:3])
+    parameters = list(model.parameters())
+    loss_of_all(model(x)).backward(inputs=parameters[1:3] or parameters)
     return left_by(model, x)
 
 
