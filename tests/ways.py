@@ -173,7 +173,8 @@ def gradients(output, model, x, **options):
 
 
 def backward_for_some(model, x):
-    loss_of_all(model(x)).backward(inputs=list(model.parameters())[1:3])
+    parameters = list(model.parameters())
+    loss_of_all(model(x)).backward(inputs=parameters[1:3] or parameters)
     return left_by(model, x)
 
 
@@ -188,7 +189,7 @@ def retained(model, x):
 def part_by_part(model, x):
     loss, parameters = loss_of_all(model(x)), list(model.parameters())
     parts = [parameters[-2:], parameters[:2], parameters[4:6], [x]]
-    found = [torch.autograd.grad(loss, part, retain_graph=True) for part in parts]
+    found = [torch.autograd.grad(loss, part, retain_graph=True) for part in parts if part]
     loss.backward()
     return [*(gradient for part in found for gradient in part), *left_by(model, x)]
 
@@ -196,7 +197,8 @@ def part_by_part(model, x):
 def used_while_it_is_used(model, x):
     """A hook takes a gradient in the middle of a backward."""
     loss, found = loss_of_all(model(x)), []
-    weight = list(model.parameters())[4]
+    weights = list(model.parameters())
+    weight = weights[len(weights) // 2]
     weight.register_hook(lambda _: found.extend(torch.autograd.grad(loss, x, retain_graph=True)))
     loss.backward(retain_graph=True)
     return [*found, *left_by(model, x)]
@@ -222,13 +224,13 @@ def gradient_of_the_gradient(model, x):
 
 def hooks_of_others(model, x):
     """Of parameters, tensors and modules."""
-    fired, stages = [], list(getattr(model, "stages", model))
+    fired, stages = [], [*getattr(model, "stages", model).children()] or [model]
     for place, p in enumerate(model.parameters()):
         p.register_hook(lambda _, place=place: fired.append(place))
         p.register_post_accumulate_grad_hook(lambda _, place=place: fired.append(place))
     x.register_hook(lambda g: g * 2)
-    stages[1].register_full_backward_hook(lambda *_: fired.append(100))
-    stages[3].register_full_backward_pre_hook(lambda *_: fired.append(200))
+    stages[1 % len(stages)].register_full_backward_hook(lambda *_: fired.append(100))
+    stages[3 % len(stages)].register_full_backward_pre_hook(lambda *_: fired.append(200))
     output = model(x)
     tensors(output)[0].register_hook(lambda g: g * 3)
     loss_of_all(output).backward()
@@ -358,6 +360,11 @@ def within(checkpoint, **options):
     return a_step_with(lambda model, x: checkpoint(lambda x: model(x * 1.0), x, **options))
 
 
+def cloning():
+    """Hooks that keep a copy of all that they are given."""
+    return saved_tensors_hooks(torch.clone, torch.clone)
+
+
 bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
 anomaly_mode = partial(torch.autograd.set_detect_anomaly, True)
 SITUATIONS = {
@@ -372,9 +379,8 @@ SITUATIONS = {
     "in_torchs_reentrant_checkpoint": within(torch_checkpoint, use_reentrant=True),
     "in_a_checkpoint": within(recoup.checkpoint),
     "within_save_on_cpu": a_step_with(around=save_on_cpu),
-    "within_hooks_that_clone": a_step_with(
-        around=lambda: saved_tensors_hooks(torch.clone, torch.clone)
-    ),
+    "within_hooks_that_clone": a_step_with(around=cloning),
+    "backward_within_hooks_that_clone": a_step_with(around_backward=cloning),
     "anomaly_mode": a_step_with(around=anomaly_mode, around_backward=anomaly_mode),
     "a_parameter_as_the_input": lambda model, x: a_step(model, nn.Parameter(x.detach().clone())),
     **{

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -31,11 +32,9 @@ from tests.zoo import CHAINS, MODULES, chain_of
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
 OTHERS = (
-    *("constant", "sqrt of invertible", "flows", "weights", "tiled", "settings", "gradients"),
-    "plans",
-    "bytes",
-    "captured",
-)
+    "constant", "sqrt of invertible", "flows", "weights", "tiled", "settings", "gradients", "plans",
+    "bytes", "captured",
+)  # fmt: skip
 STRIDE = 1 if "all" in sys.argv else 3  # each model is in so many-th of the ways
 
 
@@ -72,6 +71,11 @@ def cell(run):
 # -- the parts of the table ------------------------------------------------------------------------
 
 
+def same(found, want, rtol=0.0):
+    """A cell: whether what `found()` leaves is what `want` is."""
+    return cell(lambda: assert_same(found(), want() if callable(want) else want, rtol))
+
+
 def of_zoo():
     for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})):
         modules, x = chain_of(name)
@@ -81,8 +85,7 @@ def of_zoo():
             yield "plain", name, f"raw {str(error)[:60]}"
             continue
         for way in WAYS[place % STRIDE :: STRIDE]:
-            run = lambda: assert_same(left(in_way(way, modules), x), want)  # noqa: B023, E731
-            yield way, name, cell(run)
+            yield way, name, same(lambda: left(in_way(way, modules), x), want)  # noqa: B023
 
 
 def of_chains():
@@ -91,7 +94,7 @@ def of_chains():
         want = left(Chain(*copy.deepcopy(modules)), x)
         for way, memory, rtol in (("constant", "constant", 1e-9), (OTHERS[1], "sqrt", 0.0)):
             model = Chain(*copy.deepcopy(modules), memory=memory)
-            yield way, name, cell(lambda: assert_same(left(model, x), want, rtol))  # noqa: B023
+            yield way, name, same(lambda: left(model, x), want, rtol)  # noqa: B023
 
 
 def blocks(num=1, dropout=0.3):
@@ -119,17 +122,15 @@ def of_flows():
         fit(flow, images.to("sim"), epochs=1, progress=False)
         return [each.detach() for each in flow.parameters()]
 
-    def run(found_by, *memories, rtol=0.0):
-        flows = []
-        for memory in memories:
-            torch.manual_seed(0)
-            made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
-            flows.append(made.double().to("sim"))
-        assert_same(*map(found_by, flows), rtol)
+    def of(memory):
+        torch.manual_seed(0)
+        made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
+        return made.double().to("sim")
 
-    yield "flows", "density", cell(lambda: run(density, "constant", "linear", rtol=1e-9))
-    yield "flows", "sample", cell(lambda: run(sample, "constant", "linear"))
-    yield "flows", "fit", cell(lambda: run(fitted, "sqrt", "linear"))
+    for find, memory, rtol in ((density, "constant", 1e-9), (sample, "constant", 0.0),
+                               (fitted, "sqrt", 0.0)):  # fmt: skip
+        found = same(lambda: find(of(memory)), lambda: find(of("linear")), rtol)  # noqa: B023
+        yield "flows", find.__name__, found
 
 
 def of_weights():
@@ -145,21 +146,18 @@ def of_weights():
         (nn.Embedding(9, 6), torch.tensor([1, 8, 1])),
     )
 
-    def values(model, x, device):
+    def values(change, module, x, device):
+        model = change(copy.deepcopy(module))
         found = left(model, x, device, a_step)[:-2]  # without the streams, of which two differ
         return [each if each is None else each.cpu() for each in found]
 
-    def run(change, module, x):
-        models = [change(copy.deepcopy(module)) for _ in range(2)]
-        assert_same(values(models[0], x, "sim"), values(models[1], x, "cpu"))
-
     for change, given in itertools.product(changes, modules):
-        yield "weights", f"{change} of {given[0]}", cell(partial(run, change, *given))
+        on = partial(values, change, *given)
+        yield "weights", f"{change} of {given[0]}", same(partial(on, "sim"), partial(on, "cpu"))
 
 
 def of_tiles():
     """Against the same tiles by hand, which draw the same masks."""
-    x = rows(3, 8, 32)
 
     def tiled(fn, x):
         return recoup.tiled(fn, dim=1, tiles=4)(x)
@@ -167,10 +165,9 @@ def of_tiles():
     def by_hand(fn, x):
         return torch.cat([fn(each) for each in x.chunk(4, 1)], 1)
 
-    def run():
-        assert_same(*(left(Called(each, blocks()), x) for each in (tiled, by_hand)), 1e-12)
-
-    yield "tiled", "blocks", cell(run)
+    x = rows(3, 8, 32)
+    found, want = (partial(left, Called(each, blocks()), x) for each in (tiled, by_hand))
+    yield "tiled", "blocks", same(found, want, 1e-12)
 
 
 def of_settings():
@@ -191,32 +188,27 @@ def of_settings():
 def of_gradients():
     """Against the same steps with `.grad`."""
 
-    def step(model, x):
-        loss_of_all(model(x)).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    def step(model, x, store=None):
+        with nullcontext() if store is None else store.collecting():
+            loss_of_all(model(x)).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step() if store is None else recoup.step(optimizer, store)
         return list(model.parameters())
 
     def step_of_store(model, x):
-        store = recoup.GradStore(model.parameters())
-        with store.collecting():
-            loss_of_all(model(x)).backward()
-        recoup.step(torch.optim.SGD(model.parameters(), lr=0.1), store)
-        return list(model.parameters())
+        return step(model, x, recoup.GradStore(model.parameters()))
 
-    def run():
-        x = rows(8, 32)
-        found = [left(nn.Sequential(*blocks(2)), x, "sim", each) for each in (step, step_of_store)]
-        assert_same(*found)
-
-    yield "gradients", "GradStore", cell(run)
+    x = rows(8, 32)
+    run = lambda each: left(nn.Sequential(*blocks(2)), x, "sim", each)  # noqa: E731
+    yield "gradients", "GradStore", same(lambda: run(step_of_store), lambda: run(step))
 
 
 def of_plans():
     modules, x = blocks(6), rows(64, 32)
     loss = lambda y: y.sin().mul(1.5).sum()  # noqa: E731
+    want = left(built("plain", modules), x)
 
     def run(**options):
-        want = left(built("plain", modules), x)
         model, given = nn.Sequential(*copy.deepcopy(modules)).to("sim"), x.to("sim")
         recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
         assert_same(left(model, x), want)
@@ -226,12 +218,8 @@ def of_plans():
         taken = simulated.module.max_memory_allocated() - before
         return "" if taken <= BUDGET else f"takes {taken} bytes"
 
-    folder = tempfile.gettempdir()
-    for options in (
-        {"tiles": True},
-        {"offload_to": "host"},
-        {"offload_to": folder, "replan": True},
-    ):
+    folder = {"offload_to": tempfile.gettempdir(), "replan": True}
+    for options in ({"tiles": True}, {"offload_to": "host"}, folder):
         yield "plans", str(options), cell(partial(run, **options))
 
 
@@ -325,17 +313,16 @@ def of_bare():
         modules = blocks(6, dropout)
         want = left(built("plain", modules), x)
         for name in WAYS:
-            run = lambda: assert_same(left(in_way(name, modules), x), want)  # noqa: B023, E731
-            yield way, name, cell(run)
+            yield way, name, same(lambda: left(in_way(name, modules), x), want)  # noqa: B023
     model = nn.Sequential(*blocks()).to("sim")
     yield "bytes", "measure", cell(lambda: recoup.measure(lambda: None, device="sim"))
     yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
 
 
 PARTS = (
-    *(of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans),
-    *(of_bytes, of_captured),
-)
+    of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans,
+    of_bytes, of_captured,
+)  # fmt: skip
 
 
 def main():

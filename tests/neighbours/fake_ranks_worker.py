@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import recoup
 from recoup.planning.ranks import CollectiveCounter
-from tests.neighbours.planned import Language, Logits, Net, loss_of
+from tests.neighbours.planned import Language, Logits, Net, loss_of, peak_of
 
 NUM_RANKS = 4
 
@@ -59,7 +59,7 @@ def row(parallelize, mesh, num_samples):
     with plan.applied(), CollectiveCounter() as planned:
         step()
     with plan.applied():
-        peak = recoup.measure(step, device="cpu", repeats=0).peak_bytes
+        peak = peak_of(step)
     assert (plan.collectives, plan.collectives_again) == (planned.num_all, planned.num_again)
     return {
         "least": least,

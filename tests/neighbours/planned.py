@@ -22,6 +22,7 @@ __all__ = [
     "give_steady_times",
     "give_steps_times",
     "loss_of",
+    "peak_of",
     "plan_for",
     "result_of",
 ]
@@ -84,14 +85,21 @@ def loss_of(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-def plan_for(model: nn.Module, *args: Any, share: float = 0.5, **options: Any) -> recoup.Plan:
-    """The plan for a budget between the least (0) and what a plain step takes (1)."""
+def plan_for(
+    model: nn.Module, *args: Any, share: float = 0.5, more_bytes: int = 0, **options: Any
+) -> recoup.Plan:
+    """The plan for a budget between the least (0) and what a plain step takes (1), and more."""
     options.setdefault("loss", loss_of)
     whole = recoup.plan(model, *args, budget="1 GiB", **options)
-    budget = whole.least_bytes + int((whole.most_bytes - whole.least_bytes) * share)
+    budget = whole.least_bytes + int((whole.most_bytes - whole.least_bytes) * share) + more_bytes
     made = recoup.plan(model, *args, budget=budget, **options)
     assert {row.way for row in made.blocks} != {"keep"}, "the plan has nothing to do"
     return made
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    """The most bytes that a step takes on the CPU, beyond what was there before it."""
+    return recoup.measure(step, device="cpu", repeats=0).peak_bytes
 
 
 def give_steady_times(monkeypatch: Any) -> None:

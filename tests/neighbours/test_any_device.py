@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from tests.neighbours.device_worker import OTHERS, WAYS
+from tests.neighbours.workers import outputs_of
 
 
 def table(*arguments):
     """The table of the worker: ways, models, and what each found."""
-    command = [sys.executable, "-m", "tests.neighbours.device_worker", *arguments]
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert not ran.returncode, ran.stderr[-3000:]
-    return json.loads(ran.stdout)
+    return json.loads(*outputs_of("device_worker", [arguments]))
 
 
 def assert_all_the_same(found, num_models):

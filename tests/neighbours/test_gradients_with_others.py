@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import GradientError
@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
-MODES = ["auto", "grad", "harvest"]
 EXACT = 1e-12
+in_all_modes = pytest.mark.parametrize("mode", ["auto", "grad", "harvest", "collecting"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,42 +37,33 @@ def on_batches(*size):
     return [lambda model, x=x: model(x).square().mean() for x in batches]
 
 
-def plain_gradients(model, losses):
-    """What plain backwards of a copy of `model` leave in `.grad`."""
-    model = copy.deepcopy(model)
+def assert_collected(model, losses, mode, call=None):
+    """A store collects what plain backwards leave in `.grad`, where it leaves nothing."""
+    plain = copy.deepcopy(model)
     torch.manual_seed(3)
     for loss in losses:
-        loss(model).backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def collected(model, losses, mode, params=None):
-    """What a store collects, in the order of the parameters; nothing is in `.grad` afterwards."""
-    store = recoup.GradStore(model.parameters() if params is None else params)
+        loss(plain).backward()
+    want = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    store = recoup.GradStore(model.parameters())
     torch.manual_seed(3)
     for loss in losses:
-        value = loss(model)
+        value = loss(model if call is None else call)
         if mode == "collecting":
             with store.collecting():
                 value.backward()
         else:
             store.backward(value, mode=mode)
     assert all(p.grad is None for p in model.parameters())
-    return store.named(model)
-
-
-# -- torch.compile ---------------------------------------------------------------------------------
+    assert_same_tensors(store.named(model), want, EXACT)
+    return want
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("mode", [*MODES, "collecting"])
+@in_all_modes
 def test_a_compiled_model(mode, fresh_compiler):
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.LayerNorm(6)).double()
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    losses = on_batches(4, 6)
-    want = plain_gradients(model, losses)
-    got = collected(compiled, losses, mode)
-    assert_same_tensors({n.removeprefix("_orig_mod."): g for n, g in got.items()}, want, EXACT)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_collected(model, on_batches(4, 6), mode, call=compiled)
 
 
 def test_a_compiled_function_of_some_parameters(fresh_compiler):
@@ -84,118 +75,50 @@ def test_a_compiled_function_of_some_parameters(fresh_compiler):
     assert sorted(store.named(model)) == ["a.bias", "a.weight"]
 
 
-# -- models of torch, and checkpoints in them ------------------------------------------------------
+# -- models of torch and of ours -------------------------------------------------------------------
 
 
-class Encoder(nn.Module):
-    """Layers of torch under a checkpoint, with dropout, between an embedding and itself."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.words = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True) for _ in range(3)
-        )
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for layer in self.layers:
-            if self.kind is None:
-                x = layer(x)
-            else:
-                x = torch_checkpoint(layer, x, use_reentrant=self.kind == "reentrant")
-        return x @ self.words.weight.t()
-
-
-def ids(step):
-    return torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model, step):
-    return nn.functional.cross_entropy(model(ids(step)).flatten(0, 1), ids(step + 50).flatten())
-
-
-LOSSES = [lambda m, s=step: loss_of(m, s) for step in range(3)]
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("mode", [*MODES, "collecting"])
-@pytest.mark.parametrize("kind", [None, "non-reentrant", "reentrant"])
-def test_an_encoder_with_checkpoints(kind, mode):
-    model = Encoder(kind).double()
-    want = plain_gradients(model, LOSSES)
-    if kind == "reentrant" and mode == "grad":
-        with pytest.raises(GradientError, match="use_reentrant=False"):
-            collected(model, LOSSES, mode)
-        assert all(p.grad is None for p in model.parameters())
-        return
-    assert_same_tensors(collected(model, LOSSES, mode), want, EXACT)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_whole_transformer(mode):
+def of_transformer():
     model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True).double()
     x, y = torch.randn(2, 5, 8).double(), torch.randn(2, 4, 8).double()
     mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
-    losses = [lambda m: m(x, y, tgt_mask=mask, tgt_is_causal=True).square().mean()] * 2
-    want = plain_gradients(model, losses)
-    assert_same_tensors(collected(model, losses, mode), want, EXACT)
+    return model, [lambda m: m(x, y, tgt_mask=mask, tgt_is_causal=True).square().mean()] * 2
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["weight", "spectral"])
-def test_parametrizations_of_torch(kind, mode):
-    """Their originals are the leaves, and have the names."""
-    model = nn.Linear(5, 5).double()
-    wrap = {
-        "weight": nn.utils.parametrizations.weight_norm,
-        "spectral": nn.utils.parametrizations.spectral_norm,
-    }[kind]
-    wrap(model)
-    model.eval()
-    losses = on_batches(3, 5)
-    want = plain_gradients(model, losses)
-    got = collected(model, losses, mode)
-    assert any(name.startswith("parametrizations.weight.original") for name in got)
-    assert_same_tensors(got, want, EXACT)
-
-
-@pytest.mark.parametrize("mode", [*MODES, "collecting"])
-def test_checkpoints_of_ours(mode):
+def of_chain():
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
-    model = recoup.Sequential(*blocks, memory="sqrt").double()
-    losses = on_batches(4, 6)
-    want = plain_gradients(model, losses)
-    assert_same_tensors(collected(model, losses, mode), want, EXACT)
+    return recoup.Sequential(*blocks, memory="sqrt").double(), on_batches(4, 6)
 
 
-# -- lightning -------------------------------------------------------------------------------------
+def of_parametrization(wrap):
+    return wrap(nn.Linear(5, 5).double()).eval(), on_batches(3, 5)
+
+
+MODELS = {
+    "transformer": of_transformer,
+    "chain": of_chain,
+    "weight norm": lambda: of_parametrization(nn.utils.parametrizations.weight_norm),
+    "spectral norm": lambda: of_parametrization(nn.utils.parametrizations.spectral_norm),
+}
+
+
+@in_all_modes
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_torch_and_of_ours(name, mode):
+    want = assert_collected(*MODELS[name](), mode)
+    originals = [key for key in want if key.startswith("parametrizations.weight.original")]
+    assert bool(originals) == ("norm" in name)  # they are the leaves, and have the names
+
+
+# -- trainers and models of others -----------------------------------------------------------------
+
+BATCHES = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(6)).double()
 
 
 def regressor():
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-BATCHES = torch.randn(7, 5, 4, generator=torch.Generator().manual_seed(6)).double()
-WINDOW = 3  # does not divide the number of batches
-
-
-def loop_of_torch():
-    """Windows of batches, each averaged over as many as it has, and clipped."""
-    model = regressor()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for first in range(0, len(BATCHES), WINDOW):
-        window = BATCHES[first : first + WINDOW]
-        optimizer.zero_grad()
-        for x in window:
-            (model(x).square().mean() / len(window)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        schedule.step()
-    return model
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 # What lightning says of small loaders, and of the trees of torch.
@@ -207,51 +130,43 @@ def test_manual_optimization_in_lightning(way, tmp_path):
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
     class Module(lightning.LightningModule):
+        automatic_optimization = False
+
         def __init__(self):
             super().__init__()
-            self.automatic_optimization = False
-            self.model = regressor()
+            self.model, self.optimizer = regressor()
             self.store = recoup.GradStore(self.model.parameters())
 
         def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, weight_decay=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+            return self.optimizer
 
         def training_step(self, batch, batch_idx):
             loss = self.model(batch).square().mean()
-            if way == "collecting":
-                with self.store.collecting():
-                    self.manual_backward(loss)
-            else:
-                self.store.backward(loss)
-            if (batch_idx + 1) % WINDOW == 0 or self.trainer.is_last_batch:
+            with self.store.collecting() if way == "collecting" else nullcontext():
+                (self.manual_backward if way == "collecting" else self.store.backward)(loss)
+            if batch_idx % 2:
                 self.store.mean_().clip_norm_(0.05)
                 self.store.step(self.optimizers())
-                self.lr_schedulers().step()
 
-    module = Module()
+    module, no = Module(), ("logger", "enable_checkpointing", "enable_progress_bar")
     trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False,
+        **dict.fromkeys(no, False),
+    )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    got = {name: value.detach() for name, value in module.model.named_parameters()}
-    want = {name: value.detach() for name, value in loop_of_torch().named_parameters()}
-    assert_same_tensors(got, want, EXACT)
-    assert trainer.global_step == 3
-    assert len(module.store) == 0
-
-
-# -- transformers ----------------------------------------------------------------------------------
+    model, optimizer = regressor()
+    for window in BATCHES.split(2):
+        optimizer.zero_grad()
+        sum(model(x).square().mean() / 2 for x in window).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    assert_same_tensors(module.model.state_dict(), model.state_dict(), EXACT)
+    assert (trainer.global_step, len(module.store)) == (3, 0)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("mode", ["auto", "harvest", "collecting"])
+@pytest.mark.sampled(8)
+@in_all_modes
 @pytest.mark.parametrize("kind", [None, "non-reentrant", "reentrant"])
 def test_gpt2_with_its_own_checkpoints(kind, mode):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -265,6 +180,9 @@ def test_gpt2_with_its_own_checkpoints(kind, mode):
             model.enable_input_require_grads()
     words = torch.randint(31, (3, 2, 10), generator=torch.Generator().manual_seed(2))
     losses = [lambda m, x=x: m(input_ids=x, labels=x).loss for x in words]
-    want = plain_gradients(model, losses)
-    assert_same_tensors(collected(model, losses, mode), want, EXACT)
-    assert len(want) == len(list(model.parameters()))
+    if kind == "reentrant" and mode == "grad":
+        with pytest.raises(GradientError, match="use_reentrant=False"):
+            assert_collected(model, losses, mode)
+        assert all(p.grad is None for p in model.parameters())
+        return
+    assert len(assert_collected(model, losses, mode)) == len(list(model.parameters()))

@@ -1,12 +1,16 @@
-"""Plans of models that are compiled, in part or whole: the same gradients, in the same budget."""
+"""Plans of models that are compiled, exported, copied and written down: as the plain ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+import pickle
+import typing
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import recoup
 from recoup.planning.compiling import CompiledCode
@@ -16,6 +20,7 @@ from tests.neighbours.planned import (
     assert_same,
     give_steady_times,
     loss_of,
+    peak_of,
     plan_for,
     result_of,
 )
@@ -28,85 +33,139 @@ pytestmark = [
 ]
 
 
-def blocks_in_place(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    return model
+def fresh(**options) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Net(**options), torch.randn(64, 32)
 
 
-def blocks_wrapped(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, way: str) -> nn.Module:
+    if way == "model wrapped":
+        return torch.compile(model, backend="aot_eager")
+    if way == "model in place":
+        model.compile(backend="aot_eager")
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager")
+        if way == "blocks in place":
+            block.compile(backend="aot_eager")
+        elif way == "blocks wrapped":
+            model.blocks[index] = torch.compile(block, backend="aot_eager")
     return model
 
 
-def model_in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="aot_eager")
-    return model
-
-
-def model_wrapped(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="aot_eager")
-
-
-COMPILES = [blocks_in_place, blocks_wrapped, model_in_place, model_wrapped]
+WAYS = ["blocks in place", "blocks wrapped", "model in place", "model wrapped"]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("compiles", COMPILES)
-def test_compiled_before_the_plan(compiles: Callable[..., nn.Module]):
-    torch.manual_seed(0)
-    model, x = compiles(Net(num_blocks=4).eval()), torch.randn(64, 32)
-    wanted = result_of(model, lambda: loss_of(model(x)).backward())
-    with plan_for(model, x, share=0.0).applied() as plan:
-        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
-        peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
-    assert peak.peak_bytes <= plan.budget_bytes
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("compiles", COMPILES)
-def test_a_plan_that_compiles_what_is_compiled(compiles: Callable[..., nn.Module], monkeypatch):
-    give_steady_times(monkeypatch)
-    torch.manual_seed(0)
-    model, x = compiles(Net(num_blocks=4).eval()), torch.randn(64, 32)
-    wanted = result_of(model, lambda: loss_of(model(x)).backward())
-    plan = recoup.plan(model, x, budget="380 KiB", loss=loss_of, compile="aot_eager")
-    assert {row.way for row in plan.blocks} > {"keep, compiled 1"}
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("again", [False, True])
+def test_compiled_before_the_plan(way, again, monkeypatch):
+    """By a plan that runs the blocks as they are, or compiles them again."""
+    model, x = fresh(num_blocks=4)
+    model = compiled(model.eval(), way)
+    step = lambda: loss_of(model(x)).backward()  # noqa: E731
+    wanted = result_of(model, step)
+    if again:
+        give_steady_times(monkeypatch)
+        plan = recoup.plan(model, x, budget="380 KiB", loss=loss_of, compile="aot_eager")
+        assert {row.way for row in plan.blocks} > {"keep, compiled 1"}
+    else:
+        plan = plan_for(model, x, share=0.0)
     with plan.applied():
-        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
-        peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
-    assert peak.peak_bytes <= plan.budget_bytes
+        assert_same(result_of(model, step), wanted)
+        assert peak_of(step) <= plan.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "blocks wrapped"])
+def test_compiled_after_the_plan(way):
+    model, x = fresh(num_blocks=4)
+    wanted = result_of(model.eval(), lambda: loss_of(model(x)).backward())
+    plan = plan_for(model, x, share=0.0).apply()
+    call = compiled(model, way)
+    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
+    plan.remove()
+    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
 
 
 @pytest.mark.slow
 def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
     give_steady_times(monkeypatch)
-    torch.manual_seed(0)
-    model, x = Net(num_blocks=3), torch.randn(64, 32)
-    code = CompiledCode(1.0)
-    with followed(model.blocks, code):
-        wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    model, x = fresh(num_blocks=3)
+    step = lambda: loss_of(model(x)).backward()  # noqa: E731
+    with followed(model.blocks, CompiledCode(1.0)):
+        wanted = result_of(model, step)
     for budget in ("1 GiB", "210 KiB"):
         plan = recoup.plan(model, x, budget=budget, loss=loss_of, compile=True)
         assert all("compiled" in row.way for row in plan.blocks)
         with plan.applied():
-            found = result_of(model, lambda: loss_of(model(x)).backward())
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+            found = result_of(model, step)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert plan.rehearsed_peak_bytes <= plan.budget_bytes
 
 
+# -- what others look into and write down ----------------------------------------------------------
+
+WRITTEN = {
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "jit.trace": lambda model, x: torch.jit.trace(model, (x,), check_trace=False),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "deepcopy": lambda model, x: copy.deepcopy(model),
+    "pickle": lambda model, x: pickle.loads(pickle.dumps(model)),
+}
+
+
+def planned() -> tuple[Any, Tensor]:
+    model, x = fresh(num_blocks=2)
+    plan_for(model, x, share=0.0).apply()
+    return model, x
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("is_training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("way", WRITTEN)
+def test_a_planned_model_is_written_down_as_the_plain_one(way: str, is_training: bool):
+    model, x = planned()
+    model.train(is_training)
+    plain = copy.deepcopy(model)
+    made = WRITTEN[way](model, x)
+    results = []
+    for each in (made, plain):
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        output = each(given)
+        output.square().mean().backward()
+        results.append((output.detach(), given.grad))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+    assert model.blocks[0].forward.follower is not None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("compiles", [blocks_in_place, model_in_place, model_wrapped])
-def test_compiled_after_the_plan(compiles: Callable[..., nn.Module]):
-    torch.manual_seed(0)
-    model, x = Net(num_blocks=4).eval(), torch.randn(64, 32)
-    wanted = result_of(model, lambda: loss_of(model(x)).backward())
-    plan = plan_for(model, x, share=0.0).apply()
-    call = compiles(model)
-    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
-    plan.remove()
-    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
+def test_what_is_exported_has_no_trace_of_a_plan():
+    model, x = planned()
+    model.eval()
+    plain = Net(num_blocks=2).eval()
+    graphs = []
+    for each in (model, plain):
+        exported = torch.export.export(each, (x,), strict=True)
+        graphs.append([node.target for node in exported.graph.nodes if node.op == "call_function"])
+    assert graphs[0] == graphs[1]
+
+
+def test_scripting_names_the_way_out():
+    model, _ = planned()
+    with pytest.raises(AttributeError, match=r"Remove the plan before"):
+        torch.jit.script(model)
+
+
+def test_a_planned_forward_looks_like_the_function_it_stands_for():
+    """transformers, accelerate and DataParallel look at these."""
+    model, _ = planned()
+    forward, plain = model.forward, Net.forward
+    assert str(inspect.signature(forward)) == "(x: 'Tensor') -> 'Tensor'"
+    assert inspect.getfullargspec(forward).args == ["self", "x"]
+    assert typing.get_type_hints(forward) == typing.get_type_hints(plain)
+    for name in ("__name__", "__qualname__", "__doc__", "__code__", "__module__", "__defaults__"):
+        assert getattr(forward, name) == getattr(plain, name), name
+    # accelerate would call the function past the plan.
+    assert not hasattr(forward, "__func__")
+    assert not hasattr(forward, "__self__")

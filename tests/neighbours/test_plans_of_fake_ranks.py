@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.neighbours.fake_ranks_worker import NUM_RANKS
-
-ROOT = Path(__file__).parents[2]
+from tests.neighbours.workers import outputs_of
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="here the fake group leaves what it gathers uninitialized"
@@ -22,17 +18,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def ranks():
     """What each rank found."""
-    command = [sys.executable, "-m", "tests.neighbours.fake_ranks_worker"]
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]  # fmt: skip
-    said = [run.communicate(timeout=180) for run in runs]
-    assert not any(run.returncode for run in runs), said[0][1][-3000:]
-    return [json.loads(out) for out, _ in said]
+    given = [[str(rank)] for rank in range(NUM_RANKS)]
+    return [json.loads(each) for each in outputs_of("fake_ranks_worker", given)]
 
 
 @pytest.mark.parametrize("way", ["sharded", "in_parallel"])

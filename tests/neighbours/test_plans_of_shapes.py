@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import threading
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from recoup.errors import BudgetError, RecoupError
 from recoup.planning import frontier
 from recoup.planning.replanning import PlanMaker
 from recoup.planning.work import WorkCounter
-from tests.neighbours.planned import Net, assert_same, loss_of, result_of
+from tests.neighbours.planned import Net, assert_same, loss_of, peak_of, result_of
 from tests.planned_zoo import transformers_or_skip
 
 
@@ -40,20 +40,18 @@ def planned_net(size=128, share=0.2, **options):
     return model, plan.apply(), budget
 
 
-def peak_of(step):
-    return recoup.measure(step, device="cpu", repeats=0).peak_bytes
-
-
 def work_of(step):
-    """The work of a step, counted in forward and in backward."""
     counter = WorkCounter()
     with counter.counting():
         step()
     return counter.work
 
 
+def has_grown(plan):
+    return len(plan.family) > 1 or plan.family[0] is not plan
+
+
 def grown(model, x):
-    """The gradients of a step, its buffers and the random stream."""
     return result_of(model, lambda: loss_of(model(x)).backward())
 
 
@@ -63,20 +61,12 @@ def test_a_larger_batch_is_planned_once_and_is_right():
     x = torch.randn(150, 16)
     wanted = grown(plain, x)
     assert_same(grown(model, x), wanted)  # the step that plans
-    assert len(plan.family) == 2 or plan.family[0] is not plan
+    assert has_grown(plan)
     assert "150 x 16" in str(plan)
     family = plan.family
     assert_same(grown(model, x), wanted)
     assert plan.family == family  # nothing was planned
     assert peak_of(lambda: loss_of(model(x)).backward()) <= budget
-
-
-def test_without_it_a_larger_batch_warns():
-    model, x = net(), torch.randn(128, 16)
-    plan = recoup.plan(model, x, budget=budget_for(model, x), loss=loss_of).apply()
-    with pytest.warns(UserWarning, match="times as much as the plan was made for"):
-        model(torch.randn(150, 16))
-    assert plan.family == (plan,)
 
 
 def test_a_batch_that_does_not_fit_is_an_error_and_leaves_no_trace():
@@ -98,16 +88,10 @@ def test_a_batch_that_does_not_fit_is_an_error_and_leaves_no_trace():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error):
+def test_planning_that_is_cut_off_leaves_the_family_as_it_was(error):
     model, plan, _ = planned_net()
-    with monkeypatch.context() as patched:
-
-        def fails(*_, **__):
-            raise error
-
-        patched.setattr(frontier, "price_blocks", fails)
-        with pytest.raises(error):
-            model(torch.randn(160, 16))
+    with mock.patch.object(frontier, "price_blocks", side_effect=error), pytest.raises(error):
+        model(torch.randn(160, 16))
     assert plan.family == (plan,)
     for size in (128, 140):
         x = torch.randn(size, 16)
@@ -122,11 +106,8 @@ def test_no_plan_is_made_where_nothing_trains():
     with pytest.warns(UserWarning, match="times as much"):
         model(torch.randn(200, 16))  # with gradients, but in another mode
     assert plan.family == (plan,)
-
-
-def test_a_plan_that_keeps_all_serves_all_smaller_shapes():
     model, plan, _ = planned_net(share=1.2)
-    for size in (3, 40, 127):
+    for size in (3, 40, 127):  # what keeps all serves all that is smaller
         model(torch.randn(size, 16))
     assert plan.family == (plan,)
 
@@ -134,21 +115,13 @@ def test_a_plan_that_keeps_all_serves_all_smaller_shapes():
 def test_a_family_in_several_threads_makes_no_plan():
     model, plan, _ = planned_net()
     model(torch.randn(128, 16))
-    errors = []
-
-    def call():
-        try:
-            model(torch.randn(150, 16))
-        except RecoupError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(model, torch.randn(150, 16))
+        with pytest.raises(RecoupError, match="Run a step of each shape in one thread before"):
+            other.result()
     assert len(plan.family) == 1
-    assert "Run a step of each shape in one thread before" in errors[0]
     model(torch.randn(150, 16))  # the other has ended
-    assert len(plan.family) > 1 or plan.family[0] is not plan
+    assert has_grown(plan)
 
 
 class Named(nn.Module):
@@ -167,7 +140,7 @@ def test_tensors_in_a_dict_are_told_apart_by_their_keys():
         model({"narrow": large, "wide": small})  # the same in another order
         assert plan.family == (plan,)
         model({"narrow": small, "wide": large})
-        assert len(plan.family) > 1 or plan.family[0] is not plan
+        assert has_grown(plan)
 
 
 def test_parameters_that_are_thawed_get_a_plan_of_their_own():
@@ -210,21 +183,18 @@ def test_a_loss_of_one_shape_says_the_way_out():
         model(torch.randn(150, 16))
 
 
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net(16, 4)
+
+    def forward(self, size):
+        return self.net(torch.ones(size, 16))
+
+
 def test_bad_arguments():
-    model, x = net(), torch.randn(8, 16)
     with pytest.raises(ValueError, match="`replan` is True without a `budget`"):
-        recoup.plan(model, x, replan=True)
-    with pytest.raises(ValueError, match="compiled blocks are measured and timed for one shape"):
-        recoup.plan(model, x, budget="1 GiB", replan=True, compile=True)
-
-    class Hidden(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = Net(16, 4)
-
-        def forward(self, size):
-            return self.net(torch.ones(size, 16))
-
+        recoup.plan(net(), torch.randn(8, 16), replan=True)
     with pytest.raises(ValueError, match="no tensor among the arguments"):
         recoup.plan(Hidden(), 8, budget="1 GiB", replan=True)
 
@@ -259,99 +229,52 @@ def loss_found(output):
     return output.loss if hasattr(output, "loss") else output.abs().sum()
 
 
-class Trained(NamedTuple):
-    """What training under a family of plans took."""
-
-    most: float  # the largest peak, relative to the budget
-    mean: float  # the work of all steps, relative to a plan for each length
-    worst: float  # that of one step
-    num_plans: int
-    num_trials: int
-
-
 def count_calls(monkeypatch, name):
     """The list of the calls of a method of what makes the plans of a family."""
     calls, own = [], getattr(PlanMaker, name)
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(PlanMaker, name, counted)
+    monkeypatch.setattr(PlanMaker, name, lambda *a, **k: calls.append(a) or own(*a, **k))
     return calls
 
 
-def train_lengths(monkeypatch, build, batch, lengths, every=1, share=0.2):
-    """Train on batches of these lengths; every so manieth distinct one has a plan of its own."""
-    plans, trials = (count_calls(monkeypatch, name) for name in ("plan", "peak_under"))
+RANDOM = [random.Random(0).randint(16, 256) for _ in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "lengths", "most_plans"),
+    [
+        pytest.param(encoder, of_encoder, [64, 96, 92, 64, 60], 3, marks=pytest.mark.slow),
+        pytest.param(encoder, of_encoder, RANDOM, 12, marks=pytest.mark.exhaustive),
+        pytest.param(gpt2, of_gpt2, RANDOM, 12, marks=pytest.mark.exhaustive),
+        pytest.param(encoder, of_encoder, range(64, 256), 6, marks=pytest.mark.exhaustive),
+    ],
+    ids=["a few", "random", "random, gpt2", "growing"],
+)
+def test_lengths_in_any_order(monkeypatch, build, batch, lengths, most_plans):
+    """Few plans, each step within the budget and hardly slower than under a plan of its own."""
+    plans = count_calls(monkeypatch, "plan")
     model, plain = build(), build()
-    budget = budget_for(model, share=share, loss=None, **batch(max(lengths)))
+    budget = budget_for(model, share=0.2, loss=None, **batch(max(lengths)))
     plan = recoup.plan(model, **batch(lengths[0]), budget=budget, replan=True).apply()
-    distinct = sorted(set(lengths))
-    found = {}  # by the length and the plan that serves it
+    works = {}  # by the length and the plan that serves it
 
     def step(net, size):
+        net.zero_grad()
         given = batch(size)
         return lambda: loss_found(net(**given)).backward()
 
-    def emptied(net, measured):
-        net.zero_grad()
-        return measured
-
-    works = dict.fromkeys(distinct, ())
     for size in lengths:
-        # What the call does first, so that it is not measured.
-        plan.replanner.serve((), batch(size))
+        plan.replanner.serve((), batch(size))  # what the call does first: it is not measured
         key = size, plan.replanner.chosen
-        if key not in found:
-            peak = emptied(model, peak_of(step(model, size)))
-            found[key] = peak, emptied(model, work_of(step(model, size)))
-        works[size] += (found[key][1],)
-    alone = {}
-    for size in distinct[::every]:
+        if key not in works:
+            assert peak_of(step(model, size)) <= budget
+            works[key] = work_of(step(model, size))
+    assert 1 + len(plans) <= most_plans
+    for size in sorted(set(lengths))[:: max(len(works) // 12, 1)]:
         with recoup.plan(plain, **batch(size), budget=budget).applied():
-            alone[size] = emptied(plain, work_of(step(plain, size)))
-    for size in distinct[:: max(len(distinct) // 3, 1)]:
+            alone = work_of(step(plain, size))
+        # One that is smaller by less than 3 % than a planned one gets no plan of its own.
+        assert all(work <= 1.08 * alone for (length, _), work in works.items() if length == size)
         assert_same(*(result_of(net, step(net, size)) for net in (model, plain)))
-    return Trained(
-        max(peak for peak, _ in found.values()) / budget,
-        sum(sum(works[size]) for size in alone) / sum(len(works[s]) * alone[s] for s in alone),
-        max(max(works[size]) / alone[size] for size in alone),
-        1 + len(plans),
-        len(trials),
-    )
-
-
-@pytest.mark.slow
-def test_a_few_lengths(monkeypatch):
-    trained = train_lengths(monkeypatch, encoder, of_encoder, [64, 96, 92, 64, 60])
-    assert trained.most <= 1
-    assert trained.worst <= 1.05
-    assert trained.num_plans <= 3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("build", "batch"), [(encoder, of_encoder), (gpt2, of_gpt2)], ids=["encoder", "gpt2"]
-)
-def test_200_random_lengths(monkeypatch, build, batch):
-    draw = random.Random(0)
-    lengths = [draw.randint(16, 256) for _ in range(200)]
-    trained = train_lengths(monkeypatch, build, batch, lengths, every=4)
-    assert trained.most <= 1
-    assert trained.mean <= 1.02
-    # One that is smaller by less than 3 % than a planned one gets no plan of its own.
-    assert trained.worst <= 1.08
-    assert trained.num_plans <= 12
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("share", [0.2, 0.6])
-def test_lengths_that_only_grow(monkeypatch, share):
-    trained = train_lengths(monkeypatch, encoder, of_encoder, range(64, 256), every=12, share=share)
-    assert trained.most <= 1
-    assert trained.worst <= 1.05
-    assert trained.num_plans <= 6
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,23 +10,24 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recoup
 from recoup.weights import disabled, same_draw
 from tests.oracle import hooks_in_force, loss_of_all, tensors
+from tests.ways import SITUATIONS, assert_same, outcome
 from tests.weight_zoo import (
     LAYERS,
     MORE,
     OURS,
     Kind,
+    Materialised,
     Runs,
     Uses,
     attending,
     built,
-    compare,
     first_of,
     given,
     looped,
@@ -87,92 +89,26 @@ KINDS = {
 }
 
 
-def gradients(parameters, x):
-    return {"x": x.grad} | {name: p.grad for name, p in parameters.items()}
+class Oracle(Materialised):
+    """It has the parameters of ours, and shows nothing of what is within."""
+
+    def parameters(self, recurse=True):
+        return self.ours.parameters(recurse)
+
+    def buffers(self, recurse=True):
+        return self.plain.buffers(recurse)
+
+    def children(self):
+        return iter(())
 
 
-def graph_used_three_times(run, parameters, x):
-    loss = loss_of_all(run(x))
-    for time in range(3):
-        loss.backward(retain_graph=time < 2)
-    return gradients(parameters, x)
-
-
-def two_losses_and_a_part_first(run, parameters, x):
-    y, some = run(x), list(parameters.values())[-2:]
-    parts = torch.autograd.grad((y * y).sum(), some, retain_graph=True)
-    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    y.sin().sum().backward(inputs=[some[0]], retain_graph=True)
-    y.cos().sum().backward()
-    return gradients(parameters, x) | {"part": parts[0], "last": parts[-1], "first": first}
-
-
-def gradients_of_gradients(run, parameters, x):
-    with sdpa_kernel(SDPBackend.MATH):  # which alone has a second derivative
-        wanted = [x, *parameters.values()]
-        found = torch.autograd.grad(loss_of_all(run(x)), wanted, create_graph=True)
-        sum((g * g.detach().cos()).sum() for g in found).backward()
-    return gradients(parameters, x)
-
-
-def two_forwards_before_backward(run, parameters, x):
-    one, two = run(x), run(x * 0.5)
-    loss_of_all(two).backward(retain_graph=True)
-    (loss_of_all(one) * two.sum()).backward()
-    return gradients(parameters, x)
-
-
-def hooks_of_tensors_and_modules(run, parameters, x):
-    calls, handles = [], []
-    for name, p in parameters.items():
-        handles.append(p.register_hook(lambda g, n=name: calls.append(n) or g * 2))
-        after = lambda p, n=name: calls.append(f"{n} after")  # noqa: E731
-        handles.append(p.register_post_accumulate_grad_hook(after))
-    handles.append(run.register_full_backward_hook(lambda *_: calls.append("full")))
-    y = run(x)
-    y.register_hook(lambda g: g * 3)
-    loss_of_all(y).backward()
-    for handle in handles:
-        handle.remove()
-    assert sorted(calls) == sorted(["full", *parameters, *(f"{name} after" for name in parameters)])
-    return gradients(parameters, x)
-
-
-def optimizer_in_backward(run, parameters, x):
-    def step(p):
-        with torch.no_grad():
-            p.sub_(p.grad, alpha=0.1)
-        p.grad = None
-
-    handles = [p.register_post_accumulate_grad_hook(step) for p in parameters.values()]
-    for _ in range(3):
-        loss_of_all(run(x)).backward()
-    for handle in handles:
-        handle.remove()
-    return {name: p.clone() for name, p in parameters.items()}
-
-
-def cloning():
-    """A pair that keeps a copy of all that it is given."""
-    return saved_tensors_hooks(lambda tensor: (tensor.clone(), tensor.shape), lambda kept: kept[0])
-
-
-def under(forward=nullcontext, backward=nullcontext):
-    def act(run, parameters, x):
-        with forward():
-            loss = loss_of_all(run(x))
-        with backward():
-            loss.backward()
-        return gradients(parameters, x)
-
-    return act
-
-
-ACTS = {act.__name__.replace("_", " "): act for act in (
-    graph_used_three_times, two_losses_and_a_part_first, gradients_of_gradients,
-    two_forwards_before_backward, hooks_of_tensors_and_modules, optimizer_in_backward)}  # fmt: skip
-ACTS |= {"under save_on_cpu": under(save_on_cpu), "under a pair that clones": under(cloning)}
-ACTS |= {"backward under a pair": under(backward=cloning)}
+# What is done with one graph, in which all draws are made in training.
+ACTS = [
+    "retained", "part_by_part", "backward_for_some", "used_while_it_is_used", "two_forwards",
+    "two_forwards_together", "gradient_of_the_gradient", "hooks_of_others",
+    "an_optimizer_within_backward", "three_steps", "within_save_on_cpu", "within_hooks_that_clone",
+    "backward_within_hooks_that_clone",
+]  # fmt: skip
 
 
 def product_of_torch(weight, norms, dim):
@@ -187,11 +123,18 @@ def product_of_torch(weight, norms, dim):
 def test_a_graph_is_that_of_the_materialised_weights_whatever_is_done_with_it(
     kind, act, way, monkeypatch
 ):
-    if act == "gradients of gradients":
+    is_second = act == "gradient_of_the_gradient"
+    if is_second:
         monkeypatch.setattr(torch, "_weight_norm", product_of_torch)
-    plain, (x,) = built(KINDS[kind])
-    x = x.double().detach().requires_grad_()
-    compare(OURS[way], plain.double(), (x,), KINDS[kind].pattern, act=ACTS[act], rtol=1e-8)
+    (plain, (x,)), pattern, found = built(KINDS[kind]), KINDS[kind].pattern, []
+    for is_oracle in (False, True):
+        ours = OURS[way](copy.deepcopy(plain.double()), pattern)
+        ours.children = lambda: iter(())  # hooks are those of the whole, as of the oracle
+        run = Oracle(OURS[way], plain, pattern, ours) if is_oracle else ours
+        # Attention has a second derivative in plain products alone.
+        with sdpa_kernel(SDPBackend.MATH) if is_second else nullcontext():
+            found.append(outcome(run, x.double(), SITUATIONS[act]))
+    assert_same(*found, rtol=1e-8)
 
 
 @pytest.mark.parametrize("way", ["dropout", "noise"])

@@ -19,15 +19,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.invertible import AdditiveCoupling, Chain
+from recoup.invertible import AdditiveCoupling
 from recoup.weights import disabled, enabled, same_draw
-from tests.oracle import (
-    assert_same_step,
-    assert_same_tensors,
-    hooks_in_force,
-    loss_of_all,
-    run_step,
-)
+from tests import ways
+from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
+from tests.ways import a_step, a_step_with, assert_same, outcome
 from tests.weight_zoo import MORE, OURS, Runs, Uses, first_of, looped
 
 # Reentrant checkpoints say so, whenever they run without gradients.
@@ -103,13 +99,8 @@ def attention():
     return Runs(layer, lambda layer, x: x + layer(x, x, x, need_weights=False)[0])
 
 
-def rows():
-    add = lambda layer, x: (x + layer(torch.arange(x.shape[-2]) % 9)).sin()  # noqa: E731
-    return Runs(nn.Embedding(9, 6), add)
-
-
-def cell():
-    return Runs(nn.GRUCell(6, 6), lambda cell, x: x + looped(cell, x))
+def rows_of(embedding, x):
+    return (x + embedding(torch.arange(x.shape[-2]) % 9)).sin()
 
 
 BLOCKS = {
@@ -118,9 +109,11 @@ BLOCKS = {
     "without dropout": (lambda: dense(0.0), (5, 6)),
     "attention": (attention, (2, 5, 6)),
     "gru": (lambda: Runs(nn.GRU(6, 6), first_of), (4, 2, 6)),
-    "cell in a loop": (cell, (4, 2, 6)),
-    "rows": (rows, (2, 5, 6)),
-}
+    "cell in a loop": (
+        lambda: Runs(nn.GRUCell(6, 6), lambda cell, x: x + looped(cell, x)), (4, 2, 6)
+    ),
+    "rows": (lambda: Runs(nn.Embedding(9, 6), rows_of), (2, 5, 6)),
+}  # fmt: skip
 WEIGHTS = r"(.*[._])?weight(_[ih]h.*)?"
 
 
@@ -137,83 +130,65 @@ def built(kind="dense", way="stacked", where="model"):
 # -- situations: what is done with a model whose blocks are called in some way ---------------------
 
 
-def step(model, x, *, around=nullcontext, between=lambda model: None, around_backward=nullcontext):
-    with around():
-        output = model(x)
-    between(model)
-    with around_backward():
-        loss_of_all(output).backward()
-    return {"output": output}
-
-
 def steps_and_evaluations(model, x):
+    found = []
     for number in range(3):
         if number == 1:
             with torch.no_grad():
                 model.eval()(x)
             model.train()
-        step(model, x, around=lambda n=number: same_draw(seed=n) if n == 2 else nullcontext())
-    return {}
+        with same_draw(seed=number) if number == 2 else nullcontext():
+            found += a_step(model, x)
+    return found
 
 
 def enabled_in_evaluation(model, x):
     model.eval()
+    found = []
     for seed in range(2):
         with enabled(model), same_draw(seed=seed):
-            step(model, x)
-    return {}
+            found += a_step(model, x)
+    return found
 
 
-def parts_of_a_retained_graph(model, x):
-    loss, some = loss_of_all(model(x)), [next(model.parameters()), x]
-    found = [torch.autograd.grad(loss, some, retain_graph=True) for _ in range(2)]
-    loss.backward()
-    return {f"{i} {j}": g for i, each in enumerate(found) for j, g in enumerate(each)}
+def of_model(**contexts):
+    """A step within contexts that are given the model."""
+
+    def situation(model, x):
+        made = {name: functools.partial(context, model) for name, context in contexts.items()}
+        return a_step_with(**made)(model, x)
+
+    return situation
 
 
-def two_forwards(model, x):
-    losses = [loss_of_all(model(x)), loss_of_all(model(x * 0.5))]
-    for loss in reversed(losses):
-        loss.backward()
-    return {}
-
-
-SITUATIONS = {
-    "step": step,
-    "two forwards": two_forwards,
-    "steps and evaluations": steps_and_evaluations,
-    "enabled in evaluation": enabled_in_evaluation,
-    "autocast": lambda m, x: step(m, x, around=lambda: torch.autocast("cpu", torch.bfloat16)),
-    "same draw": lambda m, x: step(m, x, around=lambda: same_draw(5)),
-    "disabled": lambda m, x: step(m, x, around=lambda: disabled(m)),
-    "same draw around backward": lambda m, x: step(m, x, around_backward=lambda: same_draw(5)),
-    "disabled around backward": lambda m, x: step(m, x, around_backward=lambda: disabled(m)),
-    "parts": parts_of_a_retained_graph,
+OWN = {
+    "steps_and_evaluations": steps_and_evaluations,
+    "enabled_in_evaluation": enabled_in_evaluation,
+    "same_draw": a_step_with(around=lambda: same_draw(5)),
+    "same_draw_around_backward": a_step_with(around_backward=lambda: same_draw(5)),
+    "disabled": of_model(around=disabled),
+    "disabled_around_backward": of_model(around_backward=disabled),
 }
+SHARED = ["three_steps", "two_forwards", "under_autocast", "part_by_part"]
+SITUATIONS = {name: ways.SITUATIONS[name] for name in SHARED} | OWN
 
 
-def result_of(model, x, call, act, seed=11):
-    """What a situation leaves: outputs, gradients, and the place in the random stream."""
-    model, x = copy.deepcopy(model), x.detach().clone().requires_grad_()
+def result_of(model, x, call, act):
+    """What a situation leaves with the blocks called in some way."""
+    model = copy.deepcopy(model)
     model.call = call
-    torch.manual_seed(seed)
-    found = act(model, x)
-    assert hooks_in_force() is None
-    assert torch.is_grad_enabled()
-    found |= {"x": x.grad} | {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
-    found = {name: None if value is None else value.detach() for name, value in found.items()}
-    return found | {"stream": torch.get_rng_state()}
+    return outcome(model, x, act)
 
 
 def assert_like_plain(model, x, call, act, rtol=0.0):
-    assert_same_tensors(result_of(model, x, call, act), result_of(model, x, plain, act), rtol)
+    assert_same(result_of(model, x, call, act), result_of(model, x, plain, act), rtol)
 
 
-def rtol_of(call, situation="step"):
+def rtol_of(call, situation="three_steps"):
     """A reentrant checkpoint has other kernels without gradients, and adds in another order."""
     if "reentrant" not in call:
         return 0.0
-    return 0.03 if situation == "autocast" else 2e-4
+    return 0.03 if situation == "under_autocast" else 2e-4
 
 
 def right_or(errors, words, act, want):
@@ -224,21 +199,21 @@ def right_or(errors, words, act, want):
         assert hooks_in_force() is None
         assert words in str(raised)  # noqa: PT017 - it may be right instead
     else:
-        assert_same_tensors(got, want, 1e-4)
+        assert_same(got, want, 1e-4)
 
 
 OTHERS = ["attention", "gru", "cell in a loop", "rows"]  # who read weights of their own accord
 CASES = [
     *product(CALLS, SITUATIONS, ["dense", "shared"], ["stacked"], ["model", "blocks"]),
-    *product(FEW, ["step"], ["dense"], MORE, ["model"]),
-    *product(FEW, ["step"], OTHERS, ["dropout", "norm", "stacked", "function"], ["model"]),
+    *product(FEW, ["three_steps"], ["dense"], MORE, ["model"]),
+    *product(FEW, ["three_steps"], OTHERS, ["dropout", "norm", "stacked", "function"], ["model"]),
 ]
 
 
 @pytest.mark.sampled(200)
 @pytest.mark.parametrize(("call", "situation", "kind", "way", "where"), CASES)
 def test_code_that_runs_again_has_the_draws_of_its_first_run(call, situation, kind, way, where):
-    if situation == "parts" and ("reentrant" in call or "selective" in call):
+    if situation == "part_by_part" and ("reentrant" in call or "selective" in call):
         pytest.skip("torch cannot do this")
     if (call, kind) == ("torch, selective", "shared"):
         pytest.skip("what is not made a second time is an error of torch, also without recoup")
@@ -293,8 +268,9 @@ NOT_PUT_BACK = {
     else "error"
 )
 @pytest.mark.parametrize("where", ["blocks", "model"])
-@pytest.mark.parametrize("situation", ["step", "same draw", "enabled in evaluation",
-                                       "disabled around backward"])  # fmt: skip
+@pytest.mark.parametrize(
+    "situation", ["three_steps", "same_draw", "enabled_in_evaluation", "disabled_around_backward"]
+)
 @pytest.mark.parametrize("call", NOT_PUT_BACK)
 def test_a_stream_that_is_not_put_back(call, situation, where):
     """Without draws of torch's own, ours are right, or an error; none is taken for evaluation."""
@@ -306,20 +282,20 @@ def test_a_stream_that_is_not_put_back(call, situation, where):
 
 def test_a_stream_that_is_elsewhere_in_backward():
     """The only draw of a frame needs no stream, and a norm none; where it is needed, an error."""
-    elsewhere = functools.partial(step, between=lambda model: torch.randn(3))
+    elsewhere = ways.SITUATIONS["draws_in_between"]
     model, x = built("without dropout", "dropout")
     assert_like_plain(model, x, LOST, elsewhere)
     with pytest.raises(ReplayError, match=r"which draw it had.*preserve_rng_state=True"):
         result_of(model, x, LOST_REENTRANT, elsewhere)
     norm, x = built(way="norm")
     for call in (LOST, LOST_REENTRANT):
-        assert_like_plain(norm.eval(), x, call, step)
+        assert_like_plain(norm.eval(), x, call, a_step)
 
 
 @pytest.mark.parametrize("call", FEW)
 def test_a_mode_that_changes_before_backward(call):
     model, x = built("without dropout", "dropout")
-    in_evaluation = functools.partial(step, between=lambda model: model.eval())
+    in_evaluation = a_step_with(between=lambda model, x: model.eval())
     want = result_of(model, x, plain, in_evaluation)
     run = functools.partial(result_of, model, x, CALLS[call], in_evaluation)
     right_or((RecoupError, RuntimeError), "mode" if "ours" in call else "", run, want)
@@ -360,10 +336,10 @@ def test_weights_and_values_as_arguments_results_and_within(call):
     x, rtol = torch.randn(6, 6, requires_grad=True), rtol_of(call) / 10
     given = Blocks(Uses(lambda x, w: ((x @ w).sin() @ w).tanh(), 6, 6))
     through = lambda block, x: CALLS[call](block.use, x, block.weight)  # noqa: E731
-    assert_like_plain(OURS["noise"](given), x, through, step, rtol)
+    assert_like_plain(OURS["noise"](given), x, through, a_step, rtol)
     if "selective" not in call:
         model = OURS["stacked"](Blocks(Recomputes(), Recomputes()), ".*weight")
-        assert_like_plain(model, x, CALLS[call], step, rtol)
+        assert_like_plain(model, x, CALLS[call], a_step, rtol)
     layers, found = [nn.Linear(6, 6) for _ in range(2)], []
     for called, through in ((CALLS[call], recoup.recompute), (plain, lambda fn: fn)):
         x.grad = None
@@ -374,35 +350,26 @@ def test_weights_and_values_as_arguments_results_and_within(call):
     assert torch.equal(*found)
 
 
+def couplings():
+    networks = [nn.Sequential(dense(0.2), nn.Linear(6, 6)) for _ in range(5)]
+    networks.insert(4, networks[0])
+    return [AdditiveCoupling(*networks[k : k + 2]) for k in (0, 2, 4)]
+
+
 @pytest.mark.parametrize("where", ["blocks", "model", "shared"])
 @pytest.mark.parametrize("way", ["dropout", "stacked"])
-@pytest.mark.parametrize("kind", ["dense", "gru"])
+@pytest.mark.parametrize("kind", ["dense", "gru", "couplings"])
 def test_a_chain_in_every_memory(kind, way, where):
-    build, size = BLOCKS[kind]
-    blocks = [build() for _ in range(5)]
-    blocks[3] = blocks[1] if where == "shared" else blocks[3]
-    model = recoup.Sequential(*blocks, otherwise="recompute")
-    for module in blocks if where == "blocks" else [model]:
+    torch.manual_seed(0)
+    build, size = BLOCKS.get(kind, (None, (4, 12)))
+    blocks = couplings() if build is None else [build() for _ in range(5)]
+    if where == "shared" and build is not None:
+        blocks[3] = blocks[1]
+    model = recoup.Sequential(*blocks, otherwise="recompute").double()
+    parts = blocks if build is not None else [each for b in blocks for each in b.children()]
+    for module in dict.fromkeys(parts) if where == "blocks" else [model]:
         OURS[way](module, WEIGHTS)
-    x = torch.randn(*size, requires_grad=True)
+    x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
     want = run_step(model, x, memory="linear")
     for memory in ("sqrt", "constant", 1):
-        assert_same_step(run_step(model, x, memory=memory), want)
-
-
-@pytest.mark.parametrize("where", ["networks", "flow"])
-def test_a_flow_in_constant_memory(where):
-    torch.manual_seed(0)
-    networks = [
-        nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
-        for _ in range(5)
-    ]
-    networks.insert(4, networks[0])
-    pairs = zip(networks[::2], networks[1::2], strict=True)
-    model = Chain(*(AdditiveCoupling(a, b) for a, b in pairs)).double()
-    for module in dict.fromkeys(networks) if where == "networks" else [model]:
-        OURS["stacked"](module)
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    want = run_step(model, x, memory="linear")
-    assert_same_step(run_step(model, x, memory="constant"), want, 1e-9)
-    assert_same_step(run_step(model, x, memory=1), want)
+        assert_same_step(run_step(model, x, memory=memory), want, 1e-9)

@@ -52,10 +52,10 @@ def batches():
 
 def fit(tmp_path, module, *callbacks):
     torch.manual_seed(1)
+    no = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
-        accelerator="cpu", devices=1, default_root_dir=tmp_path, max_epochs=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, callbacks=list(callbacks),
+        accelerator="cpu", devices=1, default_root_dir=tmp_path, max_epochs=2,
+        num_sanity_val_steps=0, callbacks=list(callbacks), **dict.fromkeys(no, False),
     )  # fmt: skip
     trainer.fit(module, batches(), batches())
     return module

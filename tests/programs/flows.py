@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,17 +31,23 @@ def given(dtype: torch.dtype = torch.float64, batch: int = BATCH) -> tuple[Tenso
     return x.requires_grad_(), context.requires_grad_()
 
 
-# --- zuko ----------------------------------------------------------------------------------------
+def evens(index: int) -> Tensor:
+    return torch.arange(DIM) % 2 == index % 2
+
+
+# --- zuko -----------------------------------------------------------------------------------------
 
 
 def of_zuko(flow: Any, x: Tensor, context: Tensor) -> Tensor:
     return flow(context).log_prob(x)
 
 
-def zuko_affine(depth: int, width: int) -> Built:
-    flows = library("zuko").flows
-    options = {"hidden_features": (width, width), "activation": nn.SiLU}
-    return Built(flows.RealNVP(DIM, CONTEXT, transforms=depth, **options), of_zuko)
+def zuko_of(kind: str, depth: int, width: int, *, layers: int = 1, **options: Any) -> Built:
+    options |= {"hidden_features": (width,) * layers, "transforms": depth}
+    return Built(getattr(library("zuko").flows, kind)(DIM, CONTEXT, **options), of_zuko)
+
+
+zuko_affine = partial(zuko_of, "RealNVP", layers=2, activation=nn.SiLU)
 
 
 def zuko_spline(depth: int, width: int) -> Built:
@@ -50,101 +57,65 @@ def zuko_spline(depth: int, width: int) -> Built:
     layers = []
     for index in range(depth):
         coupling = GeneralCouplingTransform(
-            DIM, CONTEXT, mask=torch.arange(DIM) % 2 == index % 2,
-            univariate=zuko.transforms.MonotonicRQSTransform, shapes=[(5,), (5,), (4,)],
-            hidden_features=(width, width), activation=nn.SiLU,
+            DIM, CONTEXT, mask=evens(index), shapes=[(5,), (5,), (4,)],
+            univariate=zuko.transforms.MonotonicRQSTransform, hidden_features=(width, width),
+            activation=nn.SiLU,
         )  # fmt: skip
         rotation = zuko.transforms.RotationTransform
         layers += [coupling, zuko.flows.UnconditionalTransform(rotation, torch.randn(DIM, DIM))]
     return Built(zuko.flows.Flow(layers[:-1], zuko_affine(1, 4).flow.base), of_zuko)
 
 
-def zuko_autoregressive(depth: int, width: int) -> Built:
-    flows = library("zuko").flows
-    return Built(flows.NSF(DIM, CONTEXT, transforms=depth, hidden_features=(width,)), of_zuko)
-
-
-def zuko_two_passes(depth: int, width: int) -> Built:
-    flows = library("zuko").flows
-    options = {"passes": 2, "hidden_features": (width,), "activation": nn.SiLU}
-    return Built(flows.MAF(DIM, CONTEXT, transforms=depth, **options), of_zuko)
-
-
-# --- nflows --------------------------------------------------------------------------------------
+# --- nflows ---------------------------------------------------------------------------------------
 
 
 def of_nflows(flow: Any, x: Tensor, context: Tensor) -> Tensor:
     return flow.log_prob(x, context)
 
 
-def nflows_of(make: Callable[[Any, int, Any], list[Any]], depth: int, width: int) -> Built:
+def nflows_of(make: Callable[[Any, Tensor, Any, int], list[Any]], depth: int, width: int) -> Built:
+    """Of layers that are made of a module, a mask, a builder of networks and a width."""
     transforms = library("nflows.transforms")
     from nflows.distributions import StandardNormal
     from nflows.flows import Flow
     from nflows.nn.nets import ResidualNet
 
-    def network(num_in: int, num_out: int) -> Any:
-        return ResidualNet(
-            num_in, num_out, hidden_features=width, context_features=CONTEXT, num_blocks=1,
-            activation=nn.functional.silu, dropout_probability=0.2,
-        )  # fmt: skip
-
-    layers = [each for index in range(depth) for each in make(transforms, index, network)]
+    network = partial(
+        ResidualNet, hidden_features=width, context_features=CONTEXT, num_blocks=1,
+        activation=nn.functional.silu, dropout_probability=0.2,
+    )  # fmt: skip
+    layers = [each for k in range(depth) for each in make(transforms, evens(k), network, width)]
     return Built(Flow(transforms.CompositeTransform(layers), StandardNormal([DIM])), of_nflows)
 
 
-def nflows_affine(depth: int, width: int) -> Built:
-    def make(transforms: Any, index: int, network: Any) -> list[Any]:
-        mask = torch.arange(DIM) % 2 == index % 2
-        coupling = transforms.AffineCouplingTransform(mask, network)
-        return [transforms.ActNorm(DIM), coupling, transforms.RandomPermutation(DIM)]
-
-    return nflows_of(make, depth, width)
-
-
-def nflows_spline(depth: int, width: int) -> Built:
-    def make(transforms: Any, index: int, network: Any) -> list[Any]:
-        coupling = transforms.PiecewiseRationalQuadraticCouplingTransform(
-            torch.arange(DIM) % 2 == index % 2, network, num_bins=5, tails="linear",
-            tail_bound=3.0, apply_unconditional_transform=True,
-        )  # fmt: skip
-        return [transforms.CompositeTransform([coupling, transforms.LULinear(DIM)])]
-
-    return nflows_of(make, depth, width)
+def rational_quadratic(t: Any, mask: Tensor, network: Any, width: int) -> list[Any]:
+    coupling = t.PiecewiseRationalQuadraticCouplingTransform(
+        mask, network, num_bins=5, tails="linear", tail_bound=3.0,
+        apply_unconditional_transform=True,
+    )  # fmt: skip
+    return [t.CompositeTransform([coupling, t.LULinear(DIM)])]
 
 
-def nflows_batch_norm(depth: int, width: int) -> Built:
-    def make(transforms: Any, index: int, network: Any) -> list[Any]:
-        mask = torch.arange(DIM) % 2 == index % 2
-        return [transforms.AdditiveCouplingTransform(mask, network), transforms.BatchNorm(DIM)]
+NFLOWS: dict[str, Callable[[Any, Tensor, Any, int], list[Any]]] = {
+    "affine": lambda t, mask, network, width: [
+        t.ActNorm(DIM), t.AffineCouplingTransform(mask, network), t.RandomPermutation(DIM)
+    ],
+    "spline": rational_quadratic,
+    "batch_norm": lambda t, mask, network, width: [
+        t.AdditiveCouplingTransform(mask, network), t.BatchNorm(DIM)
+    ],
+    "autoregressive": lambda t, mask, network, width: [
+        t.MaskedAffineAutoregressiveTransform(DIM, width, context_features=CONTEXT),
+        t.ReversePermutation(DIM),
+    ],
+}  # fmt: skip
 
-    return nflows_of(make, depth, width)
 
-
-def nflows_autoregressive(depth: int, width: int) -> Built:
-    def make(transforms: Any, index: int, network: Any) -> list[Any]:
-        of = transforms.MaskedAffineAutoregressiveTransform
-        return [of(DIM, width, context_features=CONTEXT), transforms.ReversePermutation(DIM)]
-
-    return nflows_of(make, depth, width)
-
-
-# --- normflows -----------------------------------------------------------------------------------
+# --- normflows ------------------------------------------------------------------------------------
 
 
 def of_normflows(flow: Any, x: Tensor, context: Tensor) -> Tensor:
     return flow.log_prob(x) + 0 * context.sum()
-
-
-def normflows_affine(depth: int, width: int) -> Built:
-    normflows = library("normflows")
-    layers = []
-    for _ in range(depth):
-        network = normflows.nets.MLP([DIM // 2, width, DIM], leaky=0.1, init_zeros=False)
-        layers += [normflows.flows.AffineCouplingBlock(network), normflows.flows.ActNorm(DIM)]
-        layers.append(normflows.flows.LULinearPermute(DIM))
-    base = normflows.distributions.DiagGaussian(DIM)
-    return Built(normflows.NormalizingFlow(base, layers), of_normflows)
 
 
 class ConditionalBase(nn.Module):
@@ -158,18 +129,24 @@ class ConditionalBase(nn.Module):
         return -0.5 * (z - self.mean(context)).square().sum(1)
 
 
+def normflows_affine(depth: int, width: int) -> Built:
+    library("normflows")
+    from normflows import NormalizingFlow, distributions, flows, nets
+
+    layers = []
+    for _ in range(depth):
+        network = nets.MLP([DIM // 2, width, DIM], leaky=0.1, init_zeros=False)
+        layers += [flows.AffineCouplingBlock(network), flows.ActNorm(DIM)]
+        layers.append(flows.LULinearPermute(DIM))
+    return Built(NormalizingFlow(distributions.DiagGaussian(DIM), layers), of_normflows)
+
+
 def normflows_spline(depth: int, width: int) -> Built:
     normflows = library("normflows")
-    spline = normflows.flows.CoupledRationalQuadraticSpline
-    layers = [
-        spline(
-            DIM, 1, width, num_context_channels=CONTEXT, num_bins=5, activation=nn.SiLU,
-            reverse_mask=index % 2 == 1,
-        )
-        for index in range(depth)
-    ]  # fmt: skip
-    flow = normflows.ConditionalNormalizingFlow(ConditionalBase(), layers)
-    return Built(flow, lambda flow, x, context: flow.log_prob(x, context))
+    options = {"num_context_channels": CONTEXT, "num_bins": 5, "activation": nn.SiLU}
+    spline = partial(normflows.flows.CoupledRationalQuadraticSpline, DIM, 1, width, **options)
+    layers = [spline(reverse_mask=index % 2 == 1) for index in range(depth)]
+    return Built(normflows.ConditionalNormalizingFlow(ConditionalBase(), layers), of_nflows)
 
 
 def normflows_autoregressive(depth: int, width: int) -> Built:
@@ -180,7 +157,7 @@ def normflows_autoregressive(depth: int, width: int) -> Built:
     return Built(normflows.NormalizingFlow(base, layers), of_normflows)
 
 
-# --- FrEIA ---------------------------------------------------------------------------------------
+# --- FrEIA ----------------------------------------------------------------------------------------
 
 
 def of_freia(flow: Any, x: Tensor, context: Tensor) -> Tensor:
@@ -188,19 +165,18 @@ def of_freia(flow: Any, x: Tensor, context: Tensor) -> Tensor:
     return log_det - 0.5 * z.square().sum(1)
 
 
-def subnet(width: int) -> Callable[[int, int], nn.Module]:
-    return lambda num_in, num_out: nn.Sequential(
-        nn.Linear(num_in, width), nn.SiLU(), nn.Dropout(0.0), nn.Linear(width, num_out)
-    )
+def subnet(num_in: int, num_out: int, width: int) -> nn.Module:
+    parts = nn.Linear(num_in, width), nn.SiLU(), nn.Dropout(0.0), nn.Linear(width, num_out)
+    return nn.Sequential(*parts)
 
 
 def freia_sequence(depth: int, width: int) -> Built:
     framework, modules = library("FrEIA.framework"), library("FrEIA.modules")
     flow = framework.SequenceINN(DIM)
+    options = {"cond": 0, "cond_shape": (CONTEXT,)}
     for index in range(depth):
         kind = (modules.AllInOneBlock, modules.GLOWCouplingBlock)[index % 2]
-        options = {"cond": 0, "cond_shape": (CONTEXT,)}
-        flow.append(kind, subnet_constructor=subnet(width), **options)
+        flow.append(kind, subnet_constructor=partial(subnet, width=width), **options)
         flow.append(modules.PermuteRandom, seed=index)
     return Built(flow, of_freia)
 
@@ -208,28 +184,33 @@ def freia_sequence(depth: int, width: int) -> Built:
 def freia_graph(depth: int, width: int) -> Built:
     framework, modules = library("FrEIA.framework"), library("FrEIA.modules")
     nodes, condition = [framework.InputNode(DIM)], framework.ConditionNode(CONTEXT)
+    options = {"subnet_constructor": partial(subnet, width=width)}
     for _ in range(depth):
-        options = {"subnet_constructor": subnet(width)}
-        nodes.append(
-            framework.Node(nodes[-1], modules.RNVPCouplingBlock, options, conditions=condition)
-        )
+        coupling = modules.RNVPCouplingBlock
+        nodes.append(framework.Node(nodes[-1], coupling, options, conditions=condition))
         nodes.append(framework.Node(nodes[-1], modules.ActNorm, {}))
     return Built(framework.GraphINN([*nodes, condition, framework.OutputNode(nodes[-1])]), of_freia)
 
 
-COUPLINGS: dict[str, Callable[[int, int], Built]] = {
-    each.__name__: each
-    for each in (
-        zuko_affine, zuko_spline, nflows_affine, nflows_spline, normflows_affine, normflows_spline,
-        freia_sequence, freia_graph,
-    )
-}  # fmt: skip
-RECOMPUTED: dict[str, Callable[[int, int], Built]] = {
-    each.__name__: each
-    for each in (zuko_autoregressive, nflows_autoregressive, normflows_autoregressive)
+Builder = Callable[[int, int], Built]
+COUPLINGS: dict[str, Builder] = {
+    "zuko_affine": zuko_affine,
+    "zuko_spline": zuko_spline,
+    "nflows_affine": partial(nflows_of, NFLOWS["affine"]),
+    "nflows_spline": partial(nflows_of, NFLOWS["spline"]),
+    "normflows_affine": normflows_affine,
+    "normflows_spline": normflows_spline,
+    "freia_sequence": freia_sequence,
+    "freia_graph": freia_graph,
+}
+RECOMPUTED: dict[str, Builder] = {
+    "zuko_autoregressive": partial(zuko_of, "NSF"),
+    "nflows_autoregressive": partial(nflows_of, NFLOWS["autoregressive"]),
+    "normflows_autoregressive": normflows_autoregressive,
 }
 FLOWS = COUPLINGS | RECOMPUTED | {
-    "zuko_two_passes": zuko_two_passes, "nflows_batch_norm": nflows_batch_norm,
+    "zuko_two_passes": partial(zuko_of, "MAF", passes=2, activation=nn.SiLU),
+    "nflows_batch_norm": partial(nflows_of, NFLOWS["batch_norm"]),
 }  # fmt: skip
 
 

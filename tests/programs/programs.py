@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup._core.storage_tracking import Allocations
 from tests.planned_zoo import transformers_or_skip
@@ -28,9 +29,6 @@ class Trained(NamedTuple):
     losses: list[tuple[float, float]]
     weights: Tensor
     peaks: list[int]
-
-    def same(self, other: Trained) -> bool:
-        return self.losses == other.losses and torch.equal(self.weights, other.weights)
 
 
 @functools.cache
@@ -66,6 +64,42 @@ def llama(num_layers: int = 4) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def run(trainer: Any, seen: Any, **options: Any) -> Trained:
+    """Train, and say what it came to."""
+    try:
+        trainer.train(**options)
+    finally:
+        seen.ends()
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return Trained(seen.losses, weights, seen.peaks)
+
+
+def budget(*args: Any, **options: Any) -> Any:
+    from recoup.integrations.transformers import MemoryBudget
+
+    return MemoryBudget(*args, **options)
+
+
+def bytes_of(train: Callable[..., Trained], **options: Any) -> tuple[int, int]:
+    """The least and the most bytes of a step of a training."""
+    callback = budget("1 GiB", **options)
+    train(callback, num_steps=1)
+    return callback.plan.least_bytes, callback.plan.most_bytes
+
+
+def assert_same_training(
+    train: Callable[..., Trained], wanted: Trained, num_bytes: int, skips: int = 0, **options: Any
+) -> Trained:
+    """Train within a budget, step by step as the program without recoup, which takes more."""
+    callback = budget(num_bytes, **options)
+    found = train(callback)
+    assert found.losses == wanted.losses
+    assert torch.equal(found.weights, wanted.weights)
+    assert max(found.peaks[skips:]) < max(wanted.peaks)
+    assert callback.plan is None or {row.way for row in callback.plan.blocks} != {"keep"}
+    return found
+
+
 def watch() -> Any:
     """A callback for a trainer that has the losses and the peaks of all steps."""
     transformers = transformers_or_skip()
@@ -98,10 +132,6 @@ def watch() -> Any:
                 following.__exit__(None, None, None)
 
     return Watch()
-
-
-def weights_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def settings(folder: Any, num_steps: int) -> dict[str, Any]:

@@ -14,11 +14,14 @@ from tests.planned_zoo import transformers_or_skip
 from tests.programs.programs import (
     VOCABULARY,
     Trained,
+    assert_same_training,
+    budget,
+    bytes_of,
+    run,
     settings,
     text,
     tokenizer,
     watch,
-    weights_of,
 )
 
 sentences = pytest.importorskip("sentence_transformers", reason="it is not installed")
@@ -64,60 +67,41 @@ def train(
     anchors, positives = num_words
     rows = [{"anchor": text(anchors, i), "positive": text(positives, i + 100)} for i in range(64)]
     model, seen = embedding_model(folder), watch()
+    args = sentences.SentenceTransformerTrainingArguments(
+        per_device_train_batch_size=16, **settings(folder, num_steps)
+    )
     torch.manual_seed(1)
     trainer = sentences.SentenceTransformerTrainer(
-        model, train_dataset=datasets.Dataset.from_list(rows), loss=loss(model),
-        args=sentences.SentenceTransformerTrainingArguments(
-            per_device_train_batch_size=16, **settings(folder, num_steps)
-        ),
+        model, args=args, train_dataset=datasets.Dataset.from_list(rows), loss=loss(model),
         callbacks=[seen, *callbacks],
     )  # fmt: skip
-    try:
-        trainer.train()
-    finally:
-        seen.ends()
-    return Trained(seen.losses, weights_of(model), seen.peaks)
+    return run(trainer, seen)
 
 
 @pytest.mark.parametrize(("loss", "num_forwards"), [(whole, 2), (cached, 1)])
 def test_the_same_training_within_the_budget(tmp_path, loss, num_forwards):
-    from recoup.integrations.transformers import MemoryBudget
-
-    callback = MemoryBudget("1 GiB", num_forwards=num_forwards)
-    train(tmp_path, loss, callback, num_steps=1)
-    least, most = callback.plan.least_bytes, callback.plan.most_bytes
-    wanted = train(tmp_path, loss)
-    callback = MemoryBudget(least + (most - least) // 3, num_forwards=num_forwards)
-    found = train(tmp_path, loss, callback)
-    assert found.same(wanted)
-    assert {row.way for row in callback.plan.blocks} != {"keep"}
-    if loss is whole:
-        assert max(found.peaks) <= callback.budget < max(wanted.peaks)
-    else:  # one mini-batch is within the budget, and what the loss holds for all is beside it
-        assert max(found.peaks) < max(wanted.peaks)
+    of_loss, options = functools.partial(train, tmp_path, loss), {"num_forwards": num_forwards}
+    least, most = bytes_of(of_loss, **options)
+    num_bytes = least + (most - least) // 3
+    found = assert_same_training(of_loss, of_loss(), num_bytes, **options)
+    # One mini-batch is within the budget, and what the cached loss holds for all is beside it.
+    assert loss is cached or max(found.peaks) <= num_bytes
 
 
 def test_columns_of_two_lengths_have_plans_of_their_own(tmp_path):
-    from recoup.integrations.transformers import MemoryBudget
-
-    lengths = {"num_words": (24, 32), "num_steps": 4}
-    callback = MemoryBudget("1 GiB", num_forwards=2)
-    train(tmp_path, whole, callback, num_steps=1, num_words=(32, 32))
-    least, most = callback.plan.least_bytes, callback.plan.most_bytes
-    callback = MemoryBudget((least + most) // 2, num_forwards=2, replan=True)
-    found, wanted = (train(tmp_path, whole, *each, **lengths) for each in ([callback], []))
-    assert found.same(wanted)
-    assert max(found.peaks[1:]) <= callback.budget < max(wanted.peaks)
+    least, most = bytes_of(
+        functools.partial(train, tmp_path, whole, num_words=(32, 32)), num_forwards=2
+    )
+    of_two = functools.partial(train, tmp_path, whole, num_words=(24, 32), num_steps=4)
+    options = {"num_forwards": 2, "replan": True, "skips": 1}
+    found = assert_same_training(of_two, of_two(), (least + most) // 2, **options)
+    assert max(found.peaks[1:]) <= (least + most) // 2
 
 
 def test_two_forwards_in_a_plan_for_one_are_an_error(tmp_path):
-    from recoup.integrations.transformers import MemoryBudget
-
-    callback = MemoryBudget("1 GiB")
-    train(tmp_path, whole, callback, num_steps=1)
-    budget = callback.plan.most_bytes * 5 // 4
+    _, most = bytes_of(functools.partial(train, tmp_path, whole))
     with pytest.raises(BudgetError, match="num_forwards=2"):
-        train(tmp_path, whole, MemoryBudget(budget))
+        train(tmp_path, whole, budget(most * 5 // 4))
 
 
 def batch(num: int, seed: int) -> dict[str, Any]:

@@ -1,0 +1,428 @@
+"""Stores of gradients under DistributedDataParallel, and `all_reduce_`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import recoup
+from recoup.errors import GradientError
+from tests.neighbours.workers import Case, apart, half, named_gradients, report
+
+STEPS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "views unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
+    "views static": {"gradient_as_bucket_view": True, "static_graph": True},
+}
+NO_SYNC = r"(?s)`no_sync\(\)`.*`all_reduce_`"
+
+
+class Model(nn.Module):
+    """Layers of which the last is used where it is said so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.uses_c = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x).tanh())
+        return self.c(x) if self.uses_c else x
+
+
+def model_for(kind: str = "plain") -> tuple[Model, DistributedDataParallel]:
+    torch.manual_seed(0)
+    model = Model().double()
+    if "unused" not in kind and "static" not in kind:
+        model.c = nn.Identity()
+    return model, DistributedDataParallel(model, **KINDS[kind])
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).double()
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
+    """The gradients of all steps, in one process."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    for step in range(steps):
+        mean_square(model(batch(step))).backward()
+    return named_gradients(model)
+
+
+def collect(store: recoup.GradStore, loss: Tensor, way: str, **options: Any) -> None:
+    if way == "collecting":
+        with store.collecting(**options):
+            loss.backward()
+    else:
+        store.backward(loss, mode=way, **options)
+
+
+# -- DistributedDataParallel -----------------------------------------------------------------------
+
+
+def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
+    """The loss of a rank in each step."""
+    for step in steps or range(STEPS):
+        yield mean_square(wrapped(half(batch(step), rank)))
+
+
+def run_on(wrapped: nn.Module, rank: int) -> None:
+    """Another backward, which is no business of a store."""
+    next(losses(wrapped, rank, 9)).mul(100).backward()
+
+
+def several_backwards(rank: int, kind: str, way: str) -> None:
+    """With something in `.grad`, which is there again, and others after that."""
+    model, wrapped = model_for(kind)
+    store = recoup.GradStore(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 7.0)
+    for loss in losses(wrapped, rank):
+        collect(store, loss, way)
+    want = whole(model)
+    assert apart(store.named(model), want) < 1e-12
+    assert all(bool((each.grad == 7).all()) for each in model.parameters())
+    run_on(wrapped, rank)
+    run_on(wrapped, rank)
+    assert apart(store.named(model), want) < 1e-12, "a later backward writes to the store"
+
+
+def taken_from_grad(rank: int, kind: str) -> None:
+    """What is taken is not the buffer of a reducer, which goes on."""
+    model, wrapped = model_for(kind)
+    want = whole(model)
+    for loss in losses(wrapped, rank):
+        loss.backward()
+    store = recoup.GradStore.from_grad(model.parameters())
+    assert apart(store.named(model), want) < 1e-12
+    run_on(wrapped, rank)
+    assert apart(store.named(model), want) < 1e-12
+
+
+def some_parameters(rank: int, kind: str, way: str) -> None:
+    """`.grad` of the others is put back."""
+    model, wrapped = model_for(kind)
+    store = recoup.GradStore(model.b.parameters(), ddp=wrapped)
+    for loss in losses(wrapped, rank):
+        collect(store, loss, way)
+    assert way == "collecting" or all(each.grad is None for each in model.a.parameters())
+    want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
+    assert apart(store.named(model), want) < 1e-12
+
+
+def ranks_that_use_other_layers(rank: int, kind: str) -> None:
+    model, wrapped = model_for(kind)
+    store, single = recoup.GradStore(model.parameters()), copy.deepcopy(model)
+    for step in range(STEPS):
+        model.uses_c = rank == step % 2
+        store.backward(next(losses(wrapped, rank, step)))
+        for other in range(2):
+            single.uses_c = other == step % 2
+            (mean_square(single(half(batch(step), other))) / 2).backward()
+    assert apart(store.named(model), named_gradients(single)) < 1e-12
+
+
+def unreduced(
+    rank: int,
+    way: str,
+    end: str,
+    dtype: torch.dtype | None = None,
+    ddp: bool | None = True,
+    bound: float = 1e-12,
+) -> None:
+    """Backwards within `no_sync`; then one more that is reduced, after `all_reduce_` or alone."""
+    model, wrapped = model_for()
+    store = recoup.GradStore(model.parameters(), dtype=dtype, ddp=wrapped if ddp else ddp)
+    for step in range(STEPS):
+        is_reduced = step == STEPS - 1
+        if is_reduced and end == "all_reduce_":
+            store.all_reduce_()
+        with nullcontext() if is_reduced else wrapped.no_sync():
+            if way == "segments":
+                given = half(batch(step), rank)
+                recoup.segments_backward([wrapped], given, mean_square, store)
+                continue
+            loss = mean_square(wrapped(half(batch(step), rank)))
+            collect(store, loss, "auto" if is_reduced else way)
+    assert apart(store.named(model), whole(model)) < bound
+
+
+def taken_unreduced(rank: int) -> None:
+    """Collected within `no_sync` in a store that knows no reducer, and merged into another."""
+    model, wrapped = model_for()
+    store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
+    with wrapped.no_sync():
+        next(losses(wrapped, rank, 0)).backward()
+    store.extend_(recoup.GradStore.from_grad(model.parameters()).clone())
+    store.backward(next(losses(wrapped, rank, 1)))
+
+
+def partly_unreduced(rank: int) -> None:
+    """Some gradients are collected within `no_sync`, others reduced, and then all."""
+    model, wrapped = model_for()
+    store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
+    with wrapped.no_sync():
+        store.backward(next(losses(wrapped, rank, 0)), params=model.a.parameters())
+    for params in (model.b.parameters(), None):
+        store.backward(next(losses(wrapped, rank, 1)), params=params)
+
+
+def trained(rank: int) -> None:
+    """Steps of AdamW, clipped by the norm that all have."""
+    (model, wrapped), (single, _) = model_for(), model_for()
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, single))
+    store = recoup.GradStore(model.parameters())
+    for step in range(4):
+        for micro in range(2):
+            x = batch(10 * step + micro)
+            store.backward(mean_square(wrapped(half(x, rank))))
+            mean_square(single(x)).backward()
+        store.clip_norm_(0.05)
+        store.step(ours)
+        nn.utils.clip_grad_norm_(single.parameters(), 0.05)
+        theirs.step()
+        theirs.zero_grad()
+    assert apart(dict(model.named_parameters()), dict(single.named_parameters())) < 1e-12
+
+
+def with_a_graph(rank: int, is_known: bool) -> None:
+    """What no reducer sees; of a model that is not wrapped, it may be had if that is said."""
+    model, wrapped = model_for()
+    store = recoup.GradStore(model.parameters(), ddp=wrapped if is_known else False)
+    store.backward(mean_square(model(half(batch(0), rank))), create_graph=True)
+    store.detach_().all_reduce_()
+    assert apart(store.named(model), whole(model, 1)) < 1e-12
+
+
+def sparse_of_a_layer(rank: int, end: str) -> None:
+    """Three backwards, all reduced, or only those or the sum that `end` says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)).double()
+    single, weight = copy.deepcopy(model), model[0].weight
+    wrapped = DistributedDataParallel(model)
+    store = recoup.GradStore(model.parameters(), ddp=wrapped)
+    before = weight.grad = torch.ones(9, 4).double().to_sparse(1)
+    for step in range(STEPS):
+        ids = torch.tensor([[step, 1, 2], [3, step + 4, 3]])
+        is_reduced = end == "all" or (end == "backward" and step == STEPS - 1)
+        with nullcontext() if is_reduced else wrapped.no_sync():
+            store.backward(mean_square(wrapped(half(ids, rank))))
+        mean_square(single(ids)).backward()
+    if end == "all_reduce_":
+        store.all_reduce_()
+    assert weight.grad is before
+    assert not before.to_dense().sub(1).any()
+    assert apart(store.named(model), named_gradients(single)) < 1e-12
+
+
+# -- all_reduce_ -----------------------------------------------------------------------------------
+
+
+def several_types(rank: int, op: str, absent: list[int], bucket: int | str) -> None:
+    """Of which each rank lacks some, and one that nobody has stays absent."""
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32]
+    kinds.append(torch.float32)
+    params = [nn.Parameter(torch.zeros(3, 2 + k, dtype=kind)) for k, kind in enumerate(kinds)]
+    torch.manual_seed(7)
+    store, want = recoup.GradStore(params), {}
+    for place, each in enumerate(params[:-1]):
+        values = [torch.randn(each.shape).to(each.dtype) for _ in range(2)]  # alike on all ranks
+        parts = [value for other, value in enumerate(values) if place != absent[other]]
+        kind = torch.float32 if each.dtype is torch.bfloat16 else each.dtype
+        want[each] = sum(part.to(kind) for part in parts) / (2 if op == "mean" else 1)
+        if place != absent[rank]:
+            store.add_(each, values[rank])
+    store.all_reduce_(op=op, bucket_bytes=bucket)
+    assert [each in store for each in params] == [True] * 5 + [False]
+    assert all(torch.equal(store[each].to(value.dtype), value) for each, value in want.items())
+
+
+def sparse_layouts(rank: int, layouts: list[str]) -> None:
+    """The rows of an embedding, as each rank has them."""
+    weight = nn.Parameter(torch.zeros(20, 3))
+    store, values = recoup.GradStore([weight]), [torch.zeros(20, 3) for _ in layouts]
+    for other, layout in enumerate(layouts):
+        if layout != "absent":
+            values[other][[1, 5, 6 + other]] = 1.0 + other
+    if layouts[rank] != "absent":
+        mine = values[rank]
+        store.add_(weight, mine.to_sparse(1) if layouts[rank] == "sparse" else mine)
+    store.all_reduce_(op="sum")
+    assert store[weight].is_sparse == ("dense" not in layouts)
+    assert torch.equal(store[weight].to_dense(), sum(values))
+
+
+def few_messages(rank: int, alike: bool) -> None:
+    """No more than buckets fill; and a large gradient is not copied."""
+    params = [nn.Parameter(torch.zeros(1000)) for _ in range(50)]
+    params.append(nn.Parameter(torch.zeros(100_000)))
+    store = recoup.GradStore(params)
+    for place, each in enumerate(params):
+        if alike or place % 2 == rank:
+            store.add_(each, torch.ones_like(each))
+    messages: list[str] = []
+
+    def counting(name: str) -> Any:
+        own = getattr(dist, name)
+        run = lambda *args, **kwargs: messages.append(name) or own(*args, **kwargs)  # noqa: E731
+        return mock.patch.object(dist, name, run)
+
+    run = lambda: store.all_reduce_(bucket_bytes=30_000)  # noqa: E731
+    with counting("all_reduce"), counting("all_gather_object"):
+        peak = recoup.measure(run, device="cpu", repeats=0).peak_bytes
+    num_buckets = math.ceil(sum(each.nbytes for each in params) / 30_000)
+    assert len(messages) <= num_buckets + 1
+    assert not alike or peak < 200_000  # the largest is of 400 kB, the buckets of 30
+
+
+def batches_of_unequal_length(rank: int, op: str) -> None:
+    """The mean is over those of all ranks, on each."""
+    weight = nn.Parameter(torch.zeros(2))
+    store = recoup.GradStore([weight])
+    for factor, length in ([(2, 3), (4, 5)], [(8, 2)])[rank]:
+        store.backward((weight * factor).sum(), weight=length)
+    store.all_reduce_(op=op).mean_()
+    assert store[weight].tolist() == pytest.approx([(3 * 2 + 5 * 4 + 2 * 8) / 10] * 2)
+
+
+def a_mean_of_large_numbers(rank: int) -> None:
+    """Their sum is too large for their type."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    store = recoup.GradStore([weight], dtype=torch.float16)
+    store.add_(weight, torch.full_like(weight, 40_000))
+    assert float(store.all_reduce_()[weight].max()) == 40_000.0
+
+
+def a_rank_without_gradients_learns_their_scale(rank: int) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    store = recoup.GradStore([weight])
+    if rank == 0:
+        store.backward(weight.sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    store.all_reduce_()
+    with pytest.raises(GradientError, match="scaled by 8"):
+        store.step(torch.optim.SGD([weight], 0.1))
+
+
+# What rank 1 has otherwise; and what all say, or what rank 1 does while the others name it.
+STRANGERS = {
+    "nobody": None, "number": "another number", "order": "same order", "op": "`op`",
+    "bucket": "`bucket_bytes`", "scale": "one scale",
+}  # fmt: skip
+CULPRITS = {"extra": "`params`", "graph": r"`detach_\(\)`", "damage": r"`clear\(\)`"}
+
+
+def processes_that_differ(rank: int, what: str) -> None:
+    """All raise, nobody waits, and the next reduction is in order."""
+    params = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 2))]
+    own = what if rank else "nobody"
+    given = {"number": params[:1], "order": params[::-1]}.get(own, params)
+    settings: Any = {"op": {"op": "sum"}, "bucket": {"bucket_bytes": 100}}.get(own, {})
+    store = recoup.GradStore(given, ddp=False)
+    store.backward(sum(each.square().sum() for each in given))
+    if own == "extra":
+        store.add_(nn.Parameter(torch.ones(2)), torch.ones(2))
+    elif own == "graph":
+        store.backward(given[0].pow(3).sum(), create_graph=True)
+    elif own == "scale":
+        store.clear()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        store.backward(given[0].sum(), scaler=scaler)
+    elif own == "damage":
+        late = given[1] * 1  # whose turn comes when the other gradient is there already
+        late.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.backward(late.sum() + given[0].square().sum())
+    before = {} if what == "damage" else {each: value.clone() for each, value in store.items()}
+    words = STRANGERS[what] if what in STRANGERS else (CULPRITS[what] if rank else "Process 1")
+    errors = (GradientError, ValueError)
+    with nullcontext() if words is None else pytest.raises(errors, match=words):
+        store.all_reduce_(**settings)
+    assert what == "nobody" or all(torch.equal(store[each], v) for each, v in before.items())
+    again = recoup.GradStore(params)
+    again.add_(params[0], torch.full((2, 3), float(rank)))
+    assert float(again.all_reduce_()[params[0]].max()) == 0.5
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def is_refused(rank: int, run: Callable[..., None], words: str, *args: Any) -> None:
+    """What a reducer cannot take over would stay a part of this process."""
+    with pytest.raises(GradientError, match=words):
+        run(rank, *args)
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
+        for given in product(*values):
+            words = " ".join(map(str, given))
+            yield f"{case.__name__} {words}", lambda rank, given=given: case(rank, *given)
+
+    ways = ("auto", "collecting")
+    yield from over(several_backwards, KINDS, (*ways, "harvest"))
+    yield from over(taken_from_grad, KINDS)
+    yield from over(some_parameters, ("plain", "views"), ways)
+    yield from over(ranks_that_use_other_layers, ("unused", "views unused"))
+    yield from over(unreduced, (*ways, "grad", "segments"), ("all_reduce_", "backward"))
+    yield from over(sparse_of_a_layer, ("all", "all_reduce_"))
+    yield from over(several_types, ("mean", "sum"), ([-1, -1], [0, -1], [0, 3], [4, 1]),
+                    (1, 40, "25 MiB"))  # fmt: skip
+    layouts = [list(each) for each in product(("sparse", "dense", "absent"), ("sparse", "dense"))]
+    yield from over(sparse_layouts, layouts)
+    yield from over(few_messages, (True, False))
+    yield from over(batches_of_unequal_length, ("mean", "sum"))
+    yield from over(processes_that_differ, (*STRANGERS, *CULPRITS))
+    single = torch.float32
+    in_single = partial(unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6)
+    yield "unreduced in single precision", in_single
+    # Collected apart, the rest alone would be reduced.
+    yield (
+        "unreduced in segments, unknown",
+        partial(unreduced, way="segments", end="backward", ddp=None),
+    )
+    for case in (trained, a_mean_of_large_numbers, a_rank_without_gradients_learns_their_scale):
+        yield case.__name__, case
+    # Last, since what goes wrong here may leave a reducer waiting.
+    for name, run, words, *args in (
+        ("way", some_parameters, f'(?s)"grad".*mode="harvest".*{NO_SYNC[4:]}', "plain", "grad"),
+        ("graph", with_a_graph, NO_SYNC, True),
+        ("taken", taken_unreduced, NO_SYNC),
+        ("part", partly_unreduced, NO_SYNC),
+        ("single precision", unreduced, NO_SYNC, "auto", "backward", single),
+        ("sparse", sparse_of_a_layer, NO_SYNC, "backward"),
+        ("unknown", unreduced, "(?s)GradStore\\(params, ddp=model\\).*ddp=False", "auto",
+         "backward", single, None),
+    ):  # fmt: skip
+        yield (
+            f"refused: {name}",
+            lambda rank, run=run, words=words, args=args: is_refused(rank, run, words, *args),
+        )
+    yield "a graph where nobody reduces", partial(with_a_graph, is_known=False)
+
+
+CASES = dict(cases())
+
+if __name__ == "__main__":
+    report(CASES)

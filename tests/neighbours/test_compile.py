@@ -1,0 +1,400 @@
+"""Regions, weights and values under torch.compile: what eager code does, and its bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import recoup
+from recoup.invertible import AdditiveCoupling, Chain, Flip
+from recoup.weights import applied, same_draw
+from tests.alive import allocated_bytes
+from tests.weight_zoo import MORE, OURS, Runs, Way, first_of
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+WIDTH, BATCH = 64, 16
+UNIT = 4 * WIDTH * BATCH  # an activation
+RANDOM_STATE = 5056
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+# What the compiler does on its own account.
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*use_reentrant parameter.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_of_eager_code():
+    """Let the optimizing backend draw the numbers that eager code draws."""
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):
+        yield
+
+
+@pytest.fixture
+def weight():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+
+def step_of(call, x, parameters, seed):
+    torch.manual_seed(seed)
+    y = call(x)
+    wanted = [*([x] if x.requires_grad else []), *parameters]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted), torch.get_rng_state()]
+
+
+def assert_like_eager(compiled, call, x, parameters, seeds=(0, 1)):
+    """Steps of compiled code leave what those of eager code do; returns their outputs."""
+    outputs = []
+    for seed in seeds:
+        found = step_of(compiled, x, parameters, seed)
+        want = step_of(call, x, parameters, seed)
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-5)
+        outputs.append(found[0])
+    return outputs
+
+
+# -- regions in one graph --------------------------------------------------------------------------
+
+
+def check(call, parameters, backend="aot_eager"):
+    """Compare `call` as one graph with eager code; return the bytes that a forward leaves.
+
+    They are those of its input and of what is held for backward, and not those of its output.
+    """
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_like_eager(compiled, call, x, parameters)
+    left = []
+    return allocated_bytes(lambda: left.append(compiled(x.clone())))[1] - left[0].nbytes
+
+
+def blocks():
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        for _ in range(6)
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("by", ["function", "block"])
+def test_a_noisy_weight_that_a_graph_computes_again(by, backend, weight):
+    """The input is held, and a random state at most."""
+
+    def noisy():
+        return weight + 0.1 * torch.randn_like(weight)
+
+    def linear(x):
+        if by == "function":
+            value = recoup.recompute(noisy)()
+        else:
+            with recoup.recomputing():
+                value = noisy()
+        return torch.tanh(F.linear(x, value))
+
+    assert check(linear, [weight], backend) <= UNIT + RANDOM_STATE
+    assert check(lambda x: torch.tanh(F.linear(x, noisy())), [weight]) >= UNIT + weight.nbytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpointed_call(backend):
+    model = nn.Sequential(*blocks())
+    parameters = list(model.parameters())
+    assert check(lambda x: recoup.checkpoint(model, x), parameters, backend) <= UNIT
+    assert check(model, parameters) > 8 * UNIT
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("memory", "num_units"), [("inputs", 5 + 3), ("sqrt", 3 + 3)])
+def test_a_chain(memory, num_units, backend):
+    """The inputs of the segments; the last one is not computed again. It holds its output, too."""
+    model = recoup.Sequential(*blocks(), memory=memory)
+    assert check(model, list(model.parameters()), backend) <= num_units * UNIT
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # a first run finds modules
+def test_compiled_modules_in_a_chain():
+    modules, x = blocks(), torch.randn(BATCH, WIDTH, requires_grad=True)
+    compiled = [torch.compile(module, backend="aot_eager") for module in modules]
+    plain, chain = nn.Sequential(*modules), recoup.Sequential(*compiled, memory="sqrt")
+    assert_like_eager(chain, plain, x, list(plain.parameters()))
+
+
+@pytest.mark.parametrize("memory", ["log", 2, "1 MiB"])
+def test_a_chain_that_no_graph_can_hold_says_the_way_out(memory):
+    model = recoup.Sequential(*blocks(), memory=memory)
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    with pytest.raises(Exception, match=r'"inputs" and "sqrt"'):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+def within_recomputing(fn):
+    def call(x):
+        with recoup.recomputing():
+            return fn(x)
+
+    return call
+
+
+REGIONS = {
+    "checkpoint": lambda layer: lambda x: recoup.checkpoint(layer, x),
+    "recompute": recoup.recompute,
+    "recomputing": within_recomputing,
+    "chain": lambda layer: recoup.Sequential(layer, nn.Tanh(), nn.Tanh(), memory="inputs"),
+    "constant": lambda layer: (
+        lambda x: Chain(AdditiveCoupling(layer), Flip(), memory="constant")(x)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("region", [name for name in REGIONS if name != "constant"])
+def test_a_noisy_layer_within(region, backend):
+    """With one draw, and one step."""
+    seen = []
+    layer = nn.Linear(WIDTH, WIDTH)
+    recoup.weight_noise(layer, std=lambda number: seen.append(number) or 0.1)
+    call = REGIONS[region](layer)
+    seen.clear()
+    parameters = list(layer.parameters())
+    assert check(lambda x: call(x).tanh(), parameters, backend) <= 4 * UNIT + 64
+    assert seen == list(range(5))  # four compared steps, and one that was measured
+
+
+class Breaking(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y.sin()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("region", REGIONS)
+def test_around_code_that_breaks_a_graph(region, weight):
+    call = REGIONS[region](Breaking())
+
+    def linear(x):
+        return F.linear(call(x + torch.randn_like(x)), weight).sin()
+
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    assert_like_eager(torch.compile(linear, backend="aot_eager"), linear, x, [weight])
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def block():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+class Tree(nn.Module):
+    """A block and a layer that are run in some way: `run(block, layer, x)`."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.block, self.layer, self.run = block(), nn.Linear(8, 8), run
+
+    def forward(self, x):
+        return self.run(self.block, self.layer, x)
+
+
+def checkpointed(block, layer, x):
+    """Parts of a tree in checkpoints, one of them twice, and one outside, too."""
+    x = layer(x).tanh()
+    for part in (block, block, layer):
+        x = checkpoint(part, x, use_reentrant=False).tanh()
+    return layer(x).tanh()
+
+
+def broken(block, layer, x):
+    """A break of the graph between reads of the same weights."""
+    x = layer(block(x))
+    torch._dynamo.graph_break()
+    return layer(block(x))
+
+
+def recurrent():
+    """A recurrent layer, where the graph breaks, between two that do not."""
+    return nn.Sequential(nn.Linear(8, 8), Runs(nn.LSTM(8, 8), first_of), nn.Linear(8, 8))
+
+
+def loop(cell, x):
+    """A cell over time: many reads in one forward."""
+    h = x.sin()
+    for _ in range(3):
+        h = cell(x, h)
+    return h
+
+
+def tied():
+    tree = Tree(lambda block, layer, x: layer(block(x)))
+    tree.layer.weight = tree.block[0].weight
+    return recoup.weight_dropout(tree, ".*weight", tied="same")
+
+
+STACKED = OURS["stacked"]
+RELATIVE = Way({}, {"p": 0.5}, {"std": 0.1, "relative": True})
+WHOLE = {  # in one graph
+    "dropout": lambda: OURS["dropout"](nn.Linear(8, 8)),
+    "stacked": lambda: STACKED(block()),
+    "norm": lambda: OURS["norm"](block()),
+    "relative": lambda: RELATIVE(nn.Linear(8, 8)),
+    "rows": lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)),
+    "loop": lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), loop), r".*weight_.."),
+    "each its own": lambda: nn.Sequential(*[STACKED(nn.Linear(8, 8)) for _ in range(2)]),
+    "checkpointed": lambda: STACKED(Tree(checkpointed)),
+}
+MODULES = WHOLE | {
+    "broken": lambda: STACKED(Tree(broken)),
+    "recurrent": lambda: STACKED(recurrent(), r".*weight.*"),
+    "tied": tied,
+    "function": lambda: MORE["function"](block()),
+    "learned": lambda: MORE["learned"](block()),
+    "all": lambda: MORE["all"](block()),
+}
+CALLS = {
+    "once": lambda module: module,
+    "twice": lambda module: lambda x: module(module(x)),
+    "in a checkpoint": lambda module: lambda x: checkpoint(module, x, use_reentrant=False),
+}
+
+
+def assert_draws_anew(name, call="once", backend="aot_eager"):
+    torch.manual_seed(0)
+    module = MODULES[name]()
+    x = torch.randint(8, (4, 3)) if isinstance(module, nn.Embedding) else X
+    eager, steps = CALLS[call](module), []
+    compiled = torch.compile(CALLS[call](module), backend=backend, fullgraph=name in WHOLE)
+
+    def counted(run):
+        def counts(x):
+            before = [entry.step for entry in applied(module)]
+            y = run(x)
+            steps.append([e.step - n for e, n in zip(applied(module), before, strict=True)])
+            return y
+
+        return counts
+
+    parameters = list(module.parameters())
+    outputs = assert_like_eager(counted(compiled), counted(eager), x, parameters, (0, 1, 0))
+    torch.testing.assert_close(outputs[0], outputs[2])
+    assert torch.equal(outputs[0], outputs[1]) == (name == "norm")
+    assert steps[::2] == steps[1::2]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled_code_draws_anew_in_each_call_as_eager_code_does(name):
+    assert_draws_anew(name)
+
+
+@pytest.mark.parametrize("name", ["stacked", "each its own"])
+@pytest.mark.parametrize("call", ["twice", "in a checkpoint"])
+def test_forwards_that_are_compiled_together(call, name):
+    assert_draws_anew(name, call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stacked", "checkpointed", "recurrent"])
+def test_the_optimizing_backend_does_not_fold_the_noise(name):
+    assert_draws_anew(name, backend="inductor")
+
+
+def test_a_schedule_counts_compiled_forwards():
+    seen = []
+    module = recoup.weight_noise(block(), std=lambda step: seen.append(step) or 0.1)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    seen.clear()
+    for _ in range(3):
+        compiled(X).sum().backward()
+    assert seen == [0, 0, 1, 1, 2, 2]
+    with recoup.weights.step(module):
+        torch.testing.assert_close(compiled(X), compiled(X))
+    assert applied(module)[0].step == 4
+
+
+def test_contexts_around_a_compiled_module_and_a_compiled_part_of_an_eager_tree():
+    module = OURS["dropout"](nn.Linear(8, 8))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    plain = F.linear(X, module.get_parameter("weight"), module.bias)
+    with same_draw(seed=1):
+        assert torch.equal(compiled(X), compiled(X))
+        torch.testing.assert_close(compiled(X), module(X))
+    with recoup.weights.disabled(module):
+        torch.testing.assert_close(compiled(X), plain)
+    module.eval()
+    torch.testing.assert_close(compiled(X), plain)
+    with recoup.weights.enabled(module):
+        assert not torch.equal(compiled(X), compiled(X))
+    tree, found = OURS["dropout"](nn.Sequential(layer := nn.Linear(8, 8), layer)), []
+    for _ in range(2):
+        with same_draw(seed=2):
+            found.append(tree(X))
+        layer.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(*found)
+
+
+def test_evaluation_has_nothing_of_ours_in_the_graph_and_is_exported_as_the_plain_module():
+    graphs, module = [], OURS["dropout"](block())
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    for is_training in (False, True):
+        torch._dynamo.reset()
+        torch.compile(module.train(is_training), fullgraph=True, backend=backend)(X)
+    assert ["ops.recoup" in graph for graph in graphs] == [False, True]
+    exported = torch.export.export(module.eval(), (X,))
+    called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.aten.linear.default) == 2
+    assert len(called) == 3
+    assert torch.equal(exported.module()(X), module(X))
+
+
+def test_what_no_graph_can_hold_says_the_way_out():
+    module = torch.compile(MORE["function"](block()), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="Leave `fullgraph` out"):
+        module(X)
+    compiled = torch.compile(torch.sin, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="as_subclass"):
+        compiled(gelu(torch.randn(3, requires_grad=True)))
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+gelu = recoup.recompute(F.gelu)
+
+
+def made_within(w):
+    with recoup.recomputing():
+        return w * 2 + torch.randn_like(w)
+
+
+def linear(x, w):
+    y = F.linear((x * 2).sin(), w() if callable(w) else w)
+    return torch.tanh(y).exp()
+
+
+GIVEN = {
+    "an argument": lambda call, x, w: call(gelu(x), w),
+    "a tensor": lambda call, x, w: call(gelu(x).as_subclass(torch.Tensor), w),
+    "made within": lambda call, x, w: call(x, made_within(w)),
+    "made by a call within": lambda call, x, w: call(x, lambda: made_within(w)),
+    "recomputed": lambda call, x, w: recoup.recompute(call)(x, w) @ w,
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_graph_breaks_where_it_is_given_a_value(given):
+    """The operator that takes it runs as it does elsewhere; the rest is compiled."""
+    w, x = torch.randn(8, 8, requires_grad=True), X.clone().requires_grad_()
+    compiled = torch.compile(linear, backend="aot_eager")
+    eager, found = (lambda x, call=call: GIVEN[given](call, x, w) for call in (linear, compiled))
+    assert_like_eager(found, eager, x, [w])
