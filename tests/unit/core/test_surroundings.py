@@ -1,4 +1,4 @@
-"""Buffers that code assigns, in the first step or in a later one, count once."""
+"""What a forward changes beside its output, in the first step or in a later one, happens once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.errors import ChangedError, ReplayError
 
 
 class Counting(nn.Module):
@@ -74,3 +75,103 @@ def test_a_buffer_counts_once_in_each_step_however_it_is_assigned(way, count, fi
         assert all(torch.equal(found[name], each) for name, each in wanted.items())
     for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)
+
+
+class Keeping(nn.Module):
+    """A layer that keeps its number of calls and a loss, and halves the gradient of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.num_calls, self.handle = nn.Linear(4, 4), 0, None
+
+    def forward(self, x):
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = self.linear.weight.register_hook(lambda gradient: gradient / 2)
+        self.num_calls += 1
+        y = self.linear(x).tanh()
+        self.loss = y.square().mean()
+        return y
+
+
+def chained(model, x):
+    return recoup.Sequential(*model, memory="inputs")
+
+
+def recomputed(model, x):
+    def run(x):
+        with recoup.recomputing():
+            return model(x)
+
+    return run
+
+
+@pytest.mark.parametrize("way", [planned, checkpointed, chained, recomputed])
+def test_what_a_forward_sets_on_a_module_is_of_the_first_run(way):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Keeping(), Keeping())
+    other, x = copy.deepcopy(plain), torch.randn(3, 4)
+    for model, run in ((plain, plain), (other, way(other, x))):
+        for _ in range(2):
+            run(x).sum().backward(retain_graph=True)
+            sum(module.loss for module in model).backward()
+    assert [module.num_calls for module in other] == [2, 2]
+    for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)
+        assert len(found._backward_hooks or ()) == len(wanted._backward_hooks or ())
+
+
+class Decaying(nn.Module):
+    """A layer whose forward halves its bias."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.linear, self.after = nn.Linear(4, 4), after
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.bias.mul_(0.5)
+        return self.after(self.linear(x))
+
+
+def test_what_a_forward_writes_to_a_parameter_is_written_once_or_an_error():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Decaying(nn.Identity()), Decaying(nn.Identity()))
+    other, x = copy.deepcopy(plain), torch.randn(3, 4)
+    for run in (plain, checkpointed(other, x)):
+        for _ in range(2):
+            run(x).sum().backward()
+    for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+        assert torch.equal(found.grad, wanted.grad)
+    needed = Decaying(nn.Tanh())  # whose residual is another one with half the bias
+    with pytest.raises(ChangedError, match=r"`linear\.bias` of Decaying was changed in place"):
+        recoup.checkpoint(needed, x).sum().backward()
+
+
+def test_a_tensor_of_a_second_run_cannot_be_differentiated():
+    kept, linear, x = [], nn.Linear(4, 4), torch.randn(3, 4)
+
+    def run(x):
+        kept.append(linear(x).tanh().square().mean())
+        return kept[-1] * 2
+
+    recoup.checkpoint(run, x).backward()
+    with pytest.raises(ReplayError, match="a list, or another object, beside what it returns"):
+        kept[1].backward()
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
+def test_a_buffer_may_have_any_layout(layout):
+    class Convolving(Keeping):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", getattr(torch.eye(3), layout)())
+
+        def forward(self, x):
+            return self.linear(self.adjacency.to_dense() @ x).tanh()
+
+    module, x = Convolving(), torch.randn(3, 4)
+    wanted = torch.autograd.grad(module(x).sum(), module.linear.weight)
+    found = torch.autograd.grad(recoup.checkpoint(module, x).sum(), module.linear.weight)
+    assert torch.equal(*wanted, *found)
