@@ -14,9 +14,10 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError, RecoupError
-from recoup.planning import frontier
+from recoup.planning import frontier, measuring
+from recoup.planning import step as planning_step
 from recoup.planning.replanning import PlanMaker
-from recoup.planning.work import WorkCounter
+from recoup.planning.work import WorkCounter, counted_seconds, timed_by_work
 from tests.neighbours.planned import Net, assert_same, loss_of, peak_of, result_of
 from tests.planned_zoo import transformers_or_skip
 
@@ -236,9 +237,21 @@ def count_calls(monkeypatch, name):
     return calls
 
 
-RANDOM = [random.Random(0).randint(16, 256) for _ in range(200)]
+@pytest.fixture
+def counted_time(monkeypatch):
+    """Time is the counted work of operators, so that plans do not depend on a clock."""
+    for module in (planning_step, measuring):
+        monkeypatch.setattr(module, "now", counted_seconds)
+    for name in ("_SECONDS_OF_REGION", "_SECONDS_OF_PRODUCT"):
+        monkeypatch.setattr(measuring, name, 0.0)
+    with timed_by_work():
+        yield
 
 
+RANDOM = random.Random(0).choices(range(16, 257), k=200)
+
+
+@pytest.mark.usefixtures("counted_time")
 @pytest.mark.parametrize(
     ("build", "batch", "lengths", "most_plans"),
     [
@@ -269,12 +282,15 @@ def test_lengths_in_any_order(monkeypatch, build, batch, lengths, most_plans):
             assert peak_of(step(model, size)) <= budget
             works[key] = work_of(step(model, size))
     assert 1 + len(plans) <= most_plans
+    ratios = []  # of each step's work to that under a plan of its own
     for size in sorted(set(lengths))[:: max(len(works) // 12, 1)]:
         with recoup.plan(plain, **batch(size), budget=budget).applied():
             alone = work_of(step(plain, size))
-        # One that is smaller by less than 3 % than a planned one gets no plan of its own.
-        assert all(work <= 1.08 * alone for (length, _), work in works.items() if length == size)
+        ratios += [work / alone for (length, _), work in works.items() if length == size]
         assert_same(*(result_of(net, step(net, size)) for net in (model, plain)))
+    assert sum(ratios) <= 1.02 * len(ratios)
+    # A length that is smaller by less than 3 % than a planned one gets no plan of its own.
+    assert max(ratios) <= 1.05
 
 
 @pytest.mark.slow

@@ -68,6 +68,14 @@ def copies_of_buffers(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]
     ]
 
 
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values."""
+    try:
+        return torch.equal(a, b)
+    except NotImplementedError:  # of types of a few bits
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 def are_assigned(found: Attributes) -> bool:
     """Whether a module has other objects as its buffers, or attributes, now."""
     own, before = found

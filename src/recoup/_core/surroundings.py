@@ -45,13 +45,13 @@ from itertools import chain, compress
 from operator import attrgetter, methodcaller
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from recoup._core.buffers import (
     Buffers,
     all_of,
     are_assigned,
+    are_equal,
     assign,
     copies_of_buffers,
     having_turn,
@@ -199,7 +199,7 @@ class Surroundings(Draws):
                 yield
             self._assigned = [each for each in found if are_assigned(each)]
             if self._is_finding:
-                self.counted = [pair for pair in before if not torch.equal(*pair)]
+                self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
 
     def has_run(self) -> None:
