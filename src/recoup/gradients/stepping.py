@@ -146,7 +146,7 @@ class Stepping(Algebra):
             if consume and (is_divided or any(map(replaced.is_changed, own))):
                 self._damage = f"{type(error).__name__}: {error}"
             raise
-        if consume and len(self) == len(held) - held.count(None):
+        if consume and len(self) == sum(each is not None for each in held):
             self.clear()
         elif consume:
             for each in parameters:
