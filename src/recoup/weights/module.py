@@ -158,7 +158,11 @@ def _property(name: str) -> property:
         return weight.read(module, raw)
 
     def assign(module: nn.Module, value: Any) -> None:
-        module.__dict__[name] = value  # a replica of DataParallel has tensors for parameters
+        # torch's own assignment has put a parameter in its place. Pruning and norms come here, with
+        # a tensor for a parameter that they have deleted, and so do replicas of DataParallel.
+        if name in weights_of(module) and "_is_replica" not in module.__dict__:
+            raise _would_be_lost(module, name, "is to be replaced by a tensor (by pruning?)")
+        module.__dict__[name] = value
 
     return property(read, assign)
 
@@ -353,12 +357,15 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
 
 def _delete(self: nn.Module, name: str) -> None:
     if name in weights_of(self):
-        raise ValueError(
-            f"`{name}` of {type(self).__name__} is to be deleted (by a parametrization of torch?), "
-            "so the noise or norm that recoup applied would be lost. Call recoup.weights.remove "
-            "before you replace it."
-        )
+        raise _would_be_lost(self, name, "is to be deleted (by a parametrization of torch?)")
     _beneath(self).__delattr__(self, name)
+
+
+def _would_be_lost(module: nn.Module, name: str, what: str) -> ValueError:
+    return ValueError(
+        f"`{name}` of {type(module).__name__} {what}, so the noise or norm that recoup applied "
+        "would be lost. Call recoup.weights.remove before you replace it."
+    )
 
 
 def _no_qconfig(self: nn.Module) -> None:
