@@ -36,7 +36,7 @@ def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None 
         `module` itself.
 
     Raises:
-        ValueError: when no parameter matches, or one has a weight norm already.
+        ValueError: when no parameter matches, or one has a weight norm already or no entries.
         ChangedError: in backward, when a parameter has changed in place since forward.
 
     Example:
@@ -73,6 +73,11 @@ class WeightNorm(Reparametrization):
         """Normalize `dim` for torch, or raise if the weight does not have it."""
         self.name = f"`{name}`"
         weight = cast("Tensor", module._parameters[key])
+        if not weight.numel():
+            raise ValueError(
+                f"`{name}` has shape {tuple(weight.shape)}, and without entries a weight has no "
+                "direction. Let `pattern` leave it out."
+            )
         if self.dim is None:
             return
         if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():
