@@ -164,7 +164,7 @@ class InvertibleConv1x1(_OfChannels):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, device, dtype)
-        self.weight = nn.Parameter(_rotation(num_channels).to(device=device, dtype=dtype))
+        self.weight = nn.Parameter(_rotation(num_channels, device, dtype))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
@@ -224,7 +224,7 @@ class InvertibleConv1x1LU(_OfChannels):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, device, dtype)
-        weight = _rotation(num_channels).to(device=device, dtype=dtype)
+        weight = _rotation(num_channels, device, dtype)
         self.register_buffer("permutation", torch.empty_like(weight))
         self.register_buffer("sign", torch.empty_like(weight[0]))
         self.lower = nn.Parameter(torch.empty_like(weight))
@@ -288,8 +288,10 @@ def _channel_mean(x: Tensor) -> Tensor | None:
     return sums[:-1] / sums[-1] if bool(sums[-1] > 0) else None
 
 
-def _rotation(num_channels: int) -> Tensor:
-    """Draw a rotation matrix, uniform over rotations, in float32 on the CPU."""
+def _rotation(
+    num_channels: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """Draw a rotation matrix, uniform over rotations, in float32 on the CPU, then moved."""
     factors: tuple[Tensor, Tensor] = _linalg.qr(
         torch.randn(num_channels, num_channels, dtype=torch.float32, device="cpu")
     )
@@ -297,7 +299,9 @@ def _rotation(num_channels: int) -> Tensor:
     rotation = factors[0] * factors[1].diagonal().sign()
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
-    return rotation.contiguous()  # QR transposes it, and some optimizers flatten with a view
+    # QR transposes it, and some optimizers flatten with a view. Without a type or a device it has
+    # torch's defaults, as other parameters have.
+    return rotation.contiguous().to(torch.empty(0, device=device, dtype=dtype))
 
 
 def _wide(matrix: Tensor) -> Tensor:
