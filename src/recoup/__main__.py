@@ -47,14 +47,17 @@ def main(args: Sequence[str] | None = None) -> int:
         builder, the model or the loss raised; 130 if it was stopped. For all but 0, one line on
         stderr gives the reason.
     """
+    try:
+        given = vars(_parser().parse_args(args))
+    except SystemExit as ending:  # help, the version, or a mistake that the parser found
+        return int(ending.code or 0)
     folder = str(Path.cwd())
     sys.path.insert(0, folder)  # a script has its own folder there, which is not the user's
     try:
-        given = vars(_parser().parse_args(args))
         command: Callable[..., None] = given.pop("command")
         command(**given)
-    except SystemExit as ending:  # help, the version, or a mistake that the parser found
-        return int(ending.code or 0)
+    except SystemExit as ending:  # of the builder, the model or the loss, when imported or called
+        return _failed(str(_StepError("the code that was run", ending)), 1)
     except BudgetError as error:
         return _failed(_one_line(error), 1)
     except _StepError as error:
@@ -72,7 +75,7 @@ def main(args: Sequence[str] | None = None) -> int:
 class _StepError(Exception):
     """The builder, the model or the loss raised an error."""
 
-    def __init__(self, what: str, error: Exception) -> None:
+    def __init__(self, what: str, error: BaseException) -> None:
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{last.filename}, line {last.lineno}"
         super().__init__(f"{what} raised {type(error).__name__}: {_one_line(error)} ({place})")
@@ -93,6 +96,7 @@ def _explain(
     """Print what each block of a model does with its residuals to keep to a number of bytes."""
     if estimate:
         others = {"figure": figure, "html": html, "compile": compile, "tiles": tiles}
+        others["device"] = device != "cpu"
         for name, given in others.items():
             if given:
                 raise ValueError(f"`--{name}` needs a step that is run. Leave `--estimate` out.")
@@ -205,7 +209,7 @@ def _check_files(*paths: Path | None, figure: Path | None) -> None:
             raise ValueError(f"{path} may not be written here. Give another file.")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     return " ".join(str(error).split()) or type(error).__name__
