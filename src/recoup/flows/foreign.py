@@ -54,7 +54,8 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
         `model`.
 
     Raises:
-        ValueError: there is no flow in `model`, or its layers are not in sequence.
+        ValueError: there is no flow in `model`, its layers are not in sequence, or
+            `recoup.invertible.adapt` refuses one.
 
     Example:
         >>> import torch

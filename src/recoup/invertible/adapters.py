@@ -129,7 +129,9 @@ def adapt(transform: Any) -> InvertibleModule:
         The module. It has no copy of anything.
 
     Raises:
-        ValueError: `transform` is none of these, is not bijective, or is a `GraphINN` that splits.
+        ValueError: `transform` is none of these, is not bijective, is a `GraphINN` that splits, or
+            draws its number of terms from numpy (normflows' `Residual` without one). In forward,
+            where a linear layer of nflows would use the matrix that it keeps in evaluation mode.
 
     Example:
         >>> import torch
@@ -212,15 +214,37 @@ class _OfNflows(Adapted):
 
     def __init__(self, transform: Any) -> None:
         super().__init__(transform, networks_of(transform), why_not(transform))
+        parts: Iterator[Any] = transform.modules()
+        self._linear = tuple(part for part in parts if hasattr(part, "using_cache"))
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+        for part in self._linear if torch.is_grad_enabled() else ():
+            if part.using_cache and not part.training:
+                raise ValueError(
+                    f"A {type(part).__name__} keeps its matrix in evaluation mode (`using_cache`), "
+                    "and one that was kept without a graph has no gradient. Call its "
+                    "`use_cache(False)`, evaluate under torch.no_grad(), or train the flow."
+                )
+        return self._called(x, context, back=back)
+
+    def _called(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         return self.transform.inverse(x, context) if back else self.transform(x, context)
 
 
 class _OfNormflows(_OfNflows):
     """A flow of normflows, whose forward maps latent to data."""
 
-    def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
+    def __init__(self, transform: Any) -> None:
+        block = getattr(transform, "iresblock", None)
+        if block is not None and block.n_power_series is None and not block.brute_force:
+            raise ValueError(
+                f"`transform` is a {type(transform).__name__} that draws its number of terms from "
+                "numpy, so that a second run would be another one. Give it a number, "
+                "`n_power_series`, or build the flow of recoup.invertible.InvertibleResidual."
+            )
+        super().__init__(transform)
+
+    def _called(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         layer = self.transform if back else self.transform.inverse
         # Most have no such argument.
         return layer(x) if context is None else layer(x, context=context)

@@ -19,7 +19,7 @@ def pruned(module):
 @pytest.mark.parametrize("replace", [pruned, weight_norm])
 def test_in_evaluation_too(replace):
     module = recoup.weight_dropout(nn.Linear(4, 4)).eval()
-    with pytest.raises(ValueError, match="`weight` of Linear is to be replaced.*remove before"):
+    with pytest.raises(ValueError, match=r"`weight` of Linear is to be replaced.*remove before"):
         replace(module)
     plain = remove(recoup.weight_dropout(nn.Linear(4, 4))).eval()
     replace(plain)
