@@ -127,10 +127,12 @@ class Curve:
 
         Raises:
             ImportError: if matplotlib is missing.
-            ValueError: if `path` has another ending.
+            ValueError: if `path` has another ending, or there are no points.
         """
         from recoup.memory.figures import path_of, render, write_whole
 
+        if not self.points:
+            raise ValueError("`points` is empty, so there is nothing to draw. Measure some first.")
         points = {memory: self.of(memory) for memory in self.memories()}
         whole = path_of(path)
         return write_whole(whole, render(points, whole.suffix))

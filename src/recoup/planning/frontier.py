@@ -37,6 +37,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
+from recoup.memory.figures import path_of
 from recoup.memory.size import aligned
 from recoup.planning.arguments import check_plannable
 from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
@@ -276,7 +277,7 @@ class Frontier:
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: `path` has another ending.
+            ValueError: `path` is none, or has another ending.
         """
         whole = self._plain_seconds or 1.0
         lines = [
@@ -287,7 +288,7 @@ class Frontier:
             )
             for kind in self._kinds
         ]
-        return draw_frontier(lines, Path(path))
+        return draw_frontier(lines, path_of(path))
 
     def __str__(self) -> str:
         points = self.points

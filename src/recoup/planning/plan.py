@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from recoup._core.tensors import check_modules
-from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
+from recoup.memory.figures import COLORS, INK, QUIET, finish, path_of, rendered
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
 from recoup.planning.pending import PendingForwards, StepBound
@@ -242,9 +242,9 @@ class Plan(PlanReport):
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: `path` has another ending.
+            ValueError: `path` is none, or has another ending.
         """
-        return draw(self, Path(path))
+        return draw(self, path_of(path))
 
 
 # -- pictures --------------------------------------------------------------------------------------

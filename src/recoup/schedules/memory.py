@@ -7,6 +7,7 @@ from typing import Literal
 
 from recoup._arguments import check_whole
 from recoup.schedules._binomial import binomial, log, revolve
+from recoup.schedules._simulate import simulate
 from recoup.schedules.actions import Schedule
 from recoup.schedules.segmented import Way, constant, linear, sqrt
 
@@ -34,6 +35,7 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
 
     Raises:
         ValueError: `memory` is not one of these, or a schedule for another number of stages.
+        ScheduleError: a schedule has an impossible action, or is incomplete.
 
     Example:
         >>> from recoup.schedules.memory import schedule_for
@@ -46,6 +48,7 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
                 f"`memory` is a schedule for {memory.num_stages} stages, but the chain has "
                 f"{num_stages}. Make the schedule for {num_stages} stages."
             )
+        simulate(memory)  # raises on one that cannot be executed, by its own numbers of stages
         return memory
     if isinstance(memory, int) and not isinstance(memory, bool):
         check_whole(memory=memory)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
+from recoup._arguments import is_whole
 from recoup.schedules.actions import (
     Action,
     Advance,
@@ -121,10 +123,12 @@ class Walk:
     # -- what is impossible ----------------------------------------------------------------
 
     def _check_place(self, action: Action) -> None:
+        if not isinstance(cast("object", action), Action):
+            raise Impossible("it is no action of recoup.schedules")
         last = self.num_stages if isinstance(action, Keep | Drop | Load) else self.num_stages - 1
         is_run = isinstance(action, Advance)
         first, end = (action.start, action.stop - 1) if is_run else (action.index, action.index)
-        if not 0 <= first <= end <= last:
+        if not (is_whole(first, 0, last) and is_whole(end, first, last)):
             raise Impossible(f"a chain of {self.num_stages} stages has no such stage or state")
         if not self.swept and isinstance(action, Load | Invert | Reverse):
             raise Impossible(
@@ -186,8 +190,8 @@ class Walk:
             raise Impossible(f"x_{index + 1} is not what stage {index} returned")
 
     def _check_number(self, number: int, index: int, what: str, there: Sequence[object]) -> None:
-        is_known = number <= len(there) or isinstance(self.costs[index], Sizes)
-        if number < 0 or not is_known:
+        is_any_known = isinstance(self.costs[index], Sizes)
+        if not is_whole(number, 0) or (number > len(there) and not is_any_known):
             raise Impossible(f"stage {index} has {len(there)} {what}")
 
     def _check_is_untaped(self, index: int) -> None:
