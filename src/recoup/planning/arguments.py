@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from recoup.planning.forwards import Args, Kwargs
 
@@ -91,6 +92,12 @@ def check_module(model: Any) -> None:
 def check_plannable(model: Any) -> None:
     """Raise ValueError if no plan can be made for a model, whatever its arguments are."""
     check_module(model)
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ValueError(
+            f"`model` is a {type(model).__name__} with parameters that are not initialized (of a "
+            "LazyLinear, for example): the first forward makes them. Run one before: "
+            "with torch.no_grad(): model(...)."
+        )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "`model` has parameters on the meta device. Allocate them first: "
