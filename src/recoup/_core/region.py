@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
+from recoup._core.operators import explain_higher_order
 from recoup._core.rng import is_in_second_run
 from recoup._core.saved_tensors import (
     Way,
@@ -157,7 +158,7 @@ class Region(Residuals):
         with surroundings.first(), recording:
             try:
                 result = stage.forward(state)
-            except RuntimeError as error:
+            except Exception as error:
                 self._explain(error)
                 raise
             self._check_objects()
@@ -177,8 +178,9 @@ class Region(Residuals):
                 "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
             )
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _explain(self, error: Exception) -> None:
         """Raise an error that says what is wrong, where torch's own does not."""
+        explain_higher_order(self.stage.name, error)
         if "saved tensor hooks" in str(error) and not isinstance(error, RecoupError):
             raise RecoupError(
                 f"{self.stage.name} uses a transform of torch.func (grad, vjp, jacrev), in which "

@@ -172,6 +172,8 @@ def _shown(shape: tuple[int, ...]) -> str:
 class PlannedArguments:
     """The sizes and shapes of the arguments that a plan was made with, to warn of larger ones.
 
+    It holds no model: whoever holds it (a follower) must not keep one alive.
+
     Args:
         model: the model.
         args: the arguments.
@@ -183,31 +185,31 @@ class PlannedArguments:
     def __init__(
         self, model: nn.Module, args: Args, kwargs: Mapping[str, Any], room: float
     ) -> None:
-        self._model, self._room = model, room
+        self._room = room
         self._bytes = _argument_bytes(args, kwargs)
         self._shapes = [shapes_of(model, args, kwargs)]
         self._has_warned = False
 
-    def include(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+    def include(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Let the plan be made for these arguments, too."""
         for key, num_bytes in _argument_bytes(args, kwargs).items():
             self._bytes[key] = max(num_bytes, self._bytes.get(key, 0))
-        shapes = shapes_of(self._model, args, kwargs)
+        shapes = shapes_of(model, args, kwargs)
         self._shapes = [*(each for each in self._shapes if not shapes.cover(each)), shapes]
 
-    def warn_if_larger(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+    def warn_if_larger(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Warn once if a step with the arguments may take more bytes than the planned one."""
-        excess = "" if self._has_warned else self._excess(args, kwargs)
+        excess = "" if self._has_warned else self._excess(model, args, kwargs)
         if excess:
             self._has_warned = True
             warnings.warn(
-                f"A planned {type(self._model).__name__} was {excess}. Gradients are right, but "
+                f"A planned {type(model).__name__} was {excess}. Gradients are right, but "
                 "this step may take more than the budget. Make the plan with the largest batch, "
                 "the longest rows and the parameters that are trained, or give `replan=True`.",
                 stacklevel=5,
             )
 
-    def _excess(self, args: Args, kwargs: Mapping[str, Any]) -> str:
+    def _excess(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> str:
         now = _argument_bytes(args, kwargs)
         shared = now.keys() & self._bytes.keys()
         found, planned = (sum(sizes[key] for key in shared) for sizes in (now, self._bytes))
@@ -218,10 +220,10 @@ class PlannedArguments:
             )
         if self._room == math.inf:
             return ""
-        shapes = shapes_of(self._model, args, kwargs)
+        shapes = shapes_of(model, args, kwargs)
         if any(each.cover(shapes) for each in self._shapes):
             return ""
-        excesses = [each.excess_of(shapes, self._model, self._room) for each in self._shapes]
+        excesses = [each.excess_of(shapes, model, self._room) for each in self._shapes]
         return f"called {excesses[-1]}" if all(excesses) else ""
 
 

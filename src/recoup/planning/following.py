@@ -215,8 +215,8 @@ class PlanFollower:
             pending = bound.check(model)
             if not pending:
                 bound.pending.watch(bound, model)
-        if self._arguments is not None:
-            self._arguments.warn_if_larger(args, kwargs)
+        if self._arguments is not None and self._model is not None:
+            self._arguments.warn_if_larger(self._model, args, kwargs)
             self._warn_of_drift()
         own = pending[len(pending) - len(pending) % self._num_forwards :]
         now = _Pass(max((each.latest for each in own), default=-1))  # See Rule 6
