@@ -89,15 +89,15 @@ class ArgumentShapes(NamedTuple):
             model: the model.
             room: how many times its bytes a step may take, for shapes that have as many entries.
         """
+        modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))
         trained = _first_more(self.parameters, other.parameters)
         if trained is not None:
-            modules = model.named_modules()
-            names = [f"{name}.{key}" for name, module in modules for key in module._parameters]
+            names = [f"{own}.{key}" for own, each in modules.items() for key in each._parameters]
             name = names[trained].lstrip(".")
             return f"with `{name}` requiring a gradient, which it did not when it was planned"
         switched = _first_more(self.training, other.training)
         if switched is not None:
-            name = [n for n, _ in model.named_modules()][switched]
+            name = [*modules][switched]
             return f"with `{name}` in training mode, in which it was not when it was planned"
         larger = [(a, b) for a, b in self._pairs(other) if any(map(gt, b, a))]
         if larger and self.growth_to(other) > room:
@@ -134,7 +134,7 @@ def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> Argume
                 inputs.append(place)
         elif isinstance(leaf, (bool, str, type(None))):
             family.append((place, leaf))
-    modules = list(model.modules())
+    modules: list[Any] = list(model.modules())
     own = [each for module in modules for each in module._parameters.values()]
     parameters = tuple([each is not None and each.requires_grad for each in own])
     training = tuple([each.training for each in modules])
