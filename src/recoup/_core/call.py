@@ -22,6 +22,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from recoup._core.saved_tensors import (
     pair_in_force,
     storage_id,
     unpack,
+    versions_of,
 )
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
@@ -80,7 +82,7 @@ class Call:
         self._args = args
         self._kwargs = kwargs
         self.tensors, self._tree = flatten_arguments(args, kwargs)
-        self.has_run = False
+        self.has_run = self.changes_object = False
         self._linked: Sequence[int] | None = None
         self._outside: list[tuple[int, Packed, bool]] = []
         self.picks: Sequence[int] | None = None
@@ -225,13 +227,16 @@ class Call:
             tensors = tuple(placed)
         args, kwargs = self._args, self._kwargs
         self._args, self._kwargs = (), {}
+        within: list[Tensor] = []
         if not self._tree.is_flat and not all(map(is_left_alone, self._tree.others())):
-            self._tree_again = self._tree.mapped(copied)
+            self._tree_again = self._tree.mapped(partial(copied, tensors=within))
+        versions = versions_of(within)
         if all(map(operator.is_, tensors, own)):
             given: Any = args if self._tree.is_flat else (args, kwargs)  # See Rule 2
         else:
             given = self._tree.unflatten(tensors)
         self.output = output = self._called(given)
+        self.changes_object = versions_of(within) != versions
         return (output,) if type(output) is Tensor else flatten(output)[0]
 
     def _again(self, tensors: State) -> Any:

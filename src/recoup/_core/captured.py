@@ -119,9 +119,19 @@ def is_left_alone(value: object) -> bool:
     return isinstance(value, _ALONE)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of `value`, with the tensors in it detached and parameters as they are."""
-    return _copied(value, {}, 0)
+def copied(value: Any, tensors: list[Tensor] | None = None) -> Any:
+    """Return a copy of `value`, with the tensors in it detached and parameters as they are.
+
+    Args:
+        value: a value of any kind.
+        tensors: a list to which the tensors of the copy are added; they share memory and versions
+            with those of `value`.
+    """
+    known: dict[int, Any] = {}
+    made = _copied(value, known, 0)
+    if tensors is not None:
+        tensors += [each for each in known.values() if isinstance(each, Tensor)]
+    return made
 
 
 def _is_a(value: Any, *kinds: type[Any]) -> bool:

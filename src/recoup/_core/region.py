@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
+from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
     Way,
@@ -129,6 +130,7 @@ class Region(Residuals):
     def _forward(self, state: State) -> tuple[State, Any]:
         versions = versions_of(state)
         result = self.stage.forward(state)
+        self._check_objects()
         self.changes_input = versions_of(state) != versions
         return result
 
@@ -156,9 +158,10 @@ class Region(Residuals):
         with surroundings.first(), recording:
             try:
                 result = stage.forward(state)
-            except RuntimeError as error:
+            except Exception as error:
                 self._explain(error)
                 raise
+            self._check_objects()
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
@@ -168,8 +171,18 @@ class Region(Residuals):
             surroundings.has_run()
         return result
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _check_objects(self) -> None:
+        """Raise if the call has changed a tensor in an object that later runs get, too."""
+        if getattr(self.stage, "changes_object", False):
+            raise ReplayError(
+                f"{self.stage.name} changes a tensor in place that is in an object among its "
+                "arguments (a state, a cache), and a second run would change it again. Let it put "
+                "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
+            )
+
+    def _explain(self, error: Exception) -> None:
         """Raise an error that says what is wrong, where torch's own does not."""
+        explain_higher_order(self.stage.name, error)
         if "saved tensor hooks" in str(error) and not isinstance(error, RecoupError):
             raise RecoupError(
                 f"{self.stage.name} uses a transform of torch.func (grad, vjp, jacrev), in which "

@@ -14,7 +14,7 @@ from torch import nn
 
 from recoup import weights
 from recoup.integrations import PlanningCallback
-from recoup.planning.options import PlanOptions
+from recoup.planning.options import NoOutputError, PlanOptions
 from recoup.planning.plan import Plan
 from recoup.planning.search import plan_of
 
@@ -25,7 +25,8 @@ class MemoryBudget(PlanningCallback, Callback):
     """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
     The planned step is the module's `training_step`, under the trainer's precision. Its logging
-    is off while the plan is made. Backward pays as the plan says.
+    is off while the plan is made. A batch for which it returns None is left out. Backward pays as
+    the plan says.
 
     Args:
         budget: bytes: an int, or a string such as ``"2 GiB"``.
@@ -95,7 +96,10 @@ class MemoryBudget(PlanningCallback, Callback):
                 planned.replanner.serve(args, {})
                 return
             step = options.step(pl_module, pl_module.training_step, args, {})
-            plan = plan_of(step, self.budget, options, replan=self.replan)
+            try:
+                plan = plan_of(step, self.budget, options, replan=self.replan)
+            except NoOutputError:
+                return  # the trainer leaves this batch out, too
         self._apply(plan)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

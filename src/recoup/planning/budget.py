@@ -3,17 +3,19 @@
 NOTE [ Chains that plan themselves ]
 
 Rule 1. A chain imports its `Budget` from here: `Sequential`, and the chains of invertible layers.
-Rule 2. The plan is made in the first forward with gradients. It is made again if a later forward
-        may need more memory: larger arguments, more tensors that require gradients, training after
-        evaluation, or other modules; and where the drift guard has refused what an inverse
-        returned, so that the block is inverted no more.
+Rule 2. The plan is made in the first forward with gradients. Another is made if a later forward
+        may need more memory: arguments that are larger in any dimension or of another type, an
+        input or a parameter that requires a gradient and did not, a module that trains and did not,
+        another autocast, or other modules; and where the drift guard has refused what an inverse
+        returned, so that the block is inverted no more. Plans of before are followed again where
+        they suffice, so that shapes of which none covers another do not plan at each step; those of
+        other modules and modes are forgotten.
 Rule 3. The outermost budget applies: a chain within another chain that has a budget, or within
         a region that is recomputed in backward, makes no plan of its own.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +27,10 @@ from torch import nn
 from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.executor import Executor, executor_for
-from recoup._core.pytree import flatten
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
+from recoup.planning.argument_shapes import ArgumentShapes, shapes_of
 from recoup.planning.forwards import Args
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
@@ -49,6 +51,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _planning = threading.RLock()  # one thread plans, and others wait for its plan
+_MOST_PLANS = 64  # of a chain that are remembered
 
 
 class Budget:
@@ -62,9 +65,8 @@ class Budget:
 
     def __init__(self, bytes_: str | None = None) -> None:
         self._bytes = bytes_
-        self._plan: Plan | None = None
-        self._size: tuple[int, ...] = ()  # what the memory of a step grows with (See Rule 2)
-        self._others: tuple[object, ...] = ()  # what else it depends on
+        self._plans: list[tuple[ArgumentShapes, Plan]] = []  # the one in force is the last
+        self._others: tuple[object, ...] = ()  # what else they depend on (See Rule 2)
 
     @property
     def is_bound(self) -> bool:
@@ -80,7 +82,7 @@ class Budget:
         bytes_ = memory if is_bytes(memory) else None
         if bytes_ is not None:
             parse_bytes(bytes_, name="memory")  # or it is no number of bytes
-        self._remove_plan()
+        self._remove_plans()
         self._bytes = bytes_
 
     def run(
@@ -113,41 +115,56 @@ class Budget:
         try:
             distinct = tuple({id(each): each for each in blocks}.values())
             with _planning:
-                if not self._is_planned(chain, args, distinct, guard):
+                shapes = self._unplanned(chain, args, distinct, guard)
+                if shapes is not None:
                     options = PlanOptions(loss=loss, blocks=distinct)
-                    self._plan_for(options.step(chain, call, args, {}), options, guard)
+                    step = options.step(chain, call, args, {})
+                    self._plans.append((shapes, self._plan_for(step, options, guard)))
             return call(*args)
         finally:
             _here.is_within = False
 
-    def _is_planned(
+    def _unplanned(
         self, chain: nn.Module, args: Args, blocks: Sequence[nn.Module], guard: DriftGuard | None
-    ) -> bool:
-        """Whether the chain follows a plan for arguments as large as these, or needs none."""
-        given = flatten(args)[0]
-        num_differentiated = sum(t.requires_grad for t in (*given, *chain.parameters()))
-        if self._bytes is None or not num_differentiated or not torch.is_grad_enabled():
-            return True  # there is no backward
-        needed = (sum(t.nbytes for t in given), num_differentiated, chain.training)
-        others = (blocks, guard, None if guard is None else guard.kept)
-        is_applied = self._plan is not None and self._plan.is_applied
-        is_served = others == self._others and all(map(operator.le, needed, self._size))
-        if not is_applied or not is_served:
-            self._size, self._others = needed, others
-        return is_applied and is_served
+    ) -> ArgumentShapes | None:
+        """Let the chain follow a plan that suffices for these arguments.
 
-    def _plan_for(self, step: Step, options: PlanOptions, guard: DriftGuard | None) -> None:
-        self._remove_plan()
+        Return their shapes if none does, and None if one does or none is needed.
+        """
+        if self._bytes is None or not torch.is_grad_enabled():
+            return None
+        shapes = shapes_of(chain, args, {})
+        if not shapes.has_backward:
+            return None
+        others = (blocks, guard, None if guard is None else guard.kept)
+        if others != self._others:
+            self._remove_plans()
+            self._others = others
+        for entry in reversed(self._plans):
+            if entry[0].cover(shapes):
+                entry[1].apply_while_held()
+                if entry is not self._plans[-1]:
+                    self._plans.remove(entry)
+                    self._plans.append(entry)
+                return None
+        for entry in self._plans:
+            entry[1].remove()
+        kept = [each for each in self._plans if each[0].training == shapes.training]
+        kept = [each for each in kept if not shapes.cover(each[0])]
+        self._plans = kept[-_MOST_PLANS + 1 :]
+        return shapes
+
+    def _plan_for(self, step: Step, options: PlanOptions, guard: DriftGuard | None) -> Plan:
         try:
             plan = frontier_of(step, options, guard).plan(cast("str", self._bytes))
         except BudgetError as error:  # the user has set `memory`
             error.args = (str(error).replace("`budget`", "`memory`", 1),)
             raise
-        self._plan = plan.apply_while_held()
+        return plan.apply_while_held()
 
-    def _remove_plan(self) -> None:
-        plan, self._plan = self._plan, None
-        if plan is not None:
+    def _remove_plans(self) -> None:
+        plans, self._plans = self._plans, []
+        for _, plan in plans:
             plan.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:

@@ -38,7 +38,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
-from recoup.planning.arguments import ArgumentSizes
+from recoup.planning.argument_shapes import PlannedArguments
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
     Args,
@@ -152,7 +152,7 @@ class PlanFollower:
     Args:
         planned: the model and its blocks; those without a stage are recomputed if they are called.
         schedule: a schedule of the calls, and of one more stage: the code after them.
-        sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
+        arguments: the planned arguments, to warn of larger ones; None for no warning.
         bound: the bound that the plan sets to each step; None for none, in rehearsals.
         watching: what is entered around runs of calls; None for nothing.
     """
@@ -161,7 +161,7 @@ class PlanFollower:
         self,
         planned: PlannedModel,
         schedule: Schedule,
-        sizes: ArgumentSizes | None = None,
+        arguments: PlannedArguments | None = None,
         bound: StepBound | None = None,
         watching: Watching | None = None,
     ) -> None:
@@ -170,7 +170,7 @@ class PlanFollower:
         self._pending = PendingForwards() if bound is None else bound.pending
         self._parts = set[int]() if self._tiled is None else set(map(id, self._tiled.modules))
         self._names = {id(module): name for name, module in planned.blocks}
-        self._sizes = sizes
+        self._arguments = arguments
         self._stages = planned_stages(schedule, planned.calls, planned.guard)
         executors = (stage.executor for stage in self._stages if stage.step == 0)
         self.guards = [None if each is None else each.guard for each in executors]  # of each chain
@@ -206,9 +206,6 @@ class PlanFollower:
             return self._run_stage(stage, now, forward, args, kwargs)
 
     def _run_model(self, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
-        if self._sizes is not None:
-            self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
-            self._warn_of_drift()
         passes, bound = self._of_thread.passes, self._bound
         self._of_thread.outside.end_chain()
         is_counted = not passes and enclosing_checkpoints() == (0, None)
@@ -218,6 +215,9 @@ class PlanFollower:
             pending = bound.check(model)
             if not pending:
                 bound.pending.watch(bound, model)
+        if self._arguments is not None and self._model is not None:
+            self._arguments.warn_if_larger(self._model, args, kwargs)
+            self._warn_of_drift()
         own = pending[len(pending) - len(pending) % self._num_forwards :]
         now = _Pass(max((each.latest for each in own), default=-1))  # See Rule 6
         passes.append(now)

@@ -251,6 +251,10 @@ def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, An
 _Losses = Callable[[Any], Sequence[Tensor]]
 
 
+class NoOutputError(ValueError):
+    """The model returned None, as a `training_step` does to leave out a batch."""
+
+
 def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False) -> _Losses:
     """Return a function from the output of the model to one scalar or several.
 
@@ -290,6 +294,11 @@ def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False)
 
 
 def _found(output: Any) -> Sequence[Tensor]:
+    if output is None:
+        raise NoOutputError(
+            "`model` returned None for these arguments, so there is no backward to plan for. Give "
+            "arguments for which it returns its loss or its output."
+        )
     if isinstance(output, Mapping):
         named = cast("Any", output).get("loss")
     else:

@@ -50,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup.errors import BudgetError, RecoupError
-from recoup.planning.arguments import ArgumentShapes, shapes_of
+from recoup.planning.argument_shapes import ArgumentShapes, shapes_of
 from recoup.planning.forwards import (
     Args,
     Forward,
@@ -104,7 +104,7 @@ class _Entry:
         return min(self._lost(tried, shapes) for tried in self.tried)
 
     def _lost(self, tried: _Tried, shapes: ArgumentShapes) -> float:
-        if not tried.shapes.cover(shapes):
+        if not (tried.shapes.is_like(shapes) and tried.shapes.cover(shapes)):
             return math.inf
         share = tried.shapes.share_of(shapes)
         return 0.0 if share >= _NEAR else self.plan.most_lost(tried.share * share * share)
@@ -114,6 +114,8 @@ class _Entry:
 
         Both are infinite for a call of another family.
         """
+        if not self.shapes.is_like(shapes):
+            return math.inf, math.inf
         used = self.plan.rehearsed_peak_bytes / max(self.plan.usable_bytes, 1)
         growths = [(tried.shapes.growth_to(shapes), tried.share) for tried in self.tried]
         return min((abs(math.log(g)) if g else math.inf, used * share * g) for g, share in growths)
@@ -248,7 +250,7 @@ class PlansByShape:
         near = self._nearest(entries, shapes) if entries else None
         peak = math.inf if near is None else self._maker.peak_under(near.plan, args, kwargs)
         if near is not None and near.serve(shapes, peak):
-            near.plan.sizes.include(args, kwargs)
+            near.plan.arguments.include(self._model, args, kwargs)
             what, entry = f"tried the plan for {near.shapes} on", near
         else:
             has_room = near is not None and near.plan.usable_bytes < peak < math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -14,7 +15,7 @@ from recoup._core.devices import Peaks
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
 from recoup.memory.size import aligned, shown_beside
-from recoup.planning.arguments import ArgumentSizes
+from recoup.planning.argument_shapes import PlannedArguments
 from recoup.planning.blocks import find_links, kind_of, modules_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
@@ -99,11 +100,14 @@ class PlanReport:
         self.budget_bytes = budget_bytes
         self.baseline_bytes, self.headroom = room
         self.step_seconds = step_seconds
-        self.sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]
         self._rehearsed_bytes, self._held_bytes, _, self._rehearsed_peaks = rehearsed
         self._least_bytes, self._room = least_bytes, room
+        spare = self.usable_bytes / max(self.rehearsed_peak_bytes, 1)
+        spare = math.inf if self.policy is not None else spare
+        step = kind.step
+        self.arguments = PlannedArguments(planned.model, step.args, step.kwargs, spare)
         self.collectives = collectives.num_all
         self.collectives_again = collectives.num_again
         self._collective_bytes_again = collectives.bytes_again

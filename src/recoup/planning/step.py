@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled, never_compiled
 from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
-from recoup._core.operators import DispatchMode, InMode, has_schema, traits_of
+from recoup._core.operators import (
+    DispatchMode,
+    InMode,
+    explain_higher_order,
+    has_schema,
+    traits_of,
+)
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
@@ -164,7 +170,7 @@ class Step:
             between()
             with without_gradients(foreign_leaves(self.model, losses)) as leaves:
                 with _timing(seconds):
-                    torch.autograd.backward(losses)
+                    self._reverse(losses)
                 gradients = {id(leaf): leaf.grad for leaf in leaves}
         del output
         return [gradients.get(id(value)) for value in given]
@@ -223,8 +229,16 @@ class Step:
         try:
             return self.call(*args, **kwargs)
         except Exception as error:
+            explain_higher_order(f"A {type(self.model).__name__}", error)
             if self.root is not None:
                 explain_model(self.root, args, kwargs, error)
+            raise
+
+    def _reverse(self, losses: Sequence[Tensor]) -> None:
+        try:
+            torch.autograd.backward(losses)
+        except Exception as error:
+            explain_higher_order(f"The backward of a {type(self.model).__name__}", error)
             raise
 
     def _arguments(self) -> Any:

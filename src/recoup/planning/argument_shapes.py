@@ -1,0 +1,260 @@
+"""What a step's memory depends on: the shapes of the arguments, what is trained, and the modes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import ge, gt
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.devices import autocast_kinds
+from recoup._core.pytree import flatten
+from recoup.memory import format_bytes
+from recoup.planning.forwards import Args
+
+_MOST_VALUES = 1024  # that are looked at within the objects of an argument
+
+
+class ArgumentShapes(NamedTuple):
+    """What the memory of a step depends on: the shapes of a call's arguments, gradients and modes.
+
+    Args:
+        family: what is the same for all calls that one plan may serve: the names of the arguments,
+            their flags and strings, the types of their tensors, and the autocast in force.
+        shapes: the shape of each tensor, by its place.
+        inputs: the places of the tensors that require gradients.
+        parameters: which parameters require gradients.
+        training: which modules are in training mode; a plan for them serves evaluation, too.
+    """
+
+    family: tuple[object, ...]
+    shapes: dict[str, tuple[int, ...]]
+    inputs: frozenset[str]
+    parameters: tuple[bool, ...]
+    training: tuple[bool, ...]
+
+    def cover(self, other: ArgumentShapes) -> bool:
+        """Whether a step of `other` takes no more bytes."""
+        return (
+            self.family == other.family
+            and self.inputs >= other.inputs
+            and _cover(self.parameters, other.parameters)
+            and _cover(self.training, other.training)
+            and all(all(map(ge, *pair)) for pair in self._pairs(other))
+        )
+
+    def is_like(self, other: ArgumentShapes) -> bool:
+        """Whether they differ in shapes and modes alone; else one may need less time, too."""
+        return (
+            self.family == other.family
+            and self.inputs == other.inputs
+            and self.parameters == other.parameters
+        )
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether an input or a parameter requires a gradient."""
+        return bool(self.inputs) or any(self.parameters)
+
+    def _pairs(self, other: ArgumentShapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return the shapes of each tensor that both have, with as many dimensions."""
+        pairs = [(own, other.shapes.get(place, ())) for place, own in self.shapes.items()]
+        return [pair for pair in pairs if len(pair[0]) == len(pair[1])]
+
+    def share_of(self, other: ArgumentShapes) -> float:
+        """Return the least number of entries of a tensor of `other`, relative to the own one."""
+        shares = (math.prod(theirs) / max(math.prod(own), 1) for own, theirs in self._pairs(other))
+        return min(shares, default=1.0)
+
+    def growth_to(self, other: ArgumentShapes) -> float:
+        """Return how many times as many bytes a step of `other` may take, roughly.
+
+        They grow with the square of a dimension that is larger (attention).
+        """
+        return max((_growth(*pair) for pair in self._pairs(other)), default=math.inf)
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(map(_shown, self.shapes.values())))
+
+    def excess_of(self, other: ArgumentShapes, model: nn.Module, room: float) -> str:
+        """Return what a step of `other` needs more bytes for; empty if it is nothing that is known.
+
+        Args:
+            other: those of another call.
+            model: the model.
+            room: how many times its bytes a step may take, for shapes that have as many entries.
+        """
+        modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))
+        trained = _first_more(self.parameters, other.parameters)
+        if trained is not None:
+            names = [f"{own}.{key}" for own, each in modules.items() for key in each._parameters]
+            name = names[trained].lstrip(".")
+            return f"with `{name}` requiring a gradient, which it did not when it was planned"
+        switched = _first_more(self.training, other.training)
+        if switched is not None:
+            name = [*modules][switched]
+            return f"with `{name}` in training mode, in which it was not when it was planned"
+        larger = [(a, b) for a, b in self._pairs(other) if any(map(gt, b, a))]
+        if larger and self.growth_to(other) > room:
+            own, theirs = larger[0]
+            return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
+        return ""
+
+
+def _cover(own: tuple[bool, ...], others: tuple[bool, ...]) -> bool:
+    return len(own) == len(others) and all(map(ge, own, others))
+
+
+def _first_more(own: tuple[bool, ...], others: tuple[bool, ...]) -> int | None:
+    """Return the place of the first flag that is set in `others` alone; None if there is none."""
+    if len(own) != len(others):  # modules were added, and nothing says which
+        return None
+    pairs = zip(own, others, strict=True)
+    return next((place for place, (was, is_now) in enumerate(pairs) if is_now and not was), None)
+
+
+def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> ArgumentShapes:
+    """Return the shapes of the arguments of a call of `model`.
+
+    Numbers are left out, since they count steps and batches.
+    """
+    family: list[object] = [*map(_autocast, autocast_kinds())]
+    shapes: dict[str, tuple[int, ...]] = {}
+    inputs: list[str] = []
+    for place, leaf in _leaves("", {**dict(enumerate(args)), **kwargs}):
+        if isinstance(leaf, Tensor):
+            family.append((place, leaf.dtype, leaf.device, leaf.ndim))
+            shapes[place] = tuple(leaf.shape)
+            if leaf.requires_grad:
+                inputs.append(place)
+        elif isinstance(leaf, (bool, str, type(None))):
+            family.append((place, leaf))
+    modules: list[Any] = list(model.modules())
+    own = [each for module in modules for each in module._parameters.values()]
+    parameters = tuple([each is not None and each.requires_grad for each in own])
+    training = tuple([each.training for each in modules])
+    return ArgumentShapes(tuple(family), shapes, frozenset(inputs), parameters, training)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested value with their places, in one order however a dict is made."""
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        for key in sorted(entries, key=str):
+            yield from _leaves(f"{name}[{key!r}]", entries[key])
+    elif isinstance(value, (tuple, list)):
+        for place, each in enumerate(cast("Sequence[Any]", value)):
+            yield from _leaves(f"{name}[{place}]", each)
+    else:
+        tensors, tree = flatten(value)
+        for place, each in enumerate([*tensors, *tree.others()]):
+            yield f"{name}.{place}", each
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _growth(shape: tuple[int, ...], other: tuple[int, ...]) -> float:
+    ratios = [theirs / max(mine, 1) for mine, theirs in zip(shape, other, strict=True)]
+    return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+class PlannedArguments:
+    """The sizes and shapes of the arguments that a plan was made with, to warn of larger ones.
+
+    It holds no model: whoever holds it (a follower) must not keep one alive.
+
+    Args:
+        model: the model.
+        args: the arguments.
+        kwargs: the keyword arguments.
+        room: how many times the bytes of the planned step the budget leaves to a step; infinite if
+            there is no budget.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Args, kwargs: Mapping[str, Any], room: float
+    ) -> None:
+        self._room = room
+        self._bytes = _argument_bytes(args, kwargs)
+        self._shapes = [shapes_of(model, args, kwargs)]
+        self._has_warned = False
+
+    def include(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Let the plan be made for these arguments, too."""
+        for key, num_bytes in _argument_bytes(args, kwargs).items():
+            self._bytes[key] = max(num_bytes, self._bytes.get(key, 0))
+        shapes = shapes_of(model, args, kwargs)
+        self._shapes = [*(each for each in self._shapes if not shapes.cover(each)), shapes]
+
+    def warn_if_larger(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Warn once if a step with the arguments may take more bytes than the planned one."""
+        excess = "" if self._has_warned else self._excess(model, args, kwargs)
+        if excess:
+            self._has_warned = True
+            warnings.warn(
+                f"A planned {type(model).__name__} was {excess}. Gradients are right, but "
+                "this step may take more than the budget. Make the plan with the largest batch, "
+                "the longest rows and the parameters that are trained, or give `replan=True`.",
+                stacklevel=5,
+            )
+
+    def _excess(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> str:
+        now = _argument_bytes(args, kwargs)
+        shared = now.keys() & self._bytes.keys()
+        found, planned = (sum(sizes[key] for key in shared) for sizes in (now, self._bytes))
+        if found > planned > 0:
+            return (
+                f"given {format_bytes(found)} of arguments, {found / planned:.3g} times as much as "
+                f"the plan was made for ({format_bytes(planned)})"
+            )
+        if self._room == math.inf:
+            return ""
+        shapes = shapes_of(model, args, kwargs)
+        if any(each.cover(shapes) for each in self._shapes):
+            return ""
+        excesses = [each.excess_of(shapes, model, self._room) for each in self._shapes]
+        return f"called {excesses[-1]}" if all(excesses) else ""
+
+
+def _argument_bytes(args: Args, kwargs: Mapping[str, Any]) -> dict[int | str, int]:
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {key: sum(tensor.nbytes for tensor in tensors_within(value)) for key, value in given}
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value, and those in attributes of objects in it."""
+    tensors, tree = flatten(value)
+    found, waiting, seen = [*tensors], tree.others(), set[int]()
+    for each in waiting:  # which grows
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif id(each) not in seen and len(waiting) < _MOST_VALUES:
+            seen.add(id(each))
+            waiting += _entries_of(each)
+    return found
+
+
+def _entries_of(value: Any) -> Iterable[Any]:
+    """Return the values in a container, or the attributes of an object, without code of its own."""
+    if isinstance(value, (nn.Module, type, FunctionType, ModuleType)):
+        return ()
+    entries: Any = value
+    if not isinstance(value, (dict, list, tuple)):
+        try:
+            entries = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return ()
+    if len(entries) > _MOST_VALUES:
+        return ()
+    return cast("dict[Any, Any]", entries).values() if isinstance(entries, dict) else entries

@@ -1,0 +1,78 @@
+"""Tensors in objects among the arguments: replaced once, and never changed twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import ReplayError
+
+DIM = 8
+
+
+class State:
+    def __init__(self):
+        self.seen, self.caches = torch.zeros(()), [torch.zeros(DIM), {"last": torch.zeros(DIM)}]
+
+
+def count_in_place(state, y):
+    state.seen.add_(len(y))
+
+
+def fill_in_place(state, y):
+    state.caches[1]["last"].copy_(y[-1].detach())
+
+
+def replace(state, y):
+    state.seen = state.seen + len(y)
+
+
+class Block(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.up, self.down, self.write = nn.Linear(DIM, 32), nn.Linear(32, DIM), write
+
+    def forward(self, x, state):
+        y = x + self.down(torch.tanh(self.up(x)))
+        self.write(state, y)
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(write) for _ in range(4))
+
+    def forward(self, x, state):
+        for block in self.blocks:
+            x = block(x, state)
+        return x
+
+
+@pytest.mark.parametrize("write", [count_in_place, fill_in_place])
+def test_a_tensor_in_an_object_that_a_region_changes_is_an_error(write):
+    """R2: as that of a tensor that is an argument itself; also in a list or dict of the object."""
+    state = State()
+    with pytest.raises(ReplayError, match=r"Block.*in an object among its arguments"):
+        recoup.checkpoint(Block(write), torch.randn(4, DIM), state)
+
+
+def test_a_tensor_in_an_object_that_a_region_replaces_counts_once():
+    """R2"""
+    state = State()
+    recoup.checkpoint(Block(replace), torch.randn(4, DIM), state).sum().backward()
+    assert state.seen == 4
+
+
+def test_a_plan_keeps_such_blocks_and_says_so():
+    """R2: they run once, so each counts once."""
+    net, x, state = Net(count_in_place), torch.randn(4, DIM), State()
+    with pytest.warns(
+        UserWarning, match=r"keeps everything.*`blocks\.0` changes a tensor in place"
+    ):
+        plan = recoup.plan(net, x, State(), policy="full")
+    with plan.applied():
+        net(x, state).sum().backward()
+    assert state.seen == 16
