@@ -230,13 +230,13 @@ class Call:
         within: list[Tensor] = []
         if not self._tree.is_flat and not all(map(is_left_alone, self._tree.others())):
             self._tree_again = self._tree.mapped(partial(copied, tensors=within))
-        versions = versions_of(within)
+        versions = versions_of(within) if within else []
         if all(map(operator.is_, tensors, own)):
             given: Any = args if self._tree.is_flat else (args, kwargs)  # See Rule 2
         else:
             given = self._tree.unflatten(tensors)
         self.output = output = self._called(given)
-        self.changes_object = versions_of(within) != versions
+        self.changes_object = bool(within) and versions_of(within) != versions
         return (output,) if type(output) is Tensor else flatten(output)[0]
 
     def _again(self, tensors: State) -> Any:

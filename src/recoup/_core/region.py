@@ -130,7 +130,8 @@ class Region(Residuals):
     def _forward(self, state: State) -> tuple[State, Any]:
         versions = versions_of(state)
         result = self.stage.forward(state)
-        self._check_objects()
+        if getattr(self.stage, "changes_object", False):
+            raise self._changed_object()
         self.changes_input = versions_of(state) != versions
         return result
 
@@ -161,7 +162,8 @@ class Region(Residuals):
             except Exception as error:
                 self._explain(error)
                 raise
-            self._check_objects()
+            if getattr(stage, "changes_object", False):
+                raise self._changed_object()
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
@@ -171,14 +173,13 @@ class Region(Residuals):
             surroundings.has_run()
         return result
 
-    def _check_objects(self) -> None:
-        """Raise if the call has changed a tensor in an object that later runs get, too."""
-        if getattr(self.stage, "changes_object", False):
-            raise ReplayError(
-                f"{self.stage.name} changes a tensor in place that is in an object among its "
-                "arguments (a state, a cache), and a second run would change it again. Let it put "
-                "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
-            )
+    def _changed_object(self) -> ReplayError:
+        """Return the error for a call that has changed a tensor in an object that it was given."""
+        return ReplayError(
+            f"{self.stage.name} changes a tensor in place that is in an object among its "
+            "arguments (a state, a cache), and a second run would change it again. Let it put "
+            "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
+        )
 
     def _explain(self, error: Exception) -> None:
         """Raise an error that says what is wrong, where torch's own does not."""
