@@ -190,11 +190,13 @@ class PlannedArguments:
         self._shapes = [shapes_of(model, args, kwargs)]
         self._has_warned = False
 
-    def include(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
+    def include(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Let the plan be made for these arguments, too."""
         for key, num_bytes in _argument_bytes(args, kwargs).items():
             self._bytes[key] = max(num_bytes, self._bytes.get(key, 0))
-        shapes = shapes_of(model, args, kwargs)
+        first, given = self._shapes[0], shapes_of(nn.Module(), args, kwargs)
+        # The plan serves what is trained in the same way alone.
+        shapes = given._replace(parameters=first.parameters, training=first.training)
         self._shapes = [*(each for each in self._shapes if not shapes.cover(each)), shapes]
 
     def warn_if_larger(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:

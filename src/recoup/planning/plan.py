@@ -198,7 +198,7 @@ class Plan(PlanReport):
             bound: the bound that it sets to steps; None for its own.
         """
         bound = self.bound(self._pending) if bound is None else bound
-        return PlanFollower(self.planned, self.schedule, self.arguments, bound)
+        return PlanFollower(self.planned, self.schedule, self.sizes, bound)
 
     def _begin(self, *, is_held: bool) -> None:
         family = self.replanner

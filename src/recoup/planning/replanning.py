@@ -250,7 +250,7 @@ class PlansByShape:
         near = self._nearest(entries, shapes) if entries else None
         peak = math.inf if near is None else self._maker.peak_under(near.plan, args, kwargs)
         if near is not None and near.serve(shapes, peak):
-            near.plan.arguments.include(self._model, args, kwargs)
+            near.plan.sizes.include(args, kwargs)
             what, entry = f"tried the plan for {near.shapes} on", near
         else:
             has_room = near is not None and near.plan.usable_bytes < peak < math.inf

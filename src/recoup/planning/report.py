@@ -107,7 +107,7 @@ class PlanReport:
         spare = self.usable_bytes / max(self.rehearsed_peak_bytes, 1)
         spare = math.inf if self.policy is not None else spare
         step = kind.step
-        self.arguments = PlannedArguments(planned.model, step.args, step.kwargs, spare)
+        self.sizes = PlannedArguments(planned.model, step.args, step.kwargs, spare)
         self.collectives = collectives.num_all
         self.collectives_again = collectives.num_again
         self._collective_bytes_again = collectives.bytes_again
