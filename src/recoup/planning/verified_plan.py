@@ -158,7 +158,10 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
         raise _too_small(kind, budget_bytes, room, choice.least_bytes)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
-        step_seconds = seconds_of(step)
+        try:
+            step_seconds = seconds_of(step)
+        except (ChangedError, ReplayError) as error:  # it repeats its first run by turns
+            raise DifferentStepError(str(error)) from error
         collectives = CollectiveCounter()
         # Under a dispatch mode the compiler gives up what it meets.
         compiles = kind.is_compiled or any(map(is_compiled, step.model.modules()))
