@@ -350,7 +350,9 @@ class Surroundings(Draws):
         finally:  # See Rule 3
             for module, before in zip(modules, attributes, strict=False):  # it may have found more
                 own = vars(module)
-                if [*map(id, own.values())] != [*map(id, before.values())]:
+                if len(own) != len(before) or not all(
+                    map(operator.is_, own.values(), before.values())
+                ):
                     assign([(own, before)])
             after = list(map(_hooks_of, parameters))
             if after != hooks:
