@@ -16,8 +16,8 @@ Rule 3. A slot returns its value once and drops it, so that memory falls during 
         in a plain run, also with retain_graph. If it is unpacked again, the region runs again; if
         that happens in one backward (a function that reads `ctx.saved_tensors` twice), the values
         that this makes once more are dropped when it ends.
-Rule 4. Values are detached: the graph of a second run is freed with it. Autograd does not check the
-        version of a tensor that went through hooks, so a slot does.
+Rule 4. Values are detached: the graph of a second run is freed with it, and what is left of it
+        cannot be differentiated. A slot checks versions, since autograd does not with hooks.
 Rule 5. What a second run makes is compared with the first (NOTE [ What is compared ]) before any of
         it is used.
 Rule 6. A second run whose output is not needed stops at the last slot that autograd still holds, by
@@ -306,7 +306,6 @@ class Filling:
 
     _beneath: Pair | None
     _grad_mode: bool  # that was in force
-    _graph: GraphOfRun
     follows_history = True
     pair = None  # that is given what is not of the region: nobody, in a run of its own
 
@@ -319,6 +318,8 @@ class Filling:
         stops: bool = False,
     ) -> None:
         self._residuals, self._inputs = residuals, inputs
+        self._graph = GraphOfRun()
+        self._graph.name = residuals.surroundings.name
         self._lent: Inputs | None = None
         if state is not None:
             self._lent = lent = Inputs()
@@ -332,9 +333,7 @@ class Filling:
     def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
         self._beneath = pair_in_force()
-        self._graph = graph = GraphOfRun()
-        graph.name = self._residuals.surroundings.name
-        push_pair(self._packed, graph)
+        push_pair(self._packed, self._graph)
         set_grad_enabled(True)
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:

@@ -208,22 +208,20 @@ class Surroundings(Draws):
             # It has begun to draw, or another thread has drawn: the next run shows which.
             self._is_unsure = True
             self.look_again()
-        for place, (parameter, before) in enumerate(
-            zip(self.parameters, self.versions, strict=True)
-        ):
-            if version_of(parameter) != before:
-                self.versions[place] = version_of(parameter)
-                self.counted.append((parameter, None))
+        before, self.versions = self.versions, versions_of(self.parameters)
+        if before != self.versions:
+            written = map(operator.ne, before, self.versions)
+            self.counted += [(each, None) for each in compress(self.parameters, written)]
         assigned = {id(own) for own, _ in self._assigned}
         begun = [
             each for each in self.buffers if are_assigned(each) and id(each[0]) not in assigned
         ]
-        before = all_of(self.buffers)
-        if not begun and versions_of(before) == self._buffer_versions:
+        buffers = all_of(self.buffers)
+        if not begun and versions_of(buffers) == self._buffer_versions:
             return
         self._assigned += begun
         counted = {id(buffer) for buffer, _ in self.counted}
-        versions = dict(zip(map(id, before), self._buffer_versions, strict=True))
+        versions = dict(zip(map(id, buffers), self._buffer_versions, strict=True))
         for module in self._modules:  # one that has begun to count since it was looked at
             if any(own is module._buffers for own, _ in begun):
                 _add(_counts, [weakref.ref(module)])
@@ -348,11 +346,11 @@ class Surroundings(Draws):
             with run:
                 yield
         finally:  # See Rule 3
+            # Written out: a function that is called for each module takes as long as all of this.
             for module, before in zip(modules, attributes, strict=False):  # it may have found more
                 own = vars(module)
-                if len(own) != len(before) or not all(
-                    map(operator.is_, own.values(), before.values())
-                ):
+                are_same = map(operator.is_, own.values(), before.values())
+                if len(own) != len(before) or not all(are_same):
                     assign([(own, before)])
             after = list(map(_hooks_of, parameters))
             if after != hooks:
