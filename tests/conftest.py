@@ -116,7 +116,7 @@ def counted_times(request, monkeypatch):
     def times_of(step, blocks, calls, *, has_room, plain_seconds=None):
         del step, blocks, has_room
         seconds = [call.work * SECONDS_PER_WORK for call in calls]
-        return Times(plain_seconds or 3 * sum(seconds), seconds, 1.0)
+        return Times(plain_seconds or 3 * sum(seconds), seconds, [1.0])
 
     monkeypatch.setattr(priced_blocks, "times_of", times_of)
 

@@ -24,12 +24,14 @@ Rule 5. Whole steps are timed, without counting bytes or work. What a step takes
 Rule 6. What blocks pay is divided among them by the times of their second runs, one by one; calls
         that are alike share the median of theirs. A clock that is read there waits for an
         accelerator, so steps in which it is read say nothing else. Within a block, products and
-        other operators share its time by their counted work, of which keeping them saves the part
-        that the step which keeps products shows.
+        other operators share its time by their counted work. What keeping them saves of that is
+        shown by steps that keep a third of them, two thirds and all; what lies between two of these
+        is interpolated. A mask that is drawn again costs less than its counted work says, and its
+        bits have to be packed, so the first third may save little where all save much.
 Rule 7. The steps are run in turn, several times if they are short, and the shortest time of each
         counts, since other programs only make it longer. Times that are counted (without values)
         are always the same: once is enough.
-Rule 8. The plain step, and the one that keeps products, are run only if the system has room for
+Rule 8. The plain step, and those that keep products, are run only if the system has room for
         them. The plain step then takes what is left of the other one without its second runs.
 """
 
@@ -37,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
@@ -70,7 +72,7 @@ from recoup.planning.forwards import (
     followed,
 )
 from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import Measured, MeasuredCall, Selection, selections
+from recoup.planning.pricing import Measured, MeasuredCall, saved_fraction, selection_of_part
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
 from recoup.planning.verification import outcome_of
@@ -289,6 +291,8 @@ _MOST_ROUNDS = 10
 _ENOUGH_SECONDS = 2.0  # for all rounds
 _SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
 _SECONDS_OF_PRODUCT = 60e-6  # of keeping a product: its copy, and giving it to the second run
+_KEEPING = "products "  # how the steps that keep them are named
+_NUM_PARTS = 3  # of what may be kept for second runs (See Rule 6)
 
 
 class Times(NamedTuple):
@@ -297,13 +301,14 @@ class Times(NamedTuple):
     Args:
         plain: of the step that keeps all residuals.
         again: for each call, what its second run takes, with all that belongs to it.
-        share: the part of its work by which a second run is shorter where values are kept; below 0
-            where keeping them takes longer.
+        shares: for each of the equal parts of what may be kept, the part of its counted work by
+            which second runs are shorter where that and all before it is kept; below 0 where
+            keeping takes longer.
     """
 
     plain: float
     again: list[float]
-    share: float
+    shares: Sequence[float]
 
 
 def times_of(
@@ -349,13 +354,13 @@ def times_of(
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
     if is_accelerator(step.device) and not is_without_values():
         ways = {"again": partial(planned.followed, again_all), "each": recomputing}
-    found = list(map(selections, calls))
-    most = [each[-1] if each else None for each in found]  # what is kept together at most
-    kept = [len(each) or None for each in found]
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
-    if has_room and any(kept):
-        ways["products"] = partial(planned.followed, each_alone(kept))
+    for part in range(1, _NUM_PARTS + 1) if has_room else ():
+        chosen = [selection_of_part(call, part, _NUM_PARTS)[0] for call in calls]
+        if any(chosen):
+            kept = [c if call.until_again else None for c, call in zip(chosen, calls, strict=True)]
+            ways[f"{_KEEPING}{part}"] = partial(planned.followed, each_alone(kept))
     seconds = _in_turn(step, ways)
     shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
     again = medians_of_alike(calls, shortest)
@@ -366,20 +371,23 @@ def times_of(
     plain = seconds.get("plain", plain_seconds)
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
-    whole = sum(map(_saved_by, most, calls, again))
-    saved = whole - _SECONDS_OF_PRODUCT * sum(len(each.products) for each in most if each)
-    if "products" in seconds:
-        saved = seconds["again"] - seconds["products"]
-    share = min(max(saved / whole, -1.0), 1.0) if whole else 0.0
+    shares = [_share(part, calls, again, seconds) for part in range(1, _NUM_PARTS + 1)]
     again = largest_among_ranks(step.model, again)
-    return Times(plain, again, share)
+    return Times(plain, again, shares)
 
 
-def _saved_by(selection: Selection | None, call: MeasuredCall, seconds: float) -> float:
-    """Return the time that a second run is spared, by its counted work."""
-    if selection is None or not call.counted_work:
-        return 0.0
-    return seconds * min(selection.saved_work / call.counted_work, 1.0)
+def _share(
+    part: int, calls: Sequence[MeasuredCall], again: Sequence[float], seconds: Mapping[str, float]
+) -> float:
+    """Return which part of its counted work is saved where a part of all is kept."""
+    chosen = [selection_of_part(call, part, _NUM_PARTS)[1] for call in calls]
+    fractions = map(saved_fraction, calls, chosen)
+    counted = sum(second * saved for second, saved in zip(again, fractions, strict=True))
+    num_products = sum(len(selection.products) for selection in chosen if selection)
+    saved = counted - _SECONDS_OF_PRODUCT * num_products
+    if (kept := f"{_KEEPING}{part}") in seconds:
+        saved = seconds["again"] - seconds[kept]
+    return min(max(saved / counted, -1.0), 1.0) if counted else 0.0
 
 
 def _in_turn(
@@ -396,7 +404,7 @@ def _in_turn(
                 with entered():
                     taken = seconds_of(step)
             except (ChangedError, ReplayError):
-                if name != "products":
+                if not name.startswith(_KEEPING):
                     raise
                 taken = math.inf
             (taken,) = largest_among_ranks(step.model, [taken])

@@ -298,7 +298,7 @@ def price_blocks(
     timed = zip(measured.calls, times.again, strict=True)
     measured = replace(
         measured,
-        calls=[replace(call, work=seconds, share=times.share) for call, seconds in timed],
+        calls=[replace(call, work=seconds, shares=times.shares) for call, seconds in timed],
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
     costs = price(measured, place.seconds_per_byte)

@@ -26,7 +26,8 @@ Rule 7. It stops earlier if the last residuals are held: outputs that are kept i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -78,8 +79,8 @@ class MeasuredCall:
             code (Rule 3 of NOTE [ Measured steps ]).
         counted_work: the counted work of one forward.
         work: the same; once it is timed, the seconds of a second run.
-        share: the part of their counted work that is saved where values are kept; below 0 where
-            keeping them takes longer, which pays for the least bytes alone.
+        shares: the parts of its counted work that are saved where values are kept, as `Times` has
+            them; below 0 where keeping them takes longer, which pays for the least bytes alone.
         before: the span that ends when the call begins.
         forward: the span of its forward.
         cleared: the span in which autocast frees the weights that it has cast, which it does before
@@ -112,7 +113,7 @@ class MeasuredCall:
     unheld_bytes: int = 0
     counted_work: float = 0.0
     work: float = 0.0
-    share: float = 1.0
+    shares: Sequence[float] = (1.0,)
     before: Span = field(default_factory=Span)
     forward: Span = field(default_factory=Span)
     cleared: Span = field(default_factory=Span)
@@ -252,7 +253,7 @@ def _cost(
         between_bytes=between_bytes,
         is_linked=call.is_linked,
         between_run_bytes=between_run_bytes,
-        results=tuple(_results(call, selection) for selection in selections(call)),
+        results=_results(call),
     )
 
 
@@ -275,15 +276,47 @@ def _replay(call: MeasuredCall) -> int:
     return min(call.replay_bytes, call.own_bytes)
 
 
-def _results(call: MeasuredCall, selection: Selection) -> Results:
-    """Return what is kept for the second run, and the time of that run."""
-    saved = selection.saved_work / call.counted_work if call.counted_work else 0.0
-    return Results(
-        num_bytes=selection.num_bytes,
-        seconds=max(call.work * (1.0 - call.share * min(saved, 1.0)), 0.0),
-        taped_bytes=selection.taped_bytes,
-        holds_output=selection.holds_output,
+def _results(call: MeasuredCall) -> tuple[Results, ...]:
+    """Return what may be kept for the second run, and the time of that run."""
+    num = len(call.shares)
+    knots = {0.0: 0.0}  # from the fraction that is saved by counted work to that by the clock
+    for part, share in enumerate(call.shares, 1):
+        fraction = saved_fraction(call, selection_of_part(call, part, num)[1])
+        knots[fraction] = share * fraction
+    return tuple(
+        Results(
+            num_bytes=each.num_bytes,
+            seconds=max(call.work * (1.0 - _between(knots, saved_fraction(call, each))), 0.0),
+            taped_bytes=each.taped_bytes,
+            holds_output=each.holds_output,
+        )
+        for each in selections(call)
     )
+
+
+def _between(knots: Mapping[float, float], x: float) -> float:
+    """Return the value at `x` of what is linear between knots, and constant after the last one."""
+    found = sorted(knots.items())
+    for (before, low), (after, high) in pairwise(found):
+        if x <= after:
+            return low + (high - low) * (x - before) / (after - before)
+    return found[-1][1]
+
+
+def saved_fraction(call: MeasuredCall, selection: Selection | None) -> float:
+    """Return the part of a second run that is spared by what is kept, by its counted work."""
+    if selection is None or not call.counted_work:
+        return 0.0
+    return min(selection.saved_work / call.counted_work, 1.0)
+
+
+def selection_of_part(
+    call: MeasuredCall, part: int, num_parts: int
+) -> tuple[int, Selection | None]:
+    """Return the last selection of one of the equal parts of all, and its number; 0 for none."""
+    found = selections(call)
+    place = math.ceil(len(found) * part / num_parts)
+    return place, found[place - 1] if found else None
 
 
 def selections(call: MeasuredCall) -> list[Selection]:

@@ -41,7 +41,7 @@ def planned(share: float | None = 0.5, **options: Any):
 
 
 def give_times(monkeypatch, **times):
-    found = Times(share=0.0, **times)  # products do not pay
+    found = Times(shares=[0.0], **times)  # products do not pay
     monkeypatch.setattr(priced_blocks, "times_of", lambda *args, **kwargs: found)
 
 
