@@ -178,19 +178,13 @@ def set_generator_states(states: States) -> None:
         generator.set_state(state)
 
 
-@functools.cache
-def _array_type(num_bytes: int) -> Any:
-    """Return the type of an array of bytes; each new one would be a reference cycle."""
-    return ctypes.c_char * num_bytes
-
-
 def same_states(a: States, b: States) -> bool:
     """Whether two states are equal, so that nothing was drawn in between."""
     # A device that was initialized in between counts as unchanged: it has no state to replay.
     for x, y in zip(a, b, strict=False):
         # torch.equal takes four times as long for the 5 KB of a state, in every region.
-        kind = _array_type(x.numel())
-        if kind.from_address(x.data_ptr()).raw != kind.from_address(y.data_ptr()).raw:
+        before = ctypes.string_at(x.data_ptr(), x.numel())
+        if before != ctypes.string_at(y.data_ptr(), y.numel()):
             return False
     return True
 
@@ -351,18 +345,6 @@ def has_fixed_segments(device: torch.device) -> bool:
 def reset_peaks(device: torch.device) -> None:
     """Let the peaks of an accelerator begin anew."""
     counter_of(device).reset_peak_memory_stats(device)
-
-
-def explain_lack(error: torch.OutOfMemoryError) -> None:
-    """Add to an error that there is no memory what may help, once."""
-    note = (
-        "A step that recoup runs needed this memory. If what is allocated is well below what there "
-        "is, free memory is in pieces that are too small: let a plan leave more `headroom`, or set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts. Otherwise give "
-        "recoup.plan a smaller `budget`."
-    )
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
 
 
 def free_bytes(device: torch.device) -> float:

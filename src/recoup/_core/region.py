@@ -26,13 +26,11 @@ Rule 7. Residuals that are made from what an inverse returned differ by more tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import explain_lack
 from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
@@ -54,32 +52,21 @@ from recoup.errors import ChangedError, RecoupError, ReplayError
 
 
 class Stage(Protocol):
-    """A call that a region runs, for the first time and again."""
+    """A call that a region runs, for the first time and again.
 
-    @property
-    def name(self) -> str:
-        """The name of the call in error messages."""
-        ...
+    Attributes:
+        name: its name in error messages.
+        code: the code that it runs: a module, or the code of a function.
+        modules: the modules that it uses, as far as they are known.
+        compares: whether what later runs make is compared with the first.
+        is_in_place: whether the first thing that it does changes its input in place (See Rule 2).
+    """
 
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The modules that it uses, as far as they are known."""
-        ...
-
-    @property
-    def code(self) -> object:
-        """The code that it runs: a module, or the code of a function."""
-        ...
-
-    @property
-    def compares(self) -> bool:
-        """Whether what later runs make is compared with the first."""
-        ...
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the first thing that it does changes its input in place (See Rule 2)."""
-        ...
+    name: str
+    code: object
+    modules: list[nn.Module]
+    compares: bool
+    is_in_place: bool
 
     def forward(self, state: State) -> tuple[State, Any]:
         """Return the next state, and a second output outside the chain (a log-determinant)."""
@@ -232,10 +219,7 @@ class Region(Residuals):
             try:
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
-            except Filled:  # of a region around
-                raise
-            except torch.OutOfMemoryError as error:
-                explain_lack(error)
+            except (Filled, torch.OutOfMemoryError):  # the first is of a region around
                 raise
             except Exception:  # code may fail on what is of another call
                 if not surroundings.decides_anew():

@@ -4,9 +4,7 @@ NOTE [ What a second run finds ]
 
 Rule 1. A second run is given back the settings of operators (autocast, the kernels of attention),
         the states of the default generators and the seeds of recoup, as the first run found them.
-        What the second run does to these is undone. Backward of an accelerator runs in a thread of
-        its own, where context variables have no values: so where there is one, they have those of
-        the first run. (Elsewhere they are not held: what they hold may hold the graph.)
+        What the second run does to these is undone.
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
         versions, since fused kernels leave versions alone. The same goes for buffers that it
@@ -34,7 +32,6 @@ Rule 7. If a later run that is given what the first one decided differs from it,
 
 from __future__ import annotations
 
-import contextvars
 import operator
 import threading
 import weakref
@@ -58,7 +55,7 @@ from recoup._core.buffers import (
     put_values,
     turn_here,
 )
-from recoup._core.devices import accelerator, unrepeated
+from recoup._core.devices import unrepeated
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run_plainly
@@ -108,7 +105,6 @@ class Surroundings(Draws):
         self._entries = []
         self.name = name
         self._settings = settings_now()
-        self._context = contextvars.copy_context() if accelerator() is not None else None
         self._has_mode = num_dispatch_modes() > 0
         self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
@@ -334,7 +330,6 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         is_any = self.counted or self._assigned or self.kept_outputs
-        is_any = is_any or (self._context and _differs(self._context))
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
         run = self._restored() if is_any else self.replaying()
         modules, parameters = self._modules, self.parameters
@@ -365,9 +360,8 @@ class Surroundings(Draws):
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(OperatorMode(run_plainly))
         buffers, assigned = [buffer for buffer, _ in self.counted], self._assigned
-        variables = _variables(self._context) if self._context else nullcontext()
         turn = having_turn(self._turn, is_needed=bool(buffers or assigned))
-        with with_settings(self._settings), variables, turn:
+        with with_settings(self._settings), turn:
             after = [buffer.detach().clone() for buffer in buffers]
             written = tuple(each for each in buffers if isinstance(each, nn.Parameter))
             versions = versions_of(written)
@@ -418,25 +412,6 @@ class Surroundings(Draws):
                 if part is found:
                     return f"`{name}` of {type(root).__name__}"
         return f"a {type(found).__name__}"
-
-
-_UNSET = object()
-
-
-def _differs(context: contextvars.Context) -> bool:
-    """Whether a context variable has another value here than in a context."""
-    return any(variable.get(_UNSET) is not value for variable, value in context.items())
-
-
-@contextmanager
-def _variables(context: contextvars.Context) -> Generator[None]:
-    """Return a context in which context variables have the values of another context."""
-    tokens = [(variable, variable.set(value)) for variable, value in context.items()]
-    try:
-        yield
-    finally:
-        for variable, token in reversed(tokens):
-            variable.reset(token)
 
 
 def _add(known: set[Code], parts: Iterable[Code]) -> None:

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,14 +36,8 @@ _NUM_THREADS = 2
 _MOST_AT_ONCE = 1 << 30  # a system call moves less than two gibibytes
 
 
-class Arrival(NamedTuple):
-    """A copy on its way back.
-
-    Args:
-        wait: returns the bytes, where the tensor was, when they have arrived.
-    """
-
-    wait: Callable[[], Tensor]
+# Waits until a copy is back, and returns its bytes, where the tensor was.
+Arrival = Callable[[], Tensor]
 
 
 def flat(storage: torch.UntypedStorage) -> Tensor:
@@ -133,7 +127,7 @@ class _HostCopy:
             self._current().wait_event(event)
             return tensor
 
-        return Arrival(wait)
+        return wait
 
 
 # -- a folder --------------------------------------------------------------------------------------
@@ -213,7 +207,7 @@ class _FolderCopy:
             read.result()
             return held.to(self._device, non_blocking=True)
 
-        return Arrival(wait)
+        return wait
 
     def __del__(self) -> None:
         free, place = self._tier.free[self._num_bytes], self._place

@@ -71,7 +71,7 @@ class Late:
         self.tier.num_read += 1
         return Late(self.tier, self.held, is_arrival=True)
 
-    def wait(self):
+    def __call__(self):
         self.land()
         self.source = None
         return self.held
@@ -137,8 +137,8 @@ def test_a_storage_moves_once():
 
 
 def test_backward_finds_the_next_ones_on_their_way(monkeypatch):
-    tier, asked, wait = LateTier(odds=1.0), [], Late.wait
-    monkeypatch.setattr(Late, "wait", lambda late: asked.append(tier.num_read) or wait(late))
+    tier, asked, wait = LateTier(odds=1.0), [], Late.__call__
+    monkeypatch.setattr(Late, "__call__", lambda late: asked.append(tier.num_read) or wait(late))
     y = x = torch.randn(4, 4, requires_grad=True)
     with away(Traffic(tier, in_flight_bytes=3 * 64)):
         for _ in range(8):
