@@ -65,11 +65,7 @@ from recoup._core.settings import settings_now, with_settings
 from recoup._core.tensors import is_without_values
 
 Code = weakref.ref[Any]
-_of_modules: Any = nn.modules.module
-_hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
-_hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
 _training: Callable[[nn.Module], bool] = attrgetter("training")
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
@@ -106,7 +102,6 @@ class Surroundings(Draws):
         self.name = name
         self._settings = settings_now()
         self._has_mode = num_dispatch_modes() > 0
-        self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
         self._assigned: list[Buffers] = []  # that the first run assigned anew
@@ -116,7 +111,6 @@ class Surroundings(Draws):
         self.parameters: list[Tensor] = []
         self.versions: list[int] = []
         self._buffer_versions: list[int] = []
-        self._are_trained: list[bool] = []
         self._hooks: list[object] = []
         self._is_unsure = False
         self._turn = turn_here.turn
@@ -170,7 +164,6 @@ class Surroundings(Draws):
                         modules.append(child)
         self._modules, self._modes = modules, list(map(_training, modules))
         self.parameters, self.versions = parameters, versions_of(parameters)
-        self._are_trained = list(map(_requires_grad, parameters))
         self._hooks = hooks
         self.buffers = buffers
         self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
@@ -388,9 +381,6 @@ class Surroundings(Draws):
         for value, version in zip(self.parameters, self.versions, strict=True):
             if version_of(value) != version:
                 return f"{self._name_of(value)} was changed in place"
-        for value, was_trained in zip(self.parameters, self._are_trained, strict=True):
-            if value.requires_grad is not was_trained:
-                return f"`requires_grad` of {self._name_of(value)} was set to {not was_trained}"
         now = Surroundings(self.name, self._modules, self, keeps_outputs=False)
         if now._modules != self._modules:
             return "a module in it was replaced, added or removed"
@@ -398,8 +388,6 @@ class Surroundings(Draws):
             return "a parameter in it was replaced"
         if now._hooks != self._hooks:
             return "hooks of its modules were added or removed, or a `forward` was replaced"
-        if (*_hooks_before.values(), *_hooks_after.values()) != self._global_hooks:
-            return "hooks of all modules were added or removed"
         return unrepeated()
 
     def _name_of(self, found: nn.Module | Tensor) -> str:

@@ -10,8 +10,6 @@ Rule 2. On an accelerator copies run on a stream of their own. It waits for the 
         neither.
 Rule 3. The file of a folder has no name: it is unlinked as it is made, so the system deletes it
         whatever becomes of the process.
-Rule 4. The place of a copy in the file is free again when the copy is gone and no thread writes to
-        it any more.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -146,8 +143,7 @@ class FolderTier:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - See Rule 3
         weakref.finalize(self, self._file.close)
         self.threads = ThreadPoolExecutor(_NUM_THREADS, "recoup-offload")
-        self.free: dict[int, list[int]] = defaultdict(list)  # places in the file, by their length
-        self._end = 0
+        self._end = 0  # of the file, once all of it is written
         self._host = HostTier()
 
     def takes(self, tensor: Tensor) -> bool:
@@ -156,9 +152,7 @@ class FolderTier:
 
     def send(self, tensor: Tensor) -> _FolderCopy:
         """Begin to write `tensor`, of bytes and one dimension (See Rule 1)."""
-        free = self.free[tensor.numel()]
-        place = free.pop() if free else self._end
-        self._end = max(self._end, place + tensor.numel())
+        place, self._end = self._end, self._end + tensor.numel()
         source = self._host.send(tensor).held if self._host.takes(tensor) else tensor.cpu
         written = self.threads.submit(self.move, os.pwritev, place, [source])
         return _FolderCopy(self, tensor, place, written)
@@ -210,9 +204,7 @@ class _FolderCopy:
         return wait
 
     def __del__(self) -> None:
-        free, place = self._tier.free[self._num_bytes], self._place
         self._written.cancel()
-        self._written.add_done_callback(lambda _: free.append(place))  # See Rule 4
 
 
 Tier = HostTier | FolderTier

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
-import time
 import weakref
 from functools import partial
 
@@ -17,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import recoup
 from recoup._core.offload import Traffic
 from recoup._core.saved_tensors import Kept, unpack
-from recoup._core.tiers import tier_for
 from recoup.errors import ChangedError
 from recoup.schedules import Advance, Drop, Load, Offload, Reverse, Schedule, Tape
 
@@ -161,30 +157,6 @@ def test_what_is_changed_in_place(num_before):
         z = z.exp().exp()
     with pytest.raises(ChangedError, match=r"it was changed in place .* copy had been made"):
         z.sum().backward()
-
-
-def test_a_place_in_the_file_is_used_again_when_nothing_writes_to_it(tmp_path, monkeypatch):
-    places, may_end = [], threading.Event()
-
-    def write(file, parts, place):
-        places.append(place)
-        return may_end.wait() * len(parts[0])
-
-    monkeypatch.setattr(os, "pwritev", write)
-    tier, data = tier_for(str(tmp_path)), torch.ones(8, dtype=torch.uint8)
-    copy = tier.send(data)
-    while not places:
-        time.sleep(0.001)
-    del copy
-    copy = tier.send(data)
-    may_end.set()
-    for _ in range(4):
-        copy.land()
-        copy = tier.send(data)
-    copy.land()
-    assert places[:2] == [0, 8]
-    assert len(places) == 6
-    assert set(places) <= {0, 8, 16}
 
 
 # -- schedules -------------------------------------------------------------------------------------
