@@ -26,6 +26,7 @@ Rule 7. Residuals that are made from what an inverse returned differ by more tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,17 +57,23 @@ class Stage(Protocol):
 
     Attributes:
         name: its name in error messages.
-        code: the code that it runs: a module, or the code of a function.
-        modules: the modules that it uses, as far as they are known.
         compares: whether what later runs make is compared with the first.
         is_in_place: whether the first thing that it does changes its input in place (See Rule 2).
     """
 
     name: str
-    code: object
-    modules: list[nn.Module]
     compares: bool
     is_in_place: bool
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that it uses, as far as they are known."""
+        ...
+
+    @property
+    def code(self) -> object:
+        """The code that it runs: a module, or the code of a function."""
+        ...
 
     def forward(self, state: State) -> tuple[State, Any]:
         """Return the next state, and a second output outside the chain (a log-determinant)."""

@@ -210,7 +210,8 @@ class Tiled(Generic[P, T]):
             return self.run(args, kwargs)
         if is_followed():
             break_graph(_NOT_IN_GRAPH)
-        return (uncompiled(Tiled.run) if is_watched() else Tiled.run)(self, args, kwargs)
+        run = cast("Any", Tiled).run
+        return (uncompiled(run) if is_watched() else run)(self, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Call the function in tiles, in a graph of the compiler or outside of any."""
