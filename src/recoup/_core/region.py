@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from recoup._core.devices import explain_lack
 from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
@@ -226,7 +227,10 @@ class Region(Residuals):
             try:
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
-            except (Filled, torch.OutOfMemoryError):  # the first is of a region around
+            except Filled:  # of a region around
+                raise
+            except torch.OutOfMemoryError as error:
+                explain_lack(error)
                 raise
             except Exception:  # code may fail on what is of another call
                 if not surroundings.decides_anew():
