@@ -26,7 +26,9 @@ Rule 7. Residuals that are made from what an inverse returned differ by more tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +50,7 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
-from recoup._core.surroundings import Surroundings
+from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
@@ -163,7 +165,11 @@ class Region(Residuals):
             if follows:
                 self.outcome = recording.ended()
         parameters = surroundings.parameters
-        is_written = bool(parameters) and versions_of(parameters) != surroundings.versions
+        held = filter(is_there, chain.from_iterable(map(values_of, surroundings.spaces)))
+        is_written = bool(parameters) and not (
+            versions_of(parameters) == surroundings.versions
+            and all(map(operator.is_, held, parameters))
+        )
         if is_written or surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()
         return result

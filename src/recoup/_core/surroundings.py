@@ -7,15 +7,17 @@ Rule 1. A second run is given back the settings of operators (autocast, the kern
         What the second run does to these is undone.
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
-        versions, since fused kernels leave versions alone. The same goes for buffers that it
-        assigned anew, or for the first time: a module has the ones again that it had.
+        versions, since fused kernels leave versions alone. The same goes for buffers and parameters
+        that it assigned anew, or for the first time: a module has the ones again that it had.
+        Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
+        the second time on that the code runs. In the first one, sketches of them show that it does,
+        and what its second run writes to them is taken back; there is no copy to begin with.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
         But what a second run sets as attributes of modules, and the hooks that it adds to
         parameters, are taken away: a module has those of the first run, in whose graph they are.
 Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
-        residual differs, they tell an error what has changed. But what a second run writes to a
-        parameter, as the first one did, is taken back, since there is no copy to begin with.
+        residual differs, they tell an error what has changed.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
         each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
@@ -36,7 +38,7 @@ import operator
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
@@ -49,7 +51,9 @@ from recoup._core.buffers import (
     all_of,
     are_assigned,
     are_equal,
+    are_own,
     assign,
+    copies_of,
     copies_of_buffers,
     having_turn,
     put_values,
@@ -62,18 +66,23 @@ from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
 from recoup._core.settings import settings_now, with_settings
+from recoup._core.sketch import Sketch, sketch_of
+from recoup._core.sketch import are_equal as are_alike
 from recoup._core.tensors import is_without_values
 
 Code = weakref.ref[Any]
 _training: Callable[[nn.Module], bool] = attrgetter("training")
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
+values_of: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
-# decided or may have drawn then; and modules that changed a buffer of their own.
+# decided or may have drawn then; modules that changed a buffer of their own; and those that wrote
+# to a parameter or to a tensor that is a plain attribute.
 _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
 _decides: set[Code] = set()
 _draws: set[Code] = set()
 _counts: set[Code] = set()
+_writes: set[Code] = set()
 # Code that calls modules which it does not hold (See Rule 5).
 _finds: set[Code] = set()
 
@@ -104,7 +113,7 @@ class Surroundings(Draws):
         self._has_mode = num_dispatch_modes() > 0
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
-        self._assigned: list[Buffers] = []  # that the first run assigned anew
+        self._assigned: list[Buffers] = []  # or parameters, that the first run assigned anew
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self.buffers: list[Buffers] = []
@@ -112,6 +121,8 @@ class Surroundings(Draws):
         self.versions: list[int] = []
         self._buffer_versions: list[int] = []
         self._hooks: list[object] = []
+        self.spaces: list[dict[str, Any]] = []  # of the parameters of each module
+        self._spaces_before: list[dict[str, Any]] = []
         self._is_unsure = False
         self._turn = turn_here.turn
         if modules:
@@ -148,9 +159,11 @@ class Surroundings(Draws):
         parameters: list[Tensor] = []
         buffers: list[Buffers] = []
         hooks: list[object] = []
+        spaces: list[dict[str, Any]] = []
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
             if own["_parameters"]:
+                spaces.append(own["_parameters"])
                 parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
             if own["_buffers"]:
                 buffers.append((own["_buffers"], own["_buffers"].copy()))
@@ -165,6 +178,7 @@ class Surroundings(Draws):
         self._modules, self._modes = modules, list(map(_training, modules))
         self.parameters, self.versions = parameters, versions_of(parameters)
         self._hooks = hooks
+        self.spaces, self._spaces_before = spaces, list(map(_copy, spaces))
         self.buffers = buffers
         self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
 
@@ -172,7 +186,8 @@ class Surroundings(Draws):
 
     def first(self) -> AbstractContextManager[None]:
         """Return a context for the first run."""
-        if self._is_finding or self.kept_outputs or not _counts.isdisjoint(self._code):
+        counts = not (_counts.isdisjoint(self._code) and _writes.isdisjoint(self._code))
+        if self._is_finding or self.kept_outputs or counts:
             return self._looking()
         return self.recording()
 
@@ -181,8 +196,11 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        with having_turn(self._turn, is_needed=bool(found)) as self._turn:
-            before = copies_of_buffers(found)
+        written = [each for _, each in self._parameters_and_attributes(_writes)]
+        with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
+            before, others = copies_of_buffers(found), copies_of(written)
+            sketched = self._parameters_and_attributes() if self._is_looking else ()
+            sketches = [(ref, each, sketch_of(each)) for ref, each in sketched]
             self.counted = [*before]
             with self._finding(before, found) as called, self.recording(), mode:
                 yield
@@ -190,6 +208,8 @@ class Surroundings(Draws):
             if self._is_finding:
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
+            self.counted += [pair for pair in others if not are_equal(*pair)]
+            self._note_written(sketches)
 
     def has_run(self) -> None:
         """Note what the first run has left, and did otherwise than when it was looked at."""
@@ -199,8 +219,14 @@ class Surroundings(Draws):
             self.look_again()
         before, self.versions = self.versions, versions_of(self.parameters)
         if before != self.versions:
-            written = map(operator.ne, before, self.versions)
-            self.counted += [(each, None) for each in compress(self.parameters, written)]
+            known = {id(each) for each, _ in self.counted}
+            written = compress(self.parameters, map(operator.ne, before, self.versions))
+            self.counted += [(each, None) for each in written if id(each) not in known]
+        held = list(filter(is_there, chain.from_iterable(map(values_of, self.spaces))))
+        if [*map(id, held)] != [*map(id, self.parameters)]:
+            pairs = zip(self.spaces, self._spaces_before, strict=True)
+            self._assigned += [each for each in pairs if are_assigned(each) and are_own(each)]
+            self.parameters, self.versions = held, versions_of(held)
         assigned = {id(own) for own, _ in self._assigned}
         begun = [
             each for each in self.buffers if are_assigned(each) and id(each[0]) not in assigned
@@ -227,6 +253,30 @@ class Surroundings(Draws):
             for module, ref in zip(self._modules, self._code[1:], strict=True)
             if self._is_looking or ref in _counts
         ]
+
+    def _parameters_and_attributes(
+        self, codes: Container[Code] | None = None
+    ) -> Iterator[tuple[Code, Tensor]]:
+        """Yield parameters, and tensors that are plain attributes, with their modules.
+
+        Args:
+            codes: the modules; None for all.
+        """
+        for module, ref in zip(self._modules, self._code[1:], strict=True):
+            if codes is None or ref in codes:
+                for value in (*vars(module).values(), *module._parameters.values()):
+                    if isinstance(value, Tensor):
+                        yield ref, value
+
+    def _note_written(self, before: Iterable[tuple[Code, Tensor, Sketch | None]]) -> None:
+        """Note the tensors that the run has changed, whatever their versions say (See Rule 2)."""
+        now = [(ref, each, sketch, sketch_of(each)) for ref, each, sketch in before]
+        if are_alike((a, b) for _, _, a, b in now if a is not None and b is not None):
+            return
+        for ref, each, a, b in now:
+            if a is not None and b is not None and not are_alike([(a, b)]):
+                _add(_writes, [ref])
+                self.counted.append((each, None))
 
     @contextmanager
     def _finding(
@@ -329,7 +379,7 @@ class Surroundings(Draws):
         attributes = list(map(_copy, map(vars, modules)))
         hooks: list[tuple[Any, ...]] = list(map(_hooks_of, parameters))
         if hooks.count((None, None)) < len(hooks):
-            hooks = [tuple(own and dict(own) for own in each) for each in hooks]
+            hooks = [tuple(own if own is None else dict(own) for own in each) for each in hooks]
         try:
             with run:
                 yield
@@ -343,7 +393,7 @@ class Surroundings(Draws):
             after = list(map(_hooks_of, parameters))
             if after != hooks:
                 for own, before in zip(chain(*after), chain(*hooks), strict=True):
-                    assign([(own, before or {})] if own else [])
+                    assign([] if own is None else [(own, before or {})])
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -356,7 +406,7 @@ class Surroundings(Draws):
         turn = having_turn(self._turn, is_needed=bool(buffers or assigned))
         with with_settings(self._settings), turn:
             after = [buffer.detach().clone() for buffer in buffers]
-            written = tuple(each for each in buffers if isinstance(each, nn.Parameter))
+            written = tuple(each for each in buffers if not each.is_inference())
             versions = versions_of(written)
             others = [(own, own.copy()) for own, _ in assigned]
             try:
