@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,43 +107,3 @@ def test_forwards_are_counted(way, times, given):
     calls.clear()
     tiled(hidden, labels).backward()
     assert calls == [ROWS // 8] * 8 * times
-
-
-def log_probs(head, hidden, tokens):
-    logits = head(hidden)
-    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
-
-
-def policy_loss(head, hidden, tokens, old, advantages, mask):
-    """GRPO, summed: each token counts for itself."""
-    ratio = (log_probs(head, hidden, tokens) - old).exp()
-    clipped = ratio.clamp(0.8, 1.2)
-    return -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum()
-
-
-def preference_loss(head, hidden, tokens, reference, mask):
-    """DPO, summed: each pair of a chosen and a rejected sample counts for itself."""
-    ratios = (log_probs(head, hidden, tokens) * mask).sum(-1) - reference
-    return -F.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).sum()
-
-
-LOSSES = {  # and the dimension of their tiles, and the shapes of samples and of what else is given
-    "policy": (policy_loss, 1, (32, 64), lambda size: (torch.randn(size) - 9, torch.randn(size))),
-    "preference": (preference_loss, 0, (16, 2, 64), lambda size: (torch.randn(size[:-1]) - 600,)),
-}
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_losses_of_policies_and_preferences(given, kind):
-    """In at most 0.12 of the bytes, and with the gradients, of the loss at once."""
-    head, (loss, dim, size, others) = given[0], LOSSES[kind]
-    hidden = torch.randn(*size, D, requires_grad=True)
-    arguments = hidden, torch.randint(V, size), *others(size), torch.ones(size)
-    whole = functools.partial(loss, head)
-    found = []
-    for fn in (whole, recoup.tiled_loss(whole, dim, 16, reduction="sum")):
-        num_bytes = peak(lambda fn=fn: fn(*arguments).backward(), head.weight, hidden)
-        found.append((num_bytes, head.weight.grad, hidden.grad))
-    assert found[1][0] <= 0.12 * found[0][0]
-    for got, want in zip(found[1][1:], found[0][1:], strict=True):
-        assert float((got - want).norm()) <= 1e-5 * float(want.norm())

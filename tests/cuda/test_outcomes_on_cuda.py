@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-
 import pytest
 import torch
 from torch import nn
@@ -81,19 +79,6 @@ def test_kernels_that_sum_in_no_fixed_order_are_no_error():
 
     for _ in range(5):
         recoup.checkpoint(gathered, x).sum().backward()
-
-
-def test_context_variables_have_the_values_of_forward():
-    variable = contextvars.ContextVar("factor")
-    x = torch.randn(100, device="cuda", requires_grad=True)
-    (wanted,) = torch.autograd.grad((3.0 * x).sin().sum(), x)
-
-    def check():
-        variable.set(3.0)
-        recoup.checkpoint(lambda x: (variable.get() * x).sin(), x).sum().backward()
-
-    contextvars.copy_context().run(check)
-    torch.testing.assert_close(x.grad, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

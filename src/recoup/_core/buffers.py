@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup._core.tensors import has_values
@@ -61,9 +61,14 @@ def all_of(buffers: Iterable[Buffers]) -> list[Tensor]:
 
 def copies_of_buffers(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
     """Return the buffers that modules had, with copies; without those of other layouts."""
+    return copies_of(all_of(buffers))
+
+
+def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return tensors with copies; without those of other layouts."""
     return [
         (each, each.detach().clone())
-        for each in all_of(buffers)
+        for each in tensors
         if each.layout is torch.strided and not each.is_nested and has_values(each)
     ]
 
@@ -82,11 +87,22 @@ def are_assigned(found: Attributes) -> bool:
     return [*map(id, own.values())] != [*map(id, before.values())]
 
 
+def are_own(found: Attributes) -> bool:
+    """Whether its parameters are plain, so that FSDP2 has not put others in their places."""
+    return {type(each) for own in found for each in own.values()} <= {nn.Parameter, type(None)}
+
+
 def assign(found: Iterable[Attributes]) -> None:
-    """Let modules have the buffers, or attributes, that they had."""
+    """Let modules have the buffers, or attributes, that they had.
+
+    What is the same stays all the while: other threads may be reading it.
+    """
     for own, before in found:
-        own.clear()
-        own.update(before)
+        for name in own.keys() - before.keys():
+            del own[name]
+        for name, value in before.items():
+            if name not in own or own[name] is not value:
+                own[name] = value
 
 
 def put_values(buffers: list[Tensor], values: list[Tensor]) -> None:

@@ -6,7 +6,8 @@ Rule 1. The state of a stage is a tuple of tensors: the arguments that the stage
         tensors for a call that begins a chain. Other tensor arguments are kept with the call.
 Rule 2. The first run gets the caller's own objects, and the caller gets the objects that it
         returned. A later run gets other tensors in their places, and copies from before the first
-        run of objects that a run may change (a cache).
+        run of objects that a run may change (a cache). Only these copies are held: what the run
+        puts into a cache has a graph, which holds the call, and no collector ends such a cycle.
 Rule 3. A later run returns the tensors that this stage passes to the next one.
 Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and
         the stage before made all tensors in that argument. The inverse gets the other arguments as
@@ -89,7 +90,7 @@ class Call:
         self.output: Any = None
         self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
         self._passed_by: list[Packed | None] = []  # of these tensors; None if in the state
-        self._tree_again = self._tree  # with copies of what a run may change
+        self._has_copies = False  # of what a run may change
         given = () if self._tree.is_flat else self._tree.others()
         self.code, self.modules = parts_of(fn if module is None else module, given)
         self.compares = compares
@@ -228,21 +229,22 @@ class Call:
         args, kwargs = self._args, self._kwargs
         self._args, self._kwargs = (), {}
         within: list[Tensor] = []
-        if not self._tree.is_flat and not all(map(is_left_alone, self._tree.others())):
-            self._tree_again = self._tree.mapped(partial(copied, tensors=within))
+        tree = self._tree
+        if not tree.is_flat and not all(map(is_left_alone, tree.others())):
+            self._tree, self._has_copies = tree.mapped(partial(copied, tensors=within)), True
         versions = versions_of(within) if within else []
         if all(map(operator.is_, tensors, own)):
-            given: Any = args if self._tree.is_flat else (args, kwargs)  # See Rule 2
+            given: Any = args if tree.is_flat else (args, kwargs)  # See Rule 2
         else:
-            given = self._tree.unflatten(tensors)
+            given = tree.unflatten(tensors)
         self.output = output = self._called(given)
         self.changes_object = bool(within) and versions_of(within) != versions
         return (output,) if type(output) is Tensor else flatten(output)[0]
 
     def _again(self, tensors: State) -> Any:
         """Return the arguments of a later run (See Rule 2)."""
-        tree, first = self._tree_again, self._tree
-        return (tree if tree is first else tree.mapped(copied)).unflatten(tensors)
+        tree = self._tree.mapped(copied) if self._has_copies else self._tree
+        return tree.unflatten(tensors)
 
 
 class LoneRegion(Region):

@@ -186,7 +186,7 @@ class Traffic:
             if found is None:
                 self._fetch(transfer)
                 self._fetch_before(transfer)
-                found = self._arriving[transfer].wait()
+                found = self._arriving[transfer]()
                 transfer.lies_in(found)
             else:
                 if transfer in self._leaving and self._leaving[transfer].has_landed():

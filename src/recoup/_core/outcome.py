@@ -45,7 +45,6 @@ from recoup._core.devices import accelerator
 from recoup._core.saved_tensors import backward_id, num_nodes
 from recoup._core.sketch import (
     Sketch,
-    all_numbers_of,
     are_equal,
     difference,
     sketch_of,
@@ -302,11 +301,8 @@ class _Later:
         """Compare all (See Rule 7)."""
         if are_equal((first.sketch, second) for first, second, _ in self._pending):  # type: ignore[misc]
             return
-        sketches = [each for first, second, _ in self._pending for each in (first.sketch, second)]
-        numbers = all_numbers_of(sketches)  # type: ignore[arg-type]
-        both = zip(self._pending, numbers[::2], numbers[1::2], strict=True)
-        for (first, _, surroundings), before, after in both:
-            _check(first._replace(sketch=before), after, None, surroundings)
+        for first, second, surroundings in self._pending:
+            _check(first, second, None, surroundings)
 
 
 # By the number of the backward: a thread of a device compares, and another one may end it.

@@ -95,11 +95,6 @@ class Prepared:
 def _is_taken(actions: Sequence[Action], place: int) -> bool:
     """Whether a later action starts from the working state after the one at `place`."""
     for action in actions[place + 1 :]:
-        match action:
-            case Keep() | Advance() | Tape() | Invert():
-                return True
-            case Load():
-                return False
-            case _:
-                pass
+        if isinstance(action, Keep | Advance | Tape | Invert | Load):
+            return not isinstance(action, Load)
     return False

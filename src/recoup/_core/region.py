@@ -26,7 +26,9 @@ Rule 7. Residuals that are made from what an inverse returned differ by more tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -48,18 +50,23 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
-from recoup._core.surroundings import Surroundings
+from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
 
 class Stage(Protocol):
-    """A call that a region runs, for the first time and again."""
+    """A call that a region runs, for the first time and again.
 
-    @property
-    def name(self) -> str:
-        """The name of the call in error messages."""
-        ...
+    Attributes:
+        name: its name in error messages.
+        compares: whether what later runs make is compared with the first.
+        is_in_place: whether the first thing that it does changes its input in place (See Rule 2).
+    """
+
+    name: str
+    compares: bool
+    is_in_place: bool
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -69,16 +76,6 @@ class Stage(Protocol):
     @property
     def code(self) -> object:
         """The code that it runs: a module, or the code of a function."""
-        ...
-
-    @property
-    def compares(self) -> bool:
-        """Whether what later runs make is compared with the first."""
-        ...
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the first thing that it does changes its input in place (See Rule 2)."""
         ...
 
     def forward(self, state: State) -> tuple[State, Any]:
@@ -168,7 +165,11 @@ class Region(Residuals):
             if follows:
                 self.outcome = recording.ended()
         parameters = surroundings.parameters
-        is_written = bool(parameters) and versions_of(parameters) != surroundings.versions
+        held = filter(is_there, chain.from_iterable(map(values_of, surroundings.spaces)))
+        is_written = bool(parameters) and not (
+            versions_of(parameters) == surroundings.versions
+            and all(map(operator.is_, held, parameters))
+        )
         if is_written or surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()
         return result

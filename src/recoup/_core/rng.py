@@ -121,8 +121,6 @@ class Draws:
     start: States | None = None
     _expected: States = ()  # the generator states, if no foreign draw was made since
     _end = 0  # a hash of the states after a first run with foreign draws
-    _begun: tuple[int, ...] = ()  # hashes of the states in which regions within a first run began
-    _num_begun: int = 0  # regions within a later run
     _is_replaying = False
     _cursor = 0
     has_foreign = False
@@ -135,12 +133,7 @@ class Draws:
         """A context for the first run of a region, which records seeds and notes foreign draws."""
         around = draws_here.regions
         draws_here.regions = (*around, self)
-        self.start = self._expected = states = generator_states()
-        for draws in around:
-            if draws._is_replaying:
-                draws._num_begun += 1
-            else:
-                draws._begun = (*draws._begun, hash_of(states))
+        self.start = self._expected = generator_states()
         try:
             yield
         finally:
@@ -163,8 +156,8 @@ class Draws:
         start, before = self.start, None
         if start is not None or self.has_foreign or any(map(_moves_generator, self._entries)):
             before = generator_states()
-        outer = (self._is_replaying, self._cursor, self._num_begun)
-        self._is_replaying, self._cursor, self._num_begun = True, 0, 0
+        outer = (self._is_replaying, self._cursor)
+        self._is_replaying, self._cursor = True, 0
         around = draws_here.regions
         draws_here.regions = (self,) if is_alone else (*around, self)
         draws_here.num_replayed += 1
@@ -175,7 +168,7 @@ class Draws:
         finally:
             draws_here.num_replayed -= 1
             draws_here.regions = around
-            self._is_replaying, self._cursor, self._num_begun = outer
+            self._is_replaying, self._cursor = outer
             if before is not None:
                 set_generator_states(before)  # See Rule 5
 
@@ -183,17 +176,6 @@ class Draws:
     def has_drawn_all(self) -> bool:
         """Whether a later run has left the generators where the first one did (See Rule 7)."""
         return not self.has_foreign or hash_of(generator_states()) == self._end
-
-    @property
-    def has_drawn_as_far(self) -> bool:
-        """Whether a later run, which is about to end, has drawn what the first one had by then.
-
-        Without another draw it shows where it ends, or where the next region within begins.
-        """
-        if self.has_drawn_all:
-            return True
-        expected = self._begun[self._num_begun : self._num_begun + 1]
-        return expected == (hash_of(generator_states()),)
 
     def _next(self) -> Any:
         entry = self._entries[self._cursor] if self._cursor < len(self._entries) else None

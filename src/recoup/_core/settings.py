@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,11 +25,8 @@ def settings_now() -> Settings:
     return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels
 
 
-def _set(values: Settings) -> None:
-    for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
-        torch.set_autocast_enabled(kind, is_enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    kernels = values[2]
+def _choose(kernels: tuple[bool, bool, bool, bool]) -> None:
+    """Let attention choose among these kernels."""
     if kernels != settings_now()[2]:
         _sdpa.enable_flash_sdp(kernels[0])
         _sdpa.enable_mem_efficient_sdp(kernels[1])
@@ -50,19 +46,13 @@ def _in_settings(values: Settings) -> Generator[None]:
     Autocast is entered without its cache of weight copies: a cached copy would tie the second run
     to the graph of the code around it. The copies hold the same numbers either way.
     """
-    before, nesting = settings_now(), _autocast_nesting()
-    has_cache = torch.is_autocast_cache_enabled()
-    try:
-        torch.autocast_increment_nesting()
-        torch.set_autocast_cache_enabled(False)
-        _set(values)
+    before = settings_now()[2]
+    with ExitStack() as contexts:
+        for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
+            contexts.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
+        contexts.callback(_choose, before)
+        _choose(values[2])
         yield
-    finally:
-        _set(before)
-        torch.set_autocast_cache_enabled(has_cache)
-        for _ in range(_autocast_nesting() - nesting):
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
 
 
 def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
@@ -71,31 +61,15 @@ def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
     return lambda: with_settings(values)
 
 
-def _autocast_nesting() -> int:
-    """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
-    # Torch has no way to ask.
-    both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
-    return list(map(operator.call, both))[1]
-
-
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context in which no operator on a type of device casts its inputs.
 
     Args:
         device_type: "cpu", "cuda" or another.
     """
-    if torch.compiler.is_compiling():  # the compiler knows torch's own context
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return _off(device_type) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
-@contextmanager
-def _off(device_type: str) -> Generator[None]:
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, True)
+    return nullcontext()
 
 
 @contextmanager

@@ -131,21 +131,6 @@ def numbers_of(sketch: Sketch) -> list[float]:
     return sketch if isinstance(sketch, list) else cast("Any", _folded(sketch).cpu()).tolist()
 
 
-def all_numbers_of(sketches: Sequence[Sketch]) -> list[list[float]]:
-    """Return the numbers of sketches, and wait once for all of a type that are on a device."""
-    found = [each if isinstance(each, list) else [] for each in sketches]
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, each in enumerate(sketches):
-        if not isinstance(each, list):
-            kinds.setdefault((each.dtype, each.device), []).append(place)
-    for places in kinds.values():
-        alike = [_folded(cast("Tensor", sketches[place])) for place in places]
-        numbers = cast("Any", torch.cat(alike).cpu()).tolist()
-        for place, each in zip(places, alike, strict=True):
-            found[place], numbers = numbers[: each.numel()], numbers[each.numel() :]
-    return found
-
-
 def are_equal(pairs: Iterable[tuple[Sketch, Sketch]]) -> bool:
     """Whether the two sketches of each pair are the same bits; waits once for all of a type."""
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}

@@ -391,7 +391,7 @@ class Filling:
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))
         if 0 <= self._last <= place and (
-            residuals.surroundings.has_drawn_as_far
+            residuals.surroundings.has_drawn_all
             or residuals.drawn.get(place) == hash_of(generator_states())
         ):
             self._stops = True

@@ -4,20 +4,20 @@ NOTE [ What a second run finds ]
 
 Rule 1. A second run is given back the settings of operators (autocast, the kernels of attention),
         the states of the default generators and the seeds of recoup, as the first run found them.
-        What the second run does to these is undone. Backward of an accelerator runs in a thread of
-        its own, where context variables have no values: so where there is one, they have those of
-        the first run. (Elsewhere they are not held: what they hold may hold the graph.)
+        What the second run does to these is undone.
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
-        versions, since fused kernels leave versions alone. The same goes for buffers that it
-        assigned anew, or for the first time: a module has the ones again that it had.
+        versions, since fused kernels leave versions alone. The same goes for buffers and parameters
+        that it assigned anew, or for the first time: a module has the ones again that it had.
+        Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
+        the second time on that the code runs. In the first one, sketches of them show that it does,
+        and what its second run writes to them is taken back; there is no copy to begin with.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
         But what a second run sets as attributes of modules, and the hooks that it adds to
         parameters, are taken away: a module has those of the first run, in whose graph they are.
 Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
-        residual differs, they tell an error what has changed. But what a second run writes to a
-        parameter, as the first one did, is taken back, since there is no copy to begin with.
+        residual differs, they tell an error what has changed.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
         each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
@@ -34,12 +34,11 @@ Rule 7. If a later run that is given what the first one decided differs from it,
 
 from __future__ import annotations
 
-import contextvars
 import operator
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
@@ -52,35 +51,38 @@ from recoup._core.buffers import (
     all_of,
     are_assigned,
     are_equal,
+    are_own,
     assign,
+    copies_of,
     copies_of_buffers,
     having_turn,
     put_values,
     turn_here,
 )
-from recoup._core.devices import accelerator, unrepeated
+from recoup._core.devices import unrepeated
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
 from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run_plainly
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
 from recoup._core.settings import settings_now, with_settings
+from recoup._core.sketch import Sketch, sketch_of
+from recoup._core.sketch import are_equal as are_alike
 from recoup._core.tensors import is_without_values
 
 Code = weakref.ref[Any]
-_of_modules: Any = nn.modules.module
-_hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
-_hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
 _training: Callable[[nn.Module], bool] = attrgetter("training")
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
+values_of: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
-# decided or may have drawn then; and modules that changed a buffer of their own.
+# decided or may have drawn then; modules that changed a buffer of their own; and those that wrote
+# to a parameter or to a tensor that is a plain attribute.
 _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
 _decides: set[Code] = set()
 _draws: set[Code] = set()
 _counts: set[Code] = set()
+_writes: set[Code] = set()
 # Code that calls modules which it does not hold (See Rule 5).
 _finds: set[Code] = set()
 
@@ -108,20 +110,19 @@ class Surroundings(Draws):
         self._entries = []
         self.name = name
         self._settings = settings_now()
-        self._context = contextvars.copy_context() if accelerator() is not None else None
         self._has_mode = num_dispatch_modes() > 0
-        self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
-        self._assigned: list[Buffers] = []  # that the first run assigned anew
+        self._assigned: list[Buffers] = []  # or parameters, that the first run assigned anew
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self.buffers: list[Buffers] = []
         self.parameters: list[Tensor] = []
         self.versions: list[int] = []
         self._buffer_versions: list[int] = []
-        self._are_trained: list[bool] = []
         self._hooks: list[object] = []
+        self.spaces: list[dict[str, Any]] = []  # of the parameters of each module
+        self._spaces_before: list[dict[str, Any]] = []
         self._is_unsure = False
         self._turn = turn_here.turn
         if modules:
@@ -158,9 +159,11 @@ class Surroundings(Draws):
         parameters: list[Tensor] = []
         buffers: list[Buffers] = []
         hooks: list[object] = []
+        spaces: list[dict[str, Any]] = []
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
             if own["_parameters"]:
+                spaces.append(own["_parameters"])
                 parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
             if own["_buffers"]:
                 buffers.append((own["_buffers"], own["_buffers"].copy()))
@@ -174,8 +177,8 @@ class Surroundings(Draws):
                         modules.append(child)
         self._modules, self._modes = modules, list(map(_training, modules))
         self.parameters, self.versions = parameters, versions_of(parameters)
-        self._are_trained = list(map(_requires_grad, parameters))
         self._hooks = hooks
+        self.spaces, self._spaces_before = spaces, list(map(_copy, spaces))
         self.buffers = buffers
         self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
 
@@ -183,7 +186,8 @@ class Surroundings(Draws):
 
     def first(self) -> AbstractContextManager[None]:
         """Return a context for the first run."""
-        if self._is_finding or self.kept_outputs or not _counts.isdisjoint(self._code):
+        counts = not (_counts.isdisjoint(self._code) and _writes.isdisjoint(self._code))
+        if self._is_finding or self.kept_outputs or counts:
             return self._looking()
         return self.recording()
 
@@ -192,8 +196,11 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        with having_turn(self._turn, is_needed=bool(found)) as self._turn:
-            before = copies_of_buffers(found)
+        written = [each for _, each in self._parameters_and_attributes(_writes)]
+        with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
+            before, others = copies_of_buffers(found), copies_of(written)
+            sketched = self._parameters_and_attributes() if self._is_looking else ()
+            sketches = [(ref, each, sketch_of(each)) for ref, each in sketched]
             self.counted = [*before]
             with self._finding(before, found) as called, self.recording(), mode:
                 yield
@@ -201,6 +208,8 @@ class Surroundings(Draws):
             if self._is_finding:
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
+            self.counted += [pair for pair in others if not are_equal(*pair)]
+            self._note_written(sketches)
 
     def has_run(self) -> None:
         """Note what the first run has left, and did otherwise than when it was looked at."""
@@ -210,8 +219,14 @@ class Surroundings(Draws):
             self.look_again()
         before, self.versions = self.versions, versions_of(self.parameters)
         if before != self.versions:
-            written = map(operator.ne, before, self.versions)
-            self.counted += [(each, None) for each in compress(self.parameters, written)]
+            known = {id(each) for each, _ in self.counted}
+            written = compress(self.parameters, map(operator.ne, before, self.versions))
+            self.counted += [(each, None) for each in written if id(each) not in known]
+        held = list(filter(is_there, chain.from_iterable(map(values_of, self.spaces))))
+        if [*map(id, held)] != [*map(id, self.parameters)]:
+            pairs = zip(self.spaces, self._spaces_before, strict=True)
+            self._assigned += [each for each in pairs if are_assigned(each) and are_own(each)]
+            self.parameters, self.versions = held, versions_of(held)
         assigned = {id(own) for own, _ in self._assigned}
         begun = [
             each for each in self.buffers if are_assigned(each) and id(each[0]) not in assigned
@@ -238,6 +253,30 @@ class Surroundings(Draws):
             for module, ref in zip(self._modules, self._code[1:], strict=True)
             if self._is_looking or ref in _counts
         ]
+
+    def _parameters_and_attributes(
+        self, codes: Container[Code] | None = None
+    ) -> Iterator[tuple[Code, Tensor]]:
+        """Yield parameters, and tensors that are plain attributes, with their modules.
+
+        Args:
+            codes: the modules; None for all.
+        """
+        for module, ref in zip(self._modules, self._code[1:], strict=True):
+            if codes is None or ref in codes:
+                for value in (*vars(module).values(), *module._parameters.values()):
+                    if isinstance(value, Tensor):
+                        yield ref, value
+
+    def _note_written(self, before: Iterable[tuple[Code, Tensor, Sketch | None]]) -> None:
+        """Note the tensors that the run has changed, whatever their versions say (See Rule 2)."""
+        now = [(ref, each, sketch, sketch_of(each)) for ref, each, sketch in before]
+        if are_alike((a, b) for _, _, a, b in now if a is not None and b is not None):
+            return
+        for ref, each, a, b in now:
+            if a is not None and b is not None and not are_alike([(a, b)]):
+                _add(_writes, [ref])
+                self.counted.append((each, None))
 
     @contextmanager
     def _finding(
@@ -334,14 +373,13 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         is_any = self.counted or self._assigned or self.kept_outputs
-        is_any = is_any or (self._context and _differs(self._context))
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
         run = self._restored() if is_any else self.replaying()
         modules, parameters = self._modules, self.parameters
         attributes = list(map(_copy, map(vars, modules)))
         hooks: list[tuple[Any, ...]] = list(map(_hooks_of, parameters))
         if hooks.count((None, None)) < len(hooks):
-            hooks = [tuple(own and dict(own) for own in each) for each in hooks]
+            hooks = [tuple(own if own is None else dict(own) for own in each) for each in hooks]
         try:
             with run:
                 yield
@@ -355,7 +393,7 @@ class Surroundings(Draws):
             after = list(map(_hooks_of, parameters))
             if after != hooks:
                 for own, before in zip(chain(*after), chain(*hooks), strict=True):
-                    assign([(own, before or {})] if own else [])
+                    assign([] if own is None else [(own, before or {})])
 
     @contextmanager
     def _restored(self) -> Generator[None]:
@@ -365,11 +403,10 @@ class Surroundings(Draws):
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(OperatorMode(run_plainly))
         buffers, assigned = [buffer for buffer, _ in self.counted], self._assigned
-        variables = _variables(self._context) if self._context else nullcontext()
         turn = having_turn(self._turn, is_needed=bool(buffers or assigned))
-        with with_settings(self._settings), variables, turn:
+        with with_settings(self._settings), turn:
             after = [buffer.detach().clone() for buffer in buffers]
-            written = tuple(each for each in buffers if isinstance(each, nn.Parameter))
+            written = tuple(each for each in buffers if not each.is_inference())
             versions = versions_of(written)
             others = [(own, own.copy()) for own, _ in assigned]
             try:
@@ -394,9 +431,6 @@ class Surroundings(Draws):
         for value, version in zip(self.parameters, self.versions, strict=True):
             if version_of(value) != version:
                 return f"{self._name_of(value)} was changed in place"
-        for value, was_trained in zip(self.parameters, self._are_trained, strict=True):
-            if value.requires_grad is not was_trained:
-                return f"`requires_grad` of {self._name_of(value)} was set to {not was_trained}"
         now = Surroundings(self.name, self._modules, self, keeps_outputs=False)
         if now._modules != self._modules:
             return "a module in it was replaced, added or removed"
@@ -404,8 +438,6 @@ class Surroundings(Draws):
             return "a parameter in it was replaced"
         if now._hooks != self._hooks:
             return "hooks of its modules were added or removed, or a `forward` was replaced"
-        if (*_hooks_before.values(), *_hooks_after.values()) != self._global_hooks:
-            return "hooks of all modules were added or removed"
         return unrepeated()
 
     def _name_of(self, found: nn.Module | Tensor) -> str:
@@ -418,25 +450,6 @@ class Surroundings(Draws):
                 if part is found:
                     return f"`{name}` of {type(root).__name__}"
         return f"a {type(found).__name__}"
-
-
-_UNSET = object()
-
-
-def _differs(context: contextvars.Context) -> bool:
-    """Whether a context variable has another value here than in a context."""
-    return any(variable.get(_UNSET) is not value for variable, value in context.items())
-
-
-@contextmanager
-def _variables(context: contextvars.Context) -> Generator[None]:
-    """Return a context in which context variables have the values of another context."""
-    tokens = [(variable, variable.set(value)) for variable, value in context.items()]
-    try:
-        yield
-    finally:
-        for variable, token in reversed(tokens):
-            variable.reset(token)
 
 
 def _add(known: set[Code], parts: Iterable[Code]) -> None:

@@ -10,8 +10,6 @@ Rule 2. On an accelerator copies run on a stream of their own. It waits for the 
         neither.
 Rule 3. The file of a folder has no name: it is unlinked as it is made, so the system deletes it
         whatever becomes of the process.
-Rule 4. The place of a copy in the file is free again when the copy is gone and no thread writes to
-        it any more.
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,14 +33,8 @@ _NUM_THREADS = 2
 _MOST_AT_ONCE = 1 << 30  # a system call moves less than two gibibytes
 
 
-class Arrival(NamedTuple):
-    """A copy on its way back.
-
-    Args:
-        wait: returns the bytes, where the tensor was, when they have arrived.
-    """
-
-    wait: Callable[[], Tensor]
+# Waits until a copy is back, and returns its bytes, where the tensor was.
+Arrival = Callable[[], Tensor]
 
 
 def flat(storage: torch.UntypedStorage) -> Tensor:
@@ -133,7 +124,7 @@ class _HostCopy:
             self._current().wait_event(event)
             return tensor
 
-        return Arrival(wait)
+        return wait
 
 
 # -- a folder --------------------------------------------------------------------------------------
@@ -152,8 +143,7 @@ class FolderTier:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - See Rule 3
         weakref.finalize(self, self._file.close)
         self.threads = ThreadPoolExecutor(_NUM_THREADS, "recoup-offload")
-        self.free: dict[int, list[int]] = defaultdict(list)  # places in the file, by their length
-        self._end = 0
+        self._end = 0  # of the file, once all of it is written
         self._host = HostTier()
 
     def takes(self, tensor: Tensor) -> bool:
@@ -162,9 +152,7 @@ class FolderTier:
 
     def send(self, tensor: Tensor) -> _FolderCopy:
         """Begin to write `tensor`, of bytes and one dimension (See Rule 1)."""
-        free = self.free[tensor.numel()]
-        place = free.pop() if free else self._end
-        self._end = max(self._end, place + tensor.numel())
+        place, self._end = self._end, self._end + tensor.numel()
         source = self._host.send(tensor).held if self._host.takes(tensor) else tensor.cpu
         written = self.threads.submit(self.move, os.pwritev, place, [source])
         return _FolderCopy(self, tensor, place, written)
@@ -213,12 +201,10 @@ class _FolderCopy:
             read.result()
             return held.to(self._device, non_blocking=True)
 
-        return Arrival(wait)
+        return wait
 
     def __del__(self) -> None:
-        free, place = self._tier.free[self._num_bytes], self._place
         self._written.cancel()
-        self._written.add_done_callback(lambda _: free.append(place))  # See Rule 4
 
 
 Tier = HostTier | FolderTier

@@ -395,7 +395,7 @@ def _measured_per_byte(to: str, device: torch.device) -> float:
         start = time.perf_counter()
         sent = tier.send(data)
         sent.land()
-        sent.fetch().wait()
+        sent.fetch()()
         synchronize(device)
         seconds = time.perf_counter() - start
     return seconds / _TRIAL_BYTES

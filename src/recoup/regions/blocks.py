@@ -88,9 +88,9 @@ def recomputing(*, compare: bool = True) -> AbstractContextManager[None]:
     """Return a context whose values are not kept, even if a later operator would save them.
 
     Kept: the tensors from outside that operators within take, and the random state that the first
-    draw found (5 KB, or 8 bytes where a generator had just been seeded). Backward runs the
-    operators that it needs again, once, when it asks for the first value of the block. They repeat
-    their results and draws, whatever happened to a seed or generator since.
+    draw found (5 KB). Backward runs the operators that it needs again, once, when it asks for the
+    first value of the block. They repeat their results and draws, whatever happened to a seed or
+    generator since.
 
     Some memory is kept nevertheless, for correctness: memory that is allocated within and not
     overwritten as a whole by an operator (a custom kernel may have written to it); data received

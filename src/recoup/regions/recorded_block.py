@@ -23,7 +23,7 @@ Rule 6. An operator draws from the generator that it is given, or from the defau
         that it works on. It has drawn if the state of that generator has changed.
 Rule 7. A draw keeps the state before it where that is not the one that the previous draw of the
         block left: at the first draw, and where other code seeded the generator or drew from it in
-        between. A generator of the CPU that was only seeded is kept as its seed, 8 bytes.
+        between.
 Rule 8. The numbers come from a private generator in the same state, in forward too, since other
         threads may draw from the original one. An operator that takes no generator, or that works
         on a device for which torch makes none, draws from the default one, which is set to the
@@ -72,13 +72,13 @@ class Draw(NamedTuple):
     """A draw: its generator, by address or device, its device, and its states (See Rule 7).
 
     Attributes:
-        before: the state before it, or a seed; None if the previous draw left that state.
+        before: the state before it; None if the previous draw left that state.
         after: the hash of the state after it.
     """
 
     stream: Any
     device: torch.device
-    before: Tensor | int | None
+    before: Tensor | None
     after: int
 
 
@@ -104,20 +104,15 @@ class Draws:
             generator.set_state(after)
         if same_states((before,), (after,)):
             return result, None
-        kept: Tensor | int | None = before
-        if stream in self._left and same_states((self._left[stream][1],), (before,)):
-            kept = None
-        elif device.type == "cpu" and same_states((_seeded(generator.initial_seed()),), (before,)):
-            kept = generator.initial_seed()
+        goes_on = stream in self._left and same_states((self._left[stream][1],), (before,))
         self._left[stream] = generator, after
-        return result, Draw(stream, device, kept, hash_of((after,)))
+        return result, Draw(stream, device, None if goes_on else before, hash_of((after,)))
 
     def again(self, func: Any, args: Any, kwargs: dict[str, Any], draw: Draw | None) -> Any:
         """Run an operator so that it repeats its draw."""
         if draw is None:
             return func(*args, **kwargs)
         state = self._left[draw.stream][1] if draw.before is None else draw.before
-        state = _seeded(state) if isinstance(state, int) else state
         result, after = _run(func, args, kwargs, draw.device, state)
         if hash_of((after,)) != draw.after:
             raise ReplayError(
@@ -151,10 +146,6 @@ def _run(
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     given = tensors_in((args, kwargs))
     return kwargs.get("device") or (given[0].device if given else torch.device("cpu"))
-
-
-def _seeded(seed: int) -> Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
 
 
 @cache

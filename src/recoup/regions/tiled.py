@@ -210,7 +210,8 @@ class Tiled(Generic[P, T]):
             return self.run(args, kwargs)
         if is_followed():
             break_graph(_NOT_IN_GRAPH)
-        return (uncompiled(_run) if is_watched() else _run)(self, args, kwargs)
+        run = cast("Any", Tiled).run
+        return (uncompiled(run) if is_watched() else run)(self, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Call the function in tiles, in a graph of the compiler or outside of any."""
@@ -270,10 +271,6 @@ class TiledLoss(Tiled[P, Tensor]):
         outside = [t for t in (*captured_by(self._fn), *tiles.others) if isinstance(t, Tensor)]
         name, weights = f"the loss of {self._name} in tiles", tiles.weights()
         return summed_loss(name, loss, tiles.split, tiles.sizes, tiles.dim, *weights, outside)
-
-
-def _run(tiled: Tiled[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    return tiled.run(args, kwargs)
 
 
 def _pieces(tiles: Tiles) -> enumerate[tuple[Tensor, ...]]:

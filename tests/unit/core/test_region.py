@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +12,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import recoup
-from recoup._core import outcome, slots, surroundings
+from recoup._core import outcome, slots
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import Chain
@@ -93,7 +91,7 @@ def test_a_mask_without_history_ends_a_second_run():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_region_around_regions_stops_before_the_last_of_them(dropout):
-    """Also where that region draws: its draws are left to itself."""
+    """Unless that region draws, since a second run makes all draws of the first."""
     blocks, runs = [dense().double() for _ in range(3)], []
 
     def block(x, index):
@@ -115,7 +113,7 @@ def test_a_region_around_regions_stops_before_the_last_of_them(dropout):
     wanted = step(lambda fn, *args: fn(*args))
     for _ in range(2):
         assert all(map(torch.equal, step(recoup.checkpoint), wanted))
-    assert [runs.count(index) for index in range(3)] == [3, 3, 2]
+    assert [runs.count(index) for index in range(3)] == [3, 3, 3 if dropout else 2]
 
 
 def test_an_input_that_is_kept_and_passed_on_is_not_overwritten():
@@ -226,29 +224,6 @@ def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
     first.sum().backward()
     assert x.grad.tolist() == [2.0] * 3
     assert int(module.n) == 3
-
-
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_context_variables_of_forward_are_there_in_a_backward_of_another_thread(
-    is_nested, monkeypatch
-):
-    """As backward of an accelerator is; there they have no values, and keep none."""
-    monkeypatch.setattr(surroundings, "accelerator", lambda: torch.device("cuda"))
-    variable = contextvars.ContextVar("factor")
-    scaled = lambda x: (variable.get() * x).sin()  # noqa: E731
-    inner = (lambda x: recoup.checkpoint(scaled, x)) if is_nested else scaled
-    x = torch.randn(5, requires_grad=True)
-
-    def check():
-        variable.set(3.0)
-        (wanted,) = torch.autograd.grad(scaled(x).sum(), x)
-        loss = recoup.checkpoint(inner, x).sum()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(loss.backward).result()
-            assert pool.submit(variable.get, None).result() is None
-        assert torch.equal(x.grad, wanted)
-
-    contextvars.copy_context().run(check)
 
 
 def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):

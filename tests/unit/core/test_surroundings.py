@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from recoup.errors import ChangedError, ReplayError
 
 
 class Counting(nn.Module):
-    """A layer that counts in a buffer, from one of its steps on."""
+    """A layer that counts in a buffer, a parameter or an attribute, from one of its steps on."""
 
     def __init__(self, count, first_step=0):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("late", None)
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.plain = torch.zeros(4)
         self.num_steps, self.count, self.first_step = 0, count, first_step
 
     def forward(self, x):
@@ -47,6 +50,26 @@ def register(module, mean):
         module.register_buffer("new", mean)
 
 
+def assign_parameter(module, mean):
+    module.frozen = nn.Parameter(0.9 * module.frozen + mean, requires_grad=False)
+
+
+def write_to_parameter(module, mean):
+    module.frozen.mul_(0.9).add_(mean)
+
+
+def write_to_data(module, mean):
+    module.frozen.data.mul_(0.9).add_(mean)
+
+
+def assign_data(module, mean):
+    module.frozen.data = 0.9 * module.frozen.data + mean
+
+
+def write_to_attribute(module, mean):
+    module.plain.mul_(0.9).add_(mean)
+
+
 def planned(model, x):
     recoup.plan(model, x, policy="full").apply()
     return model
@@ -56,10 +79,25 @@ def checkpointed(model, x):
     return lambda x: recoup.checkpoint(model[1], recoup.checkpoint(model[0], x))
 
 
-@pytest.mark.parametrize("first_step", [0, 2])
-@pytest.mark.parametrize("count", [assign, write, assign_first, register])
+def counts_of(model):
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return found | {f"{place}.plain": module.plain for place, module in enumerate(model)}
+
+
+AT_ANY_TIME = assign, write, assign_first, register, assign_parameter, write_to_parameter
+FROM_THE_FIRST_STEP = write_to_data, assign_data, write_to_attribute
+
+
+@pytest.mark.filterwarnings("ignore:The plan for a Sequential keeps everything")
+@pytest.mark.parametrize(
+    ("count", "first_step"),
+    [
+        *((count, step) for count in AT_ANY_TIME for step in (0, 2)),
+        *((count, 0) for count in FROM_THE_FIRST_STEP),
+    ],
+)
 @pytest.mark.parametrize("way", [planned, checkpointed])
-def test_a_buffer_counts_once_in_each_step_however_it_is_assigned(way, count, first_step):
+def test_what_a_forward_counts_is_counted_once_in_each_step(way, count, first_step):
     torch.manual_seed(0)
     plain = nn.Sequential(*(Counting(count, first_step) for _ in range(2)))
     other, x = copy.deepcopy(plain), torch.randn(3, 4)
@@ -70,11 +108,11 @@ def test_a_buffer_counts_once_in_each_step_however_it_is_assigned(way, count, fi
             for module in model:
                 module.num_steps = step
             call(x).sum().backward()
-        wanted, found = dict(plain.named_buffers()), dict(other.named_buffers())
+        wanted, found = counts_of(plain), counts_of(other)
         assert wanted.keys() == found.keys()
         assert all(torch.equal(found[name], each) for name, each in wanted.items())
-    for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
-        assert torch.equal(found.grad, wanted.grad)
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(one.linear.weight.grad, two.linear.weight.grad)
 
 
 class Keeping(nn.Module):
@@ -119,6 +157,42 @@ def test_what_a_forward_sets_on_a_module_is_of_the_first_run(way):
     for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)
         assert len(found._backward_hooks or ()) == len(wanted._backward_hooks or ())
+
+
+@pytest.mark.parametrize("way", [planned, checkpointed])
+def test_threads_that_share_a_module_find_all_its_attributes(way):
+    model, x, errors = nn.Sequential(Keeping(), Keeping()), torch.randn(3, 4), []
+    run = way(model, x)
+
+    def train():
+        try:
+            for _ in range(50):
+                run(x).sum().backward()
+        except Exception as error:  # noqa: BLE001 - whatever a module without attributes raises
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors == []
+
+
+def test_a_hook_on_a_parameter_that_had_one_is_set_by_the_first_run_alone():
+    linear, x, handles = nn.Linear(4, 4), torch.randn(3, 4), []
+    linear.weight.register_hook(lambda gradient: gradient).remove()
+
+    def run(x):
+        handles.append(linear.weight.register_hook(lambda gradient: 2 * gradient))
+        return linear(x).tanh()
+
+    y = recoup.checkpoint(run, x)
+    handles[0].remove()
+    y.sum().backward()
+    (wanted,) = torch.autograd.grad(linear(x).tanh().sum(), linear.weight)
+    assert torch.equal(linear.weight.grad, wanted)
+    assert not linear.weight._backward_hooks
 
 
 class Decaying(nn.Module):

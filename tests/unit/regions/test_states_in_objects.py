@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +52,19 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x, state)
         return x
+
+
+def test_a_forward_without_a_backward_is_freed_with_the_object_that_it_wrote_to():
+    linear, states = nn.Linear(DIM, DIM), []
+
+    def run(x, state):
+        states.append(weakref.ref(state))
+        state.seen = linear(x).tanh()
+        return state.seen.cos()
+
+    recoup.checkpoint(run, torch.randn(4, DIM), State())
+    gc.collect()
+    assert states[0]() is None
 
 
 @pytest.mark.parametrize("write", [count_in_place, fill_in_place])

@@ -89,14 +89,6 @@ def of_targets(**options):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: recoup.tiled(7), "`fn` is 7"),
-        (lambda: recoup.tiled(torch.sin, "1"), "`dim` is '1'"),
-        (lambda: recoup.tiled(torch.sin, tiles=0), "`tiles` is 0"),
-        (lambda: recoup.tiled(torch.sin, tiles=2.0), "`tiles` is 2.0"),
-        (lambda: recoup.tiled(torch.sin, reduction="max"), "`reduction` is 'max'"),
-        (lambda: recoup.tiled(torch.relu, split=0), "`split` is 0"),
-        (lambda: recoup.tiled_loss(torch.sum, split="x"), "`split` is 'x'"),
-        (lambda: recoup.tiled_loss(torch.sum, ignore_index=None), "`ignore_index` is None"),
         (lambda: recoup.tiled_loss(torch.sum, reduction="none"), '`reduction` is "none"'),
         (lambda: recoup.tiled(torch.sin)(rows(3)), "`dim` is 1.*shape \\(3,\\)"),
         (lambda: recoup.tiled(torch.sin, -3)(rows(3, 4)), "`dim` is -3"),
