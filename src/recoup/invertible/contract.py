@@ -171,11 +171,6 @@ class Backwards(Adapted):
         self.takes_context = layer.takes_context
 
     @property
-    def is_light(self) -> bool:
-        """Whether backward inverts the layer, and it has no networks."""
-        return getattr(self.transform, "is_light", False)
-
-    @property
     def has_started(self) -> bool:
         """Whether the layer has seen a batch in the mode that it is in."""
         return getattr(self.transform, "has_started", True)
