@@ -313,7 +313,7 @@ class _Sample:
         self._module = module
         self._x = x.clone().requires_grad_()
         self._contexts = tuple(each.clone().requires_grad_() for each in contexts)
-        self._others = dict(zip(("the context",), self._contexts, strict=False))
+        self._others: dict[str, Tensor] = dict(zip(("the context",), self._contexts, strict=False))
         self._others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     @cached_property
