@@ -12,7 +12,7 @@ from torch import nn
 import recoup
 from recoup.errors import DriftError
 from recoup.flows import chains_of
-from recoup.invertible import Chain, DriftGuard, adapt, check_invertible
+from recoup.invertible import Chain, DriftGuard, adapt
 from tests.alive import allocated_bytes
 from tests.oracle import assert_same_step, assert_same_tensors, run_step, tensors
 from tests.programs.flows import (
@@ -85,12 +85,6 @@ def test_a_step_is_the_one_of_the_library(name, memory):
     assert_like_plain(plain, ours)
 
 
-@pytest.mark.parametrize("name", COUPLINGS)
-def test_a_step_in_float32(name):
-    plain, ours = pair(name, depth=8, width=32, dtype=torch.float32, std=0.05)
-    assert_like_plain(plain, ours, given(torch.float32), rtol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLINGS)
 def test_memory_is_flat_in_depth(name):
@@ -149,16 +143,6 @@ def test_second_derivatives(name):
         return gradient.square().sum() + 0 * sum(p.sum() for p in density.parameters())
 
     assert_trained_alike(lambda: Density(build(name)), loss, given, rtol=1e-8)
-
-
-@pytest.mark.parametrize("name", [name for name in FLOWS if name != "nflows_batch_norm"])
-def test_adapted_layers_keep_the_contract(name):
-    flow = recoup.train_in(build(name, depth=2, width=4).flow.eval())
-    (chain,) = chains_of(flow)
-    x, context = given(batch=2)
-    takes = chain.takes_context and not name.startswith(("normflows_affine", "normflows_auto"))
-    report = check_invertible(chain, x, context if takes else None, tolerance=1e-5)
-    assert report, report
 
 
 INVERSES = {

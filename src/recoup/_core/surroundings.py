@@ -167,9 +167,12 @@ class Surroundings(Draws):
                 parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
             if own["_buffers"]:
                 buffers.append((own["_buffers"], own["_buffers"].copy()))
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            forward = own.get("forward")
+            if forward is not None and hasattr(forward, "is_lent"):  # by the layer around it
+                forward = None
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or forward is not None:
                 hooks += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-                hooks.append(own.get("forward"))
+                hooks.append(forward)
             if own["_modules"]:
                 for child in own["_modules"].values():
                     if child is not None and child not in found:

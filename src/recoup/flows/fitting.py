@@ -6,13 +6,13 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_whole
+from recoup._arguments import check_type, check_whole
 from recoup._core.devices import generators_restored
 from recoup.flows.flow import Flow
 from recoup.flows.networks import check_labels
@@ -111,11 +111,8 @@ def fit(
         >>> fitted.epochs, flow.memory, flow.sample(3).shape
         (2, 'constant', torch.Size([3, 2]))
     """
-    if not isinstance(flow, Flow):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`flow` is of type {type(flow).__name__}, but must be a Flow.")
-    for name, count in {"epochs": epochs, "batch_size": batch_size, "patience": patience}.items():
-        if not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"`{name}` is {count!r}, but must be a whole number of at least 1.")
+    check_type(Flow, "a Flow", flow=flow)
+    check_whole(epochs=epochs, batch_size=batch_size, patience=patience)
     check_whole(-(2**63), most=2**63 - 1, seed=seed)
     if not isinstance(learning_rate, Real) or not 0 <= learning_rate < math.inf:
         raise ValueError(

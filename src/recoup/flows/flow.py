@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +93,17 @@ class Flow(HasChain):
             check_type(Distribution, "a torch.distributions.Distribution", base=base)
         if num_classes is not None:
             check_whole(num_classes=num_classes)
-        _check(chain, levels, dequantize, num_classes)
+        if dequantize is not None and levels not in (None, dequantize.levels):
+            raise ValueError(
+                f"`levels` is {levels}, but `dequantize` is for {dequantize.levels} levels. Leave "
+                f"`levels` out, or make them equal."
+            )
+        if num_classes is not None and not chain.takes_context:
+            raise ValueError(
+                f"`num_classes` is {num_classes}, but nothing in `chain` takes a context, so "
+                "labels would change nothing. Give its couplings networks with "
+                f"`num_context={num_classes}`."
+            )
         self.chain = chain
         self.shape = sizes_of(shape)
         if dequantize is None and levels is not None:
@@ -205,8 +214,7 @@ class Flow(HasChain):
         Raises:
             ValueError: When `temperature` is negative, or not 1 and the base has no `loc`.
         """
-        drawn = self._draw(n, temperature, generator)
-        return self.inverse(as_latents([draw() for draw in drawn]), labels)
+        return self.inverse(as_latents(self._draw(n, temperature, generator)), labels)
 
     @torch.no_grad()
     def vary(
@@ -233,7 +241,7 @@ class Flow(HasChain):
         kept = as_tuple(self(x, labels)[0])
         anew = chosen(indices, len(kept))
         drawn = self._draw(len(x), temperature, generator)
-        mixed = [drawn[i]() if i in anew else z for i, z in enumerate(kept)]
+        mixed = [drawn[i] if i in anew else z for i, z in enumerate(kept)]
         return self.inverse(as_latents(mixed), labels)
 
     @torch.no_grad()
@@ -278,14 +286,14 @@ class Flow(HasChain):
 
     def _draw(
         self, n: int, temperature: float | Sequence[float], generator: torch.Generator | None
-    ) -> list[Callable[[], Tensor]]:
-        """Return a function for each latent that draws it."""
+    ) -> list[Tensor]:
+        """Draw each latent."""
         check_whole(0, n=n)
         if generator is not None:
             check_type(torch.Generator, "a torch.Generator", generator=generator)
         shapes = self._shapes_of_latents()
         return [
-            partial(self.base.sample, (n, *shape), t, generator)
+            self.base.sample((n, *shape), t, generator)
             for shape, t in zip(shapes, temperature_of_each(temperature, len(shapes)), strict=True)
         ]
 
@@ -311,24 +319,6 @@ class Flow(HasChain):
         """Show shape, levels and classes."""
         classes = "" if self.num_classes is None else f", num_classes={self.num_classes}"
         return f"shape={tuple(self.shape)}, levels={self.levels}{classes}"
-
-
-def _check(
-    chain: Chain,
-    levels: int | None,
-    dequantize: Dequantize | VariationalDequantize | None,
-    num_classes: int | None,
-) -> None:
-    if dequantize is not None and levels not in (None, dequantize.levels):
-        raise ValueError(
-            f"`levels` is {levels}, but `dequantize` is for {dequantize.levels} levels. Leave "
-            f"`levels` out, or make them equal."
-        )
-    if num_classes is not None and not chain.takes_context:
-        raise ValueError(
-            f"`num_classes` is {num_classes}, but nothing in `chain` takes a context, so labels "
-            f"would change nothing. Give its couplings networks with `num_context={num_classes}`."
-        )
 
 
 @contextmanager

@@ -109,14 +109,11 @@ class FlowPlusPlus(Flow):
                 *steps("channels", size, (num_steps + 1) // 2),
                 *steps("checkerboard", size, num_steps),
             ]
+        noise = _dequantize(shape, levels, width, dropout, memory) if variational else None
         super().__init__(
-            Chain(*stages, memory=memory),
-            shape=shape,
-            levels=levels,
-            base=base,
-            dequantize=_dequantize(shape, levels, width, dropout, memory) if variational else None,
+            Chain(*stages, memory=memory), shape=shape, levels=levels, base=base, dequantize=noise,
             num_classes=num_classes,
-        )
+        )  # fmt: skip
 
 
 def _before(num_channels: int) -> list[InvertibleModule]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -160,6 +160,7 @@ class _Method:
     """
 
     names: tuple[str, ...] = ("forward",)
+    run: Callable[..., Any]  # runs the layers as a chain
 
     def __init__(self, whole: nn.Module, name: str, chains: list[_Chains]) -> None:
         self.whole, self.name, self.chains = whole, name, chains
@@ -173,10 +174,6 @@ class _Method:
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Call the library's own method."""
         return getattr(type(self.whole), self.name)(self.whole, *args, **kwargs)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layers as a chain."""
-        raise NotImplementedError
 
 
 class _OfNflows(_Method):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch.distributions import Distribution
 
+from recoup._arguments import check_choice
 from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
 from recoup.invertible import (
@@ -80,14 +81,8 @@ class Glow(Flow):
         base: Distribution | None = None,
     ) -> None:
         check_counts(num_levels=num_levels, num_steps=num_steps, num_classes=num_classes)
-        for name, value, choices in (
-            ("coupling", coupling, ("affine", "additive")),
-            ("conv1x1", conv1x1, ("plain", "lu")),
-        ):
-            if value not in choices:
-                raise ValueError(
-                    f'`{name}` is {value!r}, but must be "{choices[0]}" or "{choices[1]}".'
-                )
+        check_choice("affine", "additive", coupling=coupling)
+        check_choice("plain", "lu", conv1x1=conv1x1)
         check_shape(shape, num_levels, least=None)
         couple, copies = (AffineCoupling, 2) if coupling == "affine" else (AdditiveCoupling, 1)
         mix = InvertibleConv1x1 if conv1x1 == "plain" else InvertibleConv1x1LU
@@ -104,10 +99,5 @@ class Glow(Flow):
             if level < num_levels - 1:
                 stages += [Split()]
                 num_channels //= 2
-        super().__init__(
-            Chain(*stages, memory=memory),
-            shape=shape,
-            levels=levels,
-            base=base,
-            num_classes=num_classes,
-        )
+        chain = Chain(*stages, memory=memory)
+        super().__init__(chain, shape=shape, levels=levels, base=base, num_classes=num_classes)

@@ -126,16 +126,13 @@ def as_latents(parts: Sequence[Tensor]) -> Latents:
 
 
 def temperature_of_each(
-    temperature: float | Sequence[float] | Tensor, num_latents: int
+    temperature: float | Sequence[float], num_latents: int
 ) -> tuple[float, ...]:
     """Return one temperature per latent.
 
     Raises:
         ValueError: When the number of temperatures is not that of the latents.
     """
-    if isinstance(temperature, Tensor):
-        temperature = [float(value) for value in temperature.flatten()]
-        temperature = temperature[0] if len(temperature) == 1 else temperature
     for each in temperature if isinstance(temperature, list | tuple) else (temperature,):
         check_real(temperature=each)
     if not isinstance(temperature, Sequence):

@@ -104,13 +104,9 @@ class NICE(Flow):
             "vector", size, num_couplings, couple=couple, copies=1, before=lambda _: [],
             width=width, depth=depth, dropout=dropout, num_context=num_classes or 0,
         )  # fmt: skip
-        super().__init__(
-            Chain(*stages, ActNorm(size), memory=memory),
-            shape=shape,
-            levels=levels,
-            base=Logistic(0.0, 1.0) if base is None else base,
-            num_classes=num_classes,
-        )
+        chain = Chain(*stages, ActNorm(size), memory=memory)
+        base = Logistic(0.0, 1.0) if base is None else base
+        super().__init__(chain, shape=shape, levels=levels, base=base, num_classes=num_classes)
 
 
 def _scaling(levels: int) -> Normalize:

@@ -92,13 +92,8 @@ class RealNVP(Flow):
             ]
             size *= 2
         stages += steps("checkerboard" if is_image else "vector", size, num_steps)
-        super().__init__(
-            Chain(*stages, memory=memory),
-            shape=shape,
-            levels=levels,
-            base=base,
-            num_classes=num_classes,
-        )
+        chain = Chain(*stages, memory=memory)
+        super().__init__(chain, shape=shape, levels=levels, base=base, num_classes=num_classes)
 
 
 def _before(num_channels: int) -> list[InvertibleModule]:

@@ -25,18 +25,6 @@ class ModuleStage:
         context: the context of the chain, the second tensor of the state; None for none.
     """
 
-    __slots__ = (
-        "_hands_context",
-        "_is_checked",
-        "_is_split",
-        "_num_early",
-        "code",
-        "is_adapted",
-        "is_in_place",
-        "module",
-        "modules",
-        "name",
-    )
     compares = True
 
     def __init__(self, name: str, module: InvertibleModule, context: Tensor | None) -> None:

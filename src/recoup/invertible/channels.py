@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Self
 
 import torch
@@ -27,15 +28,27 @@ _LEAST_SPREAD = 1e-6
 
 
 class _OfChannels(InvertibleModule):
-    """A layer that does the same at every position, for a fixed number of channels."""
+    """A layer that does the same at every position, for a fixed number of channels.
+
+    Its parameters are made in `_make`, like an empty tensor of their type and device.
+    """
 
     def __init__(
-        self, num_channels: int, device: torch.device | str | None, dtype: torch.dtype | None
+        self,
+        num_channels: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_whole(num_channels=num_channels)
         check_place(device, dtype)
         self.num_channels = num_channels
+        self._make(torch.empty(0, device=device, dtype=dtype))
+
+    @abstractmethod
+    def _make(self, like: Tensor) -> None:
+        """Make the parameters."""
 
     def extra_repr(self) -> str:
         """Show the number of channels."""
@@ -72,16 +85,9 @@ class ActNorm(_OfChannels):
     Kingma and Dhariwal, "Glow", https://arxiv.org/abs/1807.03039, section 3.1.
     """
 
-    def __init__(
-        self,
-        num_channels: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, device, dtype)
-        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
-        self.log_scale = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+    def _make(self, like: Tensor) -> None:
+        self.bias = nn.Parameter(like.new_zeros(self.num_channels))
+        self.log_scale = nn.Parameter(like.new_zeros(self.num_channels))
         # A Python bool: a tensor would need a device sync in each forward, and a replay would have
         # to leave its value unchanged.
         self.started = False
@@ -156,15 +162,8 @@ class InvertibleConv1x1(_OfChannels):
     Kingma and Dhariwal, "Glow", https://arxiv.org/abs/1807.03039, section 3.2.
     """
 
-    def __init__(
-        self,
-        num_channels: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, device, dtype)
-        self.weight = nn.Parameter(_rotation(num_channels, device, dtype))
+    def _make(self, like: Tensor) -> None:
+        self.weight = nn.Parameter(_rotation(self.num_channels, like))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
@@ -174,14 +173,9 @@ class InvertibleConv1x1(_OfChannels):
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        # One factorisation for both; `inv` and `slogdet` would each compute their own.
         weight = _wide(self.weight)
-        factors, pivots = _linalg.lu_factor(weight)
-        undone: Tensor = _linalg.lu_solve(
-            factors, pivots, torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-        )
-        log_abs_det: Tensor = factors.diagonal().abs().log().sum()
-        x = _mix(y, undone.to(self.weight.dtype))
+        log_abs_det: Tensor = _linalg.slogdet(weight)[1]
+        x = _mix(y, _linalg.inv(weight).to(self.weight.dtype))
         return x, at_each_position(-log_abs_det, y).to(x.dtype)
 
 
@@ -216,15 +210,8 @@ class InvertibleConv1x1LU(_OfChannels):
     permutation: Tensor
     sign: Tensor
 
-    def __init__(
-        self,
-        num_channels: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, device, dtype)
-        weight = _rotation(num_channels, device, dtype)
+    def _make(self, like: Tensor) -> None:
+        weight = _rotation(self.num_channels, like)
         self.register_buffer("permutation", torch.empty_like(weight))
         self.register_buffer("sign", torch.empty_like(weight[0]))
         self.lower = nn.Parameter(torch.empty_like(weight))
@@ -288,9 +275,7 @@ def _channel_mean(x: Tensor) -> Tensor | None:
     return sums[:-1] / sums[-1] if bool(sums[-1] > 0) else None
 
 
-def _rotation(
-    num_channels: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Tensor:
+def _rotation(num_channels: int, like: Tensor) -> Tensor:
     """Draw a rotation matrix, uniform over rotations, in float32 on the CPU, then moved."""
     factors: tuple[Tensor, Tensor] = _linalg.qr(
         torch.randn(num_channels, num_channels, dtype=torch.float32, device="cpu")
@@ -299,9 +284,8 @@ def _rotation(
     rotation = factors[0] * factors[1].diagonal().sign()
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
-    # QR transposes it, and some optimizers flatten with a view. Without a type or a device it has
-    # torch's defaults, as other parameters have.
-    return rotation.contiguous().to(torch.empty(0, device=device, dtype=dtype))
+    # QR transposes it, and some optimizers flatten with a view.
+    return rotation.contiguous().to(like)
 
 
 def _wide(matrix: Tensor) -> Tensor:
@@ -311,14 +295,8 @@ def _wide(matrix: Tensor) -> Tensor:
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:
     check_channels(x, weight.shape[0])
-    if torch.is_autocast_enabled(x.device.type):
-        with without_autocast(x.device.type):
-            return _product(x, weight)
-    return _product(x, weight)
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
     # One product of matrices: for so few channels a convolution takes two to three times as long
     # on a CPU, and on CUDA it would round to TF32, which cannot be inverted. With the channels
     # last, which the result is from then on, the convolutions of couplings are faster, too.
-    return functional.linear(x.movedim(1, -1), weight).movedim(-1, 1)
+    with without_autocast(x.device.type):
+        return functional.linear(x.movedim(1, -1), weight).movedim(-1, 1)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ _MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension and sampl
 _SEED = 0
 
 Contexts = tuple[Tensor, ...]  # empty, or a context
-Gradients = dict[str, tuple[Tensor | None, Tensor]]  # stated (None: no gradient), true
+Pairs = dict[str, tuple[Tensor | None, Tensor | None]]  # actual and expected; None: no gradient
 
 _linalg: Any = torch.linalg  # torch does not type its functions
 
@@ -213,46 +214,16 @@ def _round_trip(
 def _log_dets(
     module: InvertibleModule, x: Tensor, contexts: Contexts, tolerance: float
 ) -> Iterator[Finding]:
-    def points() -> Iterator[_Point]:
-        for i in range(min(len(x), _MOST_SAMPLES)):
-            sample = x[i : i + 1].clone().requires_grad_()
-            own = tuple(c[i : i + 1].clone().requires_grad_() for c in contexts)
-            others = dict(zip(("the context",), own, strict=False))
-            others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-            yield _Point(
-                lambda value, own=own: _run(module, "forward", value, own),
-                lambda value, own=own: _run(module, "inverse", value, own),
-                sample,
-                others,
-            )
-
-    def values() -> tuple[float, str]:
-        pairs = [point.log_dets() for point in points()]
-        stated, true = (torch.cat(each) for each in zip(*pairs, strict=True))
-        return _error(stated, true), ""
-
-    yield _attempt("log-det and autograd's Jacobian", tolerance, values)
-    for name, gradients in (
-        ("gradient of the log-det", _Point.gradients),
-        ("gradient of the inverse's log-det", _Point.gradients_of_inverse),
+    samples = [
+        _Sample(module, x[at : at + 1], tuple(each[at : at + 1] for each in contexts))
+        for at in range(min(len(x), _MOST_SAMPLES))
+    ]
+    for name, pairs_of in (
+        ("log-det and autograd's Jacobian", _Sample.log_dets),
+        ("gradient of the log-det", _Sample.gradients),
+        ("gradient of the inverse's log-det", _Sample.gradients_of_inverse),
     ):
-        yield _attempt(
-            name, tolerance, lambda of=gradients: _worst([*map(of, points())], tolerance)
-        )
-
-
-def _worst(samples: Sequence[Gradients], tolerance: float) -> tuple[float, str]:
-    """Return the largest error of gradients by name, and a note on which are wrong."""
-    errors: dict[str, float] = {}
-    missing: set[str] = set()
-    for name, (stated, true) in (pair for gradients in samples for pair in gradients.items()):
-        error = _error(
-            (torch.zeros_like(true) if stated is None else stated).flatten(), true.flatten()
-        )
-        errors[name] = error if math.isnan(error) else max(errors.get(name, 0.0), error)
-        if stated is None and not error <= tolerance:
-            missing.add(name)
-    return _summed_up(errors, tolerance, "no gradient, though it depends on", missing)
+        yield _attempt(name, tolerance, lambda of=pairs_of: _worst([*map(of, samples)], tolerance))
 
 
 def _gradients(
@@ -261,15 +232,7 @@ def _gradients(
     def compare() -> tuple[float, str]:
         expected = _gradients_by_name(module, x, contexts, "linear")
         actual = _gradients_by_name(module, x, contexts, mode)
-        errors: dict[str, float] = {}
-        for name, gradient in expected.items():
-            other = actual[name]
-            if gradient is None or other is None:
-                errors[name] = 0.0 if gradient is other else math.inf
-            else:
-                errors[name] = _error(other, gradient)
-        unused = {name for name, gradient in expected.items() if gradient is actual[name] is None}
-        return _summed_up(errors, tolerance, "no gradient in any mode", unused)
+        return _worst([{name: (actual[name], expected[name]) for name in expected}], tolerance)
 
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
 
@@ -294,24 +257,33 @@ def _gradients_by_name(
 
     def loss() -> Tensor:
         y, log_det = chain(x, *contexts)
-        values = _flat(y)
-        return (values * torch.randn_like(values)).sum() + (
-            log_det * torch.randn_like(log_det)
-        ).sum()
+        values = torch.cat([_flat(y), log_det.unsqueeze(1)], dim=1)
+        return (values * torch.randn_like(values)).sum()
 
-    gradients = torch.autograd.grad(
-        with_seed(loss, _SEED), list(leaves.values()), allow_unused=True, materialize_grads=False
-    )
-    return dict(zip(leaves, gradients, strict=True))
+    found = _gradients_of(with_seed(loss, _SEED), list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
 
 
-def _summed_up(
-    errors: dict[str, float], tolerance: float, what: str, names: set[str]
-) -> tuple[float, str]:
-    """Return the largest error, and a note on the wrong ones, and on `names`, which are `what`."""
-    wrong = [name for name, e in errors.items() if not e <= tolerance and name not in names]
-    parts = ("wrong", wrong), (what, sorted(names))
-    note = "; ".join(f"{words}: {', '.join(each)}" for words, each in parts if each)
+def _worst(samples: Sequence[Pairs], tolerance: float) -> tuple[float, str]:
+    """Return the largest error of values by name, and a note on which are wrong."""
+    errors: dict[str, float] = {}
+    missing: set[str] = set()
+    unused: set[str] = set()
+    for name, (actual, expected) in (pair for pairs in samples for pair in pairs.items()):
+        if actual is None and expected is None:
+            unused.add(name)
+            continue
+        error = _error(*_or_zeros((actual, expected), (expected, actual)))
+        errors[name] = error if math.isnan(error) else max(errors.get(name, 0.0), error)
+        if actual is None and not error <= tolerance:
+            missing.add(name)
+    wrong = [name for name, error in errors.items() if not error <= tolerance]
+    said = {
+        "wrong": [name for name in wrong if name not in missing],
+        "no gradient, though it depends on": sorted(missing),
+        "no gradient in any mode": sorted(unused),
+    }
+    note = "; ".join(f"{words}: {', '.join(names)}" for words, names in said.items() if names)
     # NaN if any error is NaN: max() alone would depend on the order.
     is_nan = any(map(math.isnan, errors.values()))
     return math.nan if is_nan else max(errors.values(), default=0.0), note
@@ -324,87 +296,81 @@ def _error(actual: Tensor, expected: Tensor) -> float:
         )
     if expected.numel() == 0:
         return 0.0
+    actual, expected = actual.detach(), expected.detach()
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
-class _Linearized(NamedTuple):
-    values: Tensor
-    jacobian: Tensor
-    stated: Tensor
-    true: Tensor
-
-
-class _Point:
+class _Sample:
     """A module at one sample, with the log-determinants and gradients to compare.
 
     Args:
-        forward: maps the sample to the value and its log-determinant.
-        inverse: maps the value to the sample and its log-determinant.
-        x: the sample, of shape ``(1, ...)``, a leaf that requires grad.
-        others: other tensors that the module reads and differentiates, by name.
+        module: the module.
+        x: the sample, of shape ``(1, ...)``.
+        contexts: its context, if any.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[Tensor], tuple[Any, Tensor]],
-        inverse: Callable[[Any], tuple[Tensor, Tensor]],
-        x: Tensor,
-        others: dict[str, Tensor],
-    ) -> None:
-        self._forward = forward
-        self._inverse = inverse
-        self._x = x
-        self._others = others
+    def __init__(self, module: InvertibleModule, x: Tensor, contexts: Contexts) -> None:
+        self._module = module
+        self._x = x.clone().requires_grad_()
+        self._contexts = tuple(each.clone().requires_grad_() for each in contexts)
+        self._others: dict[str, Tensor] = dict(zip(("the context",), self._contexts, strict=False))
+        self._others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-    def log_dets(self) -> tuple[Tensor, Tensor]:
-        """Return the log-determinant that the module states, and the true one, each ``(1,)``."""
-        found = self._linearized(self._forward(self._x), has_graph=False)
-        return found.stated.detach(), found.true.detach().reshape(1)
+    @cached_property
+    def _forward(self) -> tuple[Any, Tensor]:
+        return _run(self._module, "forward", self._x, self._contexts)
 
-    def gradients(self) -> Gradients:
-        """Return the gradients of the log-determinant of forward, by name."""
-        found = self._linearized(self._forward(self._x), has_graph=True)
-        wanted = {"the input": self._x, **self._others}
-        stated = _gradients_of(found.stated, list(wanted.values()))
-        true = _or_zeros(_gradients_of(found.true, list(wanted.values())), wanted.values())
-        return dict(zip(wanted, zip(stated, true, strict=True), strict=True))
-
-    def gradients_of_inverse(self) -> Gradients:
-        """Return the gradients of the log-determinant of inverse, by name."""
-        y, log_det = self._forward(self._x)
-        found = self._linearized((y, log_det), has_graph=True)
-        others = list(self._others.values())
-        at_x, *at_others = _or_zeros(
-            _gradients_of(found.true, [self._x, *others]), [self._x, *others]
-        )
-        pulled: Tensor = _linalg.solve(found.jacobian.detach().T, at_x.flatten())
-        through = _or_zeros(_gradients_of(found.values, others, pulled), others)
-        given = [part.detach().requires_grad_() for part in _parts(y)]
-        _, stated = self._inverse(tuple(given) if isinstance(y, tuple) else given[0])
-        at_y = _or_none(_gradients_of(stated, given), given)
-        gradients: Gradients = {"the input": (at_y, -pulled)}
-        for name, actual, one, two in zip(
-            self._others, _gradients_of(stated, others), through, at_others, strict=True
-        ):
-            gradients[name] = (actual, one - two)
-        return gradients
-
-    def _linearized(self, pair: tuple[Any, Tensor], *, has_graph: bool) -> _Linearized:
-        y, stated = pair
-        values = _flat(y)[0]
+    @cached_property
+    def _jacobian(self) -> Tensor:
+        values = _flat(self._forward[0])[0]
         if values.numel() != self._x.numel():
             raise ValueError(
                 f"`forward` maps {self._x.numel()} numbers a sample to {values.numel()}; an "
                 "invertible layer keeps their number."
             )
         rows = [
-            torch.autograd.grad(
-                value, self._x, retain_graph=True, create_graph=has_graph, materialize_grads=True
-            )[0].flatten()
+            torch.autograd.grad(value, self._x, create_graph=True, materialize_grads=True)[0]
             for value in values.unbind()
         ]
-        jacobian = torch.stack(rows)
-        return _Linearized(values, jacobian, stated, _linalg.slogdet(jacobian).logabsdet)
+        return torch.stack([row.flatten() for row in rows])
+
+    @cached_property
+    def _gradients(self) -> dict[str, Tensor]:
+        """The gradients of the true log-determinant."""
+        leaves = {"the input": self._x, **self._others}
+        log_det: Tensor = _linalg.slogdet(self._jacobian).logabsdet
+        found = _or_zeros(_gradients_of(log_det, list(leaves.values())), leaves.values())
+        return dict(zip(leaves, found, strict=True))
+
+    def log_dets(self) -> Pairs:
+        """Return the log-determinant that the module states, and the true one."""
+        log_det: Tensor = _linalg.slogdet(self._jacobian).logabsdet
+        return {"the log-det": (self._forward[1], log_det.unsqueeze(0))}
+
+    def gradients(self) -> Pairs:
+        """Return the gradients of the log-determinant of forward."""
+        true = self._gradients
+        stated = _gradients_of(self._forward[1], [self._x, *self._others.values()])
+        return {name: (of, true[name]) for name, of in zip(true, stated, strict=True)}
+
+    def gradients_of_inverse(self) -> Pairs:
+        """Return the gradients of the log-determinant of inverse."""
+        y, _ = self._forward
+        others = list(self._others.values())
+        at_x = self._gradients["the input"].flatten()
+        pulled: Tensor = _linalg.solve(self._jacobian.detach().T, at_x)
+        through = _or_zeros(_gradients_of(_flat(y)[0], others, pulled), others)
+        given = [part.detach().requires_grad_() for part in _parts(y)]
+        of_y = tuple(given) if isinstance(y, tuple) else given[0]
+        _, stated = _run(self._module, "inverse", of_y, self._contexts)
+        at_y = _gradients_of(stated, given)
+        has_none = all(each is None for each in at_y)
+        joined = None if has_none else _flat(tuple(_or_zeros(at_y, given))).flatten()
+        pairs: Pairs = {"the input": (joined, -pulled)}
+        found = zip(self._others, _gradients_of(stated, others), through, strict=True)
+        for name, of_inverse, change in found:
+            pairs[name] = (of_inverse, change - self._gradients[name])
+        return pairs
 
 
 def _flat(y: Any) -> Tensor:
@@ -425,15 +391,8 @@ def _gradients_of(
     return list(torch.autograd.grad(output, inputs, seed, retain_graph=True, allow_unused=True))
 
 
-def _or_zeros(gradients: Sequence[Tensor | None], like: Any) -> list[Tensor]:
+def _or_zeros(gradients: Iterable[Tensor | None], like: Iterable[Any]) -> list[Tensor]:
     return [
         torch.zeros_like(each) if gradient is None else gradient
         for gradient, each in zip(gradients, like, strict=True)
     ]
-
-
-def _or_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor | None:
-    """Join the gradients of the parts of a value; None if none has one."""
-    if all(gradient is None for gradient in gradients):
-        return None
-    return _flat(tuple(_or_zeros(gradients, like))).flatten()

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import is_whole, shown
+from recoup._arguments import check_real, is_whole, shown
 from recoup._core.shared_evaluation import evaluate, lending
 
 
@@ -171,11 +171,6 @@ class Backwards(Adapted):
         self.takes_context = layer.takes_context
 
     @property
-    def is_light(self) -> bool:
-        """Whether backward inverts the layer, and it has no networks."""
-        return getattr(self.transform, "is_light", False)
-
-    @property
     def has_started(self) -> bool:
         """Whether the layer has seen a batch in the mode that it is in."""
         return getattr(self.transform, "has_started", True)
@@ -193,6 +188,17 @@ def _pair(value: Tensor, log_det: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     if log_det.dim() > 1:
         log_det = log_det.flatten(1).sum(1)
     return value, log_det if log_det.shape == (num,) else log_det.expand(num)
+
+
+def check_within(low: float, high: float, usual: float, **given: float) -> None:
+    """Raise ValueError unless each argument is above `low` and below `high`."""
+    check_real(**given)
+    for name, value in given.items():
+        if not low < value < high:
+            most = "" if high == math.inf else f" and below {high:g}"
+            raise ValueError(
+                f"`{name}` is {value}, but must be above {low:g}{most}; {usual:g} is usual."
+            )
 
 
 def sizes_of(shape: Any) -> torch.Size:

@@ -10,11 +10,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_real, check_whole
+from recoup._arguments import check_choice, check_flag, check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup._core.tensors import check_modules
 from recoup.errors import GridError
-from recoup.invertible.contract import InvertibleModule, per_sample, zero_log_det
+from recoup.invertible.contract import (
+    InvertibleModule,
+    check_within,
+    per_sample,
+    zero_log_det,
+)
 
 Condition = Literal["first", "second"]
 Partition = Literal["channels", "checkerboard"]
@@ -49,10 +54,8 @@ class Coupling(InvertibleModule):
         check_modules(network=network)
         if g is not None:
             check_modules(g=g)
-        if condition not in ("first", "second"):
-            raise ValueError(f'`condition` is {condition!r}, but must be "first" or "second".')
-        if split not in ("channels", "checkerboard"):
-            raise ValueError(f'`split` is {split!r}, but must be "channels" or "checkerboard".')
+        check_choice("first", "second", condition=condition)
+        check_choice("channels", "checkerboard", split=split)
         self.network = network
         self.g = g
         self.condition: Condition = condition
@@ -295,9 +298,7 @@ class AffineCoupling(Coupling):
         bound: float = 2.0,
     ) -> None:
         super().__init__(network, g, condition, split)
-        check_real(bound=bound)
-        if not bound > 0:
-            raise ValueError(f"`bound` is {bound}, but must be above 0; 2.0 is usual.")
+        check_within(0, math.inf, 2.0, bound=bound)
         self.bound = bound
 
     def _of_output(self, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,14 +383,9 @@ def _check_bound(y: Tensor, fraction_bits: int, name: str) -> None:
     bound = _grid_bound(y.dtype, fraction_bits)
     largest = float(y.detach().abs().max())
     if not largest < bound:
-        needed = math.frexp(largest)[1] if math.isfinite(largest) else None
-        way_out = (
-            "Values are not finite: look for what made them so."
-            if needed is None
-            else f"Use `fraction_bits={max(0, fraction_bits - (needed - int(math.log2(bound))))}` "
-            "for a coarser grid that reaches further, or double precision."
-        )
         raise GridError(
             f"{name} made a value of {largest:.6g}, but with `fraction_bits` {fraction_bits} sums "
-            f"in {y.dtype} are exact below {bound:g} only. {way_out}"
+            f"in {y.dtype} are exact below {bound:g} only. Use fewer `fraction_bits`, for a "
+            "coarser grid that reaches further, or double precision; if values are not finite, "
+            "look for what made them so."
         )

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup._arguments import check_flag, check_real, check_whole
+from recoup._arguments import check_flag, check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_place
+from recoup.invertible.contract import check_within
 
 _linalg: Any = torch.linalg  # torch does not type its functions
 _fft: Any = torch.fft
@@ -48,15 +49,6 @@ class _Lipschitz(nn.Module):
 
     weight: Tensor
     coefficient: float
-
-    def _set_coefficient(self, coefficient: float) -> None:
-        check_real(coefficient=coefficient)
-        if not 0 < coefficient < 1:
-            raise ValueError(
-                f"`coefficient` is {coefficient}, but must be above 0 and below 1: a block can "
-                "only be inverted if its network contracts. 0.9 is usual."
-            )
-        self.coefficient = coefficient
 
     def normalized_weight(self) -> Tensor:
         """Return the normalised weight, of the shape of `weight`."""
@@ -132,9 +124,10 @@ class LipschitzLinear(_Lipschitz, nn.Linear):
     ) -> None:
         check_whole(in_features=in_features, out_features=out_features)
         check_flag(bias=bias)
+        check_within(0, 1, 0.9, coefficient=coefficient)
         check_place(device, dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_coefficient(coefficient)
+        self.coefficient = coefficient
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
@@ -203,12 +196,13 @@ class LipschitzConv2d(_Lipschitz, nn.Conv2d):
             if each not in ("same", "valid"):
                 check_whole(0, padding=each)
         check_flag(bias=bias)
+        check_within(0, 1, 0.9, coefficient=coefficient)
         check_place(device, dtype)
         super().__init__(
             in_channels, out_channels, kernel_size, padding=padding, bias=bias, device=device,
             dtype=dtype,
         )  # fmt: skip
-        self._set_coefficient(coefficient)
+        self.coefficient = coefficient
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H', W')`` as `nn.Conv2d` does."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup._arguments import check_real, check_whole
+from recoup._arguments import check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import NotInvertibleError
-from recoup.invertible.contract import per_sample
+from recoup.invertible.contract import check_within, per_sample
 from recoup.invertible.coupling import Condition, Coupling, Partition
 
 _MOST_STEPS = 200  # of the search; a dozen is usual, and bisection alone needs 60
@@ -73,13 +74,8 @@ class MixtureCoupling(Coupling):
     ) -> None:
         super().__init__(network, None, condition, split)
         check_whole(num_components=num_components)
-        check_real(bound=bound, least_slope=least_slope)
-        if not bound > 0:
-            raise ValueError(f"`bound` is {bound}, but must be above 0; 3.0 is usual.")
-        if not 0 < least_slope < 1:
-            raise ValueError(
-                f"`least_slope` is {least_slope}, but must be above 0 and below 1; 0.01 is usual."
-            )
+        check_within(0, math.inf, 3.0, bound=bound)
+        check_within(0, 1, 0.01, least_slope=least_slope)
         self.num_components = num_components
         self._copies = 3 * num_components + 2
         self.bound = bound

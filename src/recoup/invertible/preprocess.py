@@ -51,10 +51,7 @@ class Normalize(InvertibleModule):
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
         super().__init__()
-        means, stds = (
-            torch.tensor(_numbers(name, value), dtype=torch.float64)
-            for name, value in (("mean", mean), ("std", std))
-        )
+        means, stds = _numbers("mean", mean), _numbers("std", std)
         if not bool(means.isfinite().all() and stds.isfinite().all() and (stds != 0).all()):
             raise ValueError(
                 f"`mean` is {means.tolist()} and `std` is {stds.tolist()}, but all must be finite "
@@ -65,10 +62,9 @@ class Normalize(InvertibleModule):
                 f"`mean` has {means.numel()} and `std` {stds.numel()} numbers; give one number, "
                 f"or one a channel, for each."
             )
-        dtype = torch.get_default_dtype()
         size = max(means.numel(), stds.numel())
-        self.register_buffer("mean", means.to(dtype).expand(size).clone())
-        self.register_buffer("std", stds.to(dtype).expand(size).clone())
+        self.register_buffer("mean", means.expand(size).clone())
+        self.register_buffer("std", stds.expand(size).clone())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
@@ -310,8 +306,8 @@ class VariationalDequantize(HasChain, Dequantize):
         return per_sample(normal + slopes + math.log1p(-2 * margin))
 
 
-def _numbers(name: str, given: Any) -> list[float]:
-    """The numbers of `mean` or `std`; one that is no number is an error."""
+def _numbers(name: str, given: Any) -> Tensor:
+    """The numbers of `mean` or `std` as a tensor; one that is no number is an error."""
     if isinstance(given, Tensor):
         given = cast("Any", given.tolist())
     values = cast("Sequence[Any]", given if isinstance(given, list | tuple) else [given])
@@ -320,7 +316,7 @@ def _numbers(name: str, given: Any) -> list[float]:
             check_real(**{name: each})
     if not values:
         raise ValueError(f"`{name}` is empty, but must hold a number, or one for each channel.")
-    return [float(each) for each in values]
+    return torch.tensor([float(each) for each in values], dtype=torch.get_default_dtype())
 
 
 def check_levels(levels: object) -> int:

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup._arguments import check_type, check_whole
-from recoup.invertible.contract import (
-    InvertibleModule,
-    check_channels,
-    sizes_of,
-    zero_log_det,
-)
+from recoup.invertible.contract import InvertibleModule, check_channels, sizes_of, zero_log_det
 
 
 class Flatten(InvertibleModule):
@@ -133,10 +128,10 @@ class _AlongDim(InvertibleModule):
         self.dim = dim
 
     def _check(self, x: Tensor) -> None:
-        if self.dim == -x.dim():
+        if not -x.dim() < self.dim < x.dim():
             raise ValueError(
-                f"`dim` {self.dim} is the batch of `x` of shape {tuple(x.shape)}; samples must "
-                "stay whole. Use 1, the channels."
+                f"`dim` {self.dim} is the batch of `x` of shape {tuple(x.shape)}, or not there; "
+                "samples must stay whole. Use 1, the channels."
             )
 
     def extra_repr(self) -> str:
@@ -174,7 +169,7 @@ class Split(_AlongDim):
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Cut `x` of shape ``(N, ...)``; returns ``((h, z), log_det)``."""
         self._check(x)
-        if not -x.dim() < self.dim < x.dim() or x.shape[self.dim] < 2:
+        if x.shape[self.dim] < 2:
             raise ValueError(
                 f"`x` has shape {tuple(x.shape)}, but Split needs at least 2 values along its "
                 f"`dim` {self.dim}. Squeeze first, or use fewer levels."

@@ -26,7 +26,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_real, check_whole
+from recoup._arguments import check_choice, check_whole
 from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
@@ -34,7 +34,7 @@ from recoup._core.saved_tensors import Pair, grad_mode, pair_in_force, saving
 from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.contract import InvertibleModule, check_within
 from recoup.invertible.lipschitz import one_weight_a_call
 
 LogDet = Literal["exact", "series", "unbiased"]
@@ -124,21 +124,12 @@ class InvertibleResidual(InvertibleModule):
         max_iterations: int = 500,
     ) -> None:
         super().__init__()
-        if log_det not in ("exact", "series", "unbiased"):
-            raise ValueError(
-                f'`log_det` is {log_det!r}, but must be "exact", "series" or "unbiased".'
-            )
+        check_choice("exact", "series", "unbiased", log_det=log_det)
         check_whole(num_terms=num_terms, num_probes=num_probes, max_iterations=max_iterations)
-        check_real(continuation=continuation)
+        check_within(0, 1, 0.5, continuation=continuation)
         if tolerance is not None:
-            check_real(tolerance=tolerance)
+            check_within(0, math.inf, 1e-5, tolerance=tolerance)
         check_modules(network=network)
-        if not 0 < continuation < 1:
-            raise ValueError(
-                f"`continuation` is {continuation}, but must be above 0 and below 1; 0.5 is usual."
-            )
-        if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"`tolerance` is {tolerance}, but must be above 0, or None.")
         _check_network(network)
         self.network = network
         self.log_det: LogDet = log_det

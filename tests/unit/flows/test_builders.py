@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributions import Normal
 
-from recoup.flows import NICE, Logistic
+from recoup.flows import Logistic
 from recoup.flows.latents import as_tuple
 from recoup.invertible import (
     ActNorm,
@@ -39,18 +39,12 @@ from tests.unit.flows.models import (
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
-        ("nice", SMALL, {}),
         ("nice", (7,), {"levels": None, "num_couplings": 3, "depth": 1}),
         ("realnvp", SMALL, {}),
-        ("realnvp", (2, 2, 4), {"num_levels": 1, "depth": 1}),
-        ("realnvp", (2,), {"levels": None, "num_steps": 6}),
         ("realnvp", (3,), {"levels": 256}),
-        ("glow", SMALL, {}),
         ("glow", SMALL, {"coupling": "additive", "conv1x1": "lu"}),
         ("glow", SMALL, {"alpha": None, "num_levels": 1}),
-        ("glow", (1, 8, 8), {"num_levels": 3, "dropout": 0.3}),
         ("flow++", SMALL, {}),
-        ("flow++", (2, 2, 2), {"num_levels": 1, "depth": 1}),
         ("flow++", VECTOR, {"levels": None, "num_steps": 3}),
         ("iresnet", VECTOR, {"levels": None, "depth": 1}),
         ("iresnet", SMALL, {"num_levels": 2, "log_det": "exact", "depth": 1}),
@@ -69,17 +63,11 @@ def test_the_chain_is_invertible_with_parameters_of_both_signs(name, shape, opti
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
-        ("nice", (1, 8, 8), {"exact": True, "dropout": 0.4}),
         ("nice", (1, 8, 8), {"exact": False, "dropout": 0.4, "num_classes": 3}),
-        ("realnvp", (1, 8, 8), {"dropout": 0.4}),
-        ("realnvp", VECTOR, {"dropout": 0.4, "num_classes": 3}),
+        ("realnvp", SMALL, {"dropout": 0.4}),
         ("glow", (1, 8, 8), {"dropout": 0.5}),
-        ("glow", SMALL, {"dropout": 0.3, "coupling": "additive", "num_classes": 3}),
-        ("flow++", SMALL, {"dropout": 0.4}),
         ("flow++", SMALL, {"dropout": 0.4, "num_classes": 3, "variational": True}),
         ("flow++", VECTOR, {"dropout": 0.4, "num_classes": 3}),
-        ("iresnet", SMALL, {"log_det": "exact", "num_terms": 3}),
-        ("iresnet", SMALL, {"log_det": "series", "num_terms": 3}),
         ("iresnet", SMALL, {"log_det": "unbiased", "num_terms": 3}),
     ],
     ids=str,
@@ -123,34 +111,6 @@ def test_digits_of_17_levels(name, options, latents):
     assert set(samples.flatten().tolist()) <= set(range(17))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("glow", {"memory": "linear"}),
-        ("glow", {"memory": "constant"}),
-        ("iresnet", {"memory": "sqrt"}),
-        ("flow++", {"variational": True, "memory": "constant"}),
-    ],
-    ids=str,
-)
-def test_every_parameter_moves(name, options):
-    flow = built(name, **options)
-    optimizer = torch.optim.SGD(flow.parameters(), lr=0.1)
-    for _ in range(2):  # behind a zero convolution a gradient comes with the second step
-        optimizer.zero_grad()
-        before = {name: p.detach().clone() for name, p in flow.named_parameters()}
-        flow.bits_per_dim(digits().float()).mean().backward()
-        optimizer.step()
-    same = [name for name, p in flow.named_parameters() if torch.equal(p, before[name])]
-    assert same == []
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_same_seed_builds_the_same_flow(name):
-    first, second = built(name).state_dict(), built(name).state_dict()
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-
-
 # -- classes ---------------------------------------------------------------------------------------
 
 conditional = pytest.mark.parametrize(
@@ -169,15 +129,6 @@ def test_every_coupling_sees_the_label(name, options):
     for stage in couplings:
         of_labels = stage.network[0].weight.grad[:, -3:].transpose(0, 1).flatten(1)
         assert (of_labels != 0).any(1).all()
-
-
-@conditional
-def test_without_classes_nothing_takes_a_context(name, options):
-    flow = built(name, SMALL, **options)
-    assert flow.num_classes is None
-    assert not flow.chain.takes_context
-    with pytest.raises(ValueError, match="not conditional"):
-        flow.bits_per_dim(digits(2, SMALL).float(), classes(2, 3))
 
 
 # -- the layers that they build --------------------------------------------------------------------
@@ -285,46 +236,26 @@ def test_glow_starts_as_a_norm_and_a_rotation():
     ("name", "shape", "options", "words"),
     [
         *((name, SMALL, {option: 0}, f"`{option}` is 0")
-          for name, options in (
-              ("nice", ("num_couplings", "depth", "levels")),
-              ("realnvp", ("num_steps", "num_levels")),
-              ("glow", ("num_levels", "num_steps", "levels")),
-              ("flow++", ("num_components", "num_steps")),
-              ("iresnet", ("num_steps", "depth")),
-          )
-          for option in options),
-        *((name, SMALL, {"memory": "big"}, "`memory` is 'big'")
-          for name in ("realnvp", "glow", "iresnet")),
+          for name, option in (("nice", "num_couplings"), ("realnvp", "num_steps"),
+                               ("glow", "num_levels"), ("flow++", "num_components"),
+                               ("iresnet", "depth"))),
         ("nice", (1,), {}, r"`shape` is \(1,\)"),
         ("nice", (), {}, r"`shape` is \(\)"),
         ("nice", SMALL, {"levels": 131072, "exact": True}, "`levels` is 131072, but with `exact`"),
         ("nice", (4,), {"num_couplings": 20_000}, "`num_couplings` is 20000, but .* most 10,000"),
         ("realnvp", (1,), {}, "at least 2 values"),
         ("realnvp", (8, 8), {}, r"`shape` is \(8, 8\)"),
-        ("realnvp", (1, 6, 8), {}, "multiples of 4"),
-        ("realnvp", SMALL, {"alpha": 0.5}, "`alpha` is 0.5"),
-        ("glow", (8, 8), {}, r"`shape` is \(8, 8\)"),
         ("glow", (5,), {}, r"`shape` is \(5,\)"),
         ("glow", (1, 8, 8), {"num_levels": 4}, "multiples of 16"),
         ("glow", SMALL, {"coupling": "linear"}, "`coupling` is 'linear'"),
         ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
-        ("flow++", (1,), {}, "at least 2 values"),
-        ("flow++", (1, 6, 8), {}, "multiples of 4"),
         ("flow++", SMALL, {"variational": True, "levels": None}, "`variational` is for images"),
         ("flow++", VECTOR, {"variational": True}, "`variational` is for images"),
-        ("iresnet", (1, 6, 6), {"num_levels": 2}, "multiples of 4"),
         ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
-        ("iresnet", (2, 2), {}, r"`shape` is \(2, 2\)"),
         ("iresnet", SMALL, {"coefficient": 1.0}, "`coefficient` is 1.0"),
-        ("iresnet", SMALL, {"log_det": "none"}, "`log_det` is 'none'"),
     ],
     ids=str,
 )  # fmt: skip
 def test_unsuitable_arguments_are_refused(name, shape, options, words):
     with pytest.raises(ValueError, match=words):
         built(name, shape, **options)
-
-
-def test_classes_may_be_more_than_layers():
-    flow = NICE((4,), levels=None, num_couplings=2, width=4, num_classes=21_841)
-    assert flow.num_classes == 21_841

@@ -18,35 +18,17 @@ from torch.distributions import (
     Uniform,
 )
 
-from recoup.flows import ConvNetwork, DenseNetwork, Flow, Logistic
+from recoup.flows import Flow, Logistic
 from recoup.invertible import (
     ActNorm,
     AffineCoupling,
     Chain,
     Dequantize,
     Flip,
-    InvertibleConv1x1,
     Split,
     Squeeze,
 )
-from tests.oracle import assert_same_step
-from tests.unit.flows.models import check_density, step_of
-
-
-def randomised(flow):
-    torch.manual_seed(3)
-    for parameter in flow.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return flow.double().eval()
-
-
-def small_flow(**options):
-    torch.manual_seed(3)
-    stages = []
-    for _ in range(3):
-        network = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))
-        stages += [ActNorm(2), InvertibleConv1x1(2), AffineCoupling(network)]
-    return randomised(Flow(Chain(*stages), shape=(2,), **options))
+from tests.unit.flows.models import SMALL, built, check_density, filled
 
 
 def multiscale_flow(split=True, **options):
@@ -54,21 +36,16 @@ def multiscale_flow(split=True, **options):
     return Flow(Chain(*stages), shape=(1, 4, 4), **options).eval()
 
 
+def small_flow(**options):
+    return filled(built("realnvp", (2,), levels=None, **options)).eval()
+
+
 def of_points():
-    """For points of three classes."""
-    torch.manual_seed(2)
-    stages = []
-    for _ in range(2):
-        stages += [ActNorm(2), AffineCoupling(DenseNetwork(1, 2, width=8, num_context=3)), Flip()]
-    return randomised(Flow(Chain(*stages), shape=(2,), num_classes=3))
+    return small_flow(num_classes=3)
 
 
 def of_pictures():
-    torch.manual_seed(2)
-    first, second = (AffineCoupling(ConvNetwork(2, 4, width=4, num_context=3)) for _ in "ab")
-    last = AffineCoupling(ConvNetwork(1, 2, width=4))
-    stages = [ActNorm(1), Squeeze(), first, Chain(Flip(), second), Split(), last, Flip()]
-    return randomised(Flow(Chain(*stages), shape=(1, 4, 4), num_classes=3))
+    return filled(built("glow", SMALL, levels=None, num_classes=3)).eval()
 
 
 def base_alone(base, size=2):
@@ -280,17 +257,6 @@ def test_base_moves_with_the_flow_and_stays_out_of_the_state_dict(base):
 
 
 # -- a good guest ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("memory", ["sqrt", "constant"])
-def test_memory_is_that_of_the_chain(memory):
-    flow = of_pictures()
-    assert flow.memory == "linear"
-    x, labels = data(flow)
-    x.requires_grad_()
-    assert_same_step(step_of(flow, x, labels, memory), step_of(flow, x, labels), rtol=1e-9)
-    flow.memory = memory
-    assert flow.chain.memory == memory
 
 
 def test_labels_of_any_whole_type_are_taken():

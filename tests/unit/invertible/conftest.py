@@ -58,23 +58,16 @@ def mixture(k: int, halves: tuple[int, int], *size: int, **options: Any) -> Any:
 
 BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "actnorm": lambda: (ActNorm(3), images(3, 2, 2)),
-    "actnorm-vectors": lambda: (ActNorm(5), images(5)),
-    "actnorm-odd": lambda: (ActNorm(1), images(1, 3, 1)),
     "conv1x1": lambda: (InvertibleConv1x1(3), images(3, 2, 2)),
     "conv1x1-vectors": lambda: (InvertibleConv1x1(4), images(4)),
-    "conv1x1-sequences": lambda: (InvertibleConv1x1(2), images(2, 3)),
-    "conv1x1-volumes": lambda: (InvertibleConv1x1(2), images(2, 1, 2, 3)),
-    "conv1x1-one-channel": lambda: (InvertibleConv1x1(1), images(1, 3, 1)),
+    "conv1x1-one-channel": lambda: (InvertibleConv1x1(1), images(1, 1, 2, 3)),
     "conv1x1-lu": lambda: (InvertibleConv1x1LU(3), images(3, 2, 2)),
-    "conv1x1-lu-vectors": lambda: (InvertibleConv1x1LU(4), images(4)),
     "additive": lambda: (AdditiveCoupling(conv(2, 2)), images(4, 2, 3)),
-    "additive-vectors": lambda: (AdditiveCoupling(mlp(2, 1)), images(3)),
     "additive-second": lambda: (AdditiveCoupling(mlp(1, 2), condition="second"), images(3)),
     "additive-two": lambda: (AdditiveCoupling(conv(2, 1), conv(1, 2)), images(3, 2, 2)),
     "revnet": lambda: (AdditiveCoupling(mlp(1, 2), mlp(2, 1), condition="second"), images(3)),
     "affine": lambda: (AffineCoupling(conv(2, 4)), images(4, 2, 3)),
     "affine-two": lambda: (AffineCoupling(conv(2, 2), conv(1, 4)), images(3, 2, 2)),
-    "affine-vectors": lambda: (AffineCoupling(mlp(2, 2)), images(3)),
     "affine-second": lambda: (AffineCoupling(mlp(1, 4), condition="second"), images(3)),
     "additive-board": lambda: (
         AdditiveCoupling(conv(2, 2), conv(2, 2), split="checkerboard"), images(2, 2, 4)
@@ -82,11 +75,8 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "affine-board": lambda: (AffineCoupling(conv(1, 2), split="checkerboard"), images(1, 4, 2)),
     "mixture": lambda: mixture(4, (2, 2), 2, 3),
     "mixture-vectors": lambda: mixture(4, (2, 1)),
-    "mixture-second": lambda: mixture(4, (1, 2), condition="second"),
     "mixture-of-one": lambda: mixture(1, (2, 1)),
-    "mixture-of-many": lambda: mixture(16, (2, 1)),
-    "mixture-sharp": lambda: mixture(4, (2, 1), bound=5.0),
-    "mixture-half-identity": lambda: mixture(4, (2, 1), least_slope=0.5),
+    "mixture-sharp": lambda: mixture(16, (2, 1), bound=5.0, least_slope=0.5),
     "mixture-board": lambda: mixture(4, (1, 1), 2, 4, split="checkerboard"),
     "mixture-board-second": lambda: mixture(
         4, (2, 2), 2, 2, condition="second", split="checkerboard"
@@ -100,16 +90,12 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
         images(2, 2, 3),
     ),
     "flatten": lambda: (Flatten((2, 1, 3)), images(2, 1, 3)),
-    "flatten-vectors": lambda: (Flatten((3,)), images(3)),
-    "squeeze": lambda: (Squeeze(), images(1, 4, 2)),
     "squeeze-3": lambda: (Squeeze(3), images(2, 3, 3)),
-    "split": lambda: (Split(), images(4, 2, 1)),
     "split-odd": lambda: (Split(-1), images(1, 2, 3)),
     "permute": lambda: (Permute([2, 0, 3, 1]), images(4, 2, 1)),
     "flip": lambda: (Flip(), images(3, 2, 1)),
     "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),
     "normalize-vectors": lambda: (Normalize([1.0, 2.0, 3.0], 2.0), images(3)),
-    "normalize-one": lambda: (Normalize(0.5, 0.1), images(2, 2)),
     "logit": lambda: (Logit(), torch.rand(2, 2, 2, 2)),
 }  # fmt: skip
 

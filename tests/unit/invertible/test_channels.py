@@ -153,38 +153,17 @@ def test_a_step_keeps_the_fixed_factors_fixed():
     assert torch.equal(other.weight(), layer.weight())
 
 
-def test_the_log_determinant_is_that_of_slogdet():
-    layer = InvertibleConv1x1(5, dtype=torch.float64)
-    torch.nn.init.normal_(layer.weight)
-    _, log_det = layer(torch.randn(3, 5, 2, dtype=torch.float64))
-    found = []
-    for each in (log_det, 2 * torch.linalg.slogdet(layer.weight)[1].expand(3)):
-        (first,) = torch.autograd.grad(each.square().sum(), layer.weight, create_graph=True)
-        found.append([first, *torch.autograd.grad(first.square().sum(), layer.weight)])
-    torch.testing.assert_close(*found)
+@kinds
+def test_type_and_device_are_torchs_defaults_or_those_that_are_given(kind):
+    def found(**given):
+        layer = kind(2, **given)
+        return {(each.dtype, each.device.type) for each in (*layer.parameters(), *layer.buffers())}
 
-
-def test_a_singular_matrix_has_no_gradient():
-    layer = InvertibleConv1x1(4)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-    y, log_det = layer(torch.randn(2, 4, 3))
-    assert bool((log_det == -math.inf).all())
-    (y.sum() + log_det.sum()).backward()
-    assert bool(layer.weight.grad.isnan().any())
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of jacfwd
-def test_the_log_determinant_under_transforms():
-    layer = InvertibleConv1x1(3, dtype=torch.float64)
-    x = torch.randn(2, 3, 2, dtype=torch.float64)
-
-    def log_det(weight):
-        return torch.func.functional_call(layer, {"weight": weight}, (x,))[1].sum()
-
-    weight = layer.weight.detach()
-    expected = 4 * torch.linalg.inv(weight).T
-    for transform in (torch.func.grad, torch.func.jacfwd, torch.func.jacrev):
-        torch.testing.assert_close(transform(log_det)(weight), expected)
-    both = torch.func.vmap(torch.func.grad(log_det))(torch.stack([weight, 2 * weight]))
-    torch.testing.assert_close(both, torch.stack([expected, expected / 2]))
+    assert found() == {(torch.float32, "cpu")}
+    assert found(dtype=torch.float64) == {(torch.float64, "cpu")}
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert found() == {(torch.float64, "meta")}
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -15,7 +15,6 @@ from recoup.invertible import (
     MixtureCoupling,
     Permute,
     Squeeze,
-    check_invertible,
 )
 from tests.invertible_zoo import Says, kept_bytes
 from tests.oracle import assert_same_step, run_step
@@ -199,9 +198,3 @@ def test_under_autocast_values_stay_on_the_grid():
         y, _ = chain(x)
         assert y.dtype is torch.float32
         assert torch.equal(chain.inverse(y)[0], x)
-
-
-def test_check_invertible_passes_on_the_grid():
-    report = check_invertible(exact(2), on_grid(3, 16))
-    assert report, str(report)
-    assert "exact=True, fraction_bits=12" in repr(exact(1))
