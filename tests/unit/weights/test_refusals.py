@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
@@ -125,6 +125,10 @@ class Asking(nn.Sequential):
         super().__init_subclass__()
 
 
+def pruned(module):
+    prune.l1_unstructured(module, "weight", 0.25)
+
+
 def twice():
     module = nn.Sequential(layer(), layer())
     module[1].weight = module[0].weight
@@ -224,6 +228,10 @@ REFUSED = [
         (lambda weight, draw: None, "returned NoneType"),
         (lambda weight, draw: weight > 0, "returned torch.bool"),
         (lambda weight, draw: weight.detach().mul_(2), "in place"))),
+    *((lambda sizes=sizes: nn.Sequential(layer(), nn.Linear(*sizes)), of(2, dim=dim),
+       r"`1\.weight` has shape .*Let `pattern` leave it out")
+      for sizes in ((3, 0), (0, 3)) for dim in (0, 1, None)),
+    (lambda: noisy().eval(), pruned, "`weight` of Linear is to be replaced.*remove before"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
     (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
     (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
