@@ -172,7 +172,7 @@ def _step_of(forward: Any, run: Any) -> Any:
 
     @not_compiled_itself
     def in_step(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
-        with Step(self, attached.roots):
+        with Step(self, attached.roots):  # unnamed: an exception holds this frame
             return run(self, *args, **kwargs)
 
     @functools.wraps(forward)

@@ -104,12 +104,6 @@ class Step(Frame):
         # The numbers of the step, by the calls that applied; how often a name was drawn for.
         self._numbers: dict[Application | str, int] = {}
 
-    @never_compiled
-    def __exit__(self, *error: object) -> None:
-        leave(self)
-        self.made.clear()  # an exception may hold this
-        self.last = None
-
     def draw(self, step: Reparametrization, path: str, *, is_training: bool) -> Drawn:
         """Draw for the weight that is called `path`."""
         application = step.application
