@@ -68,18 +68,13 @@ def step_in_graph(
     """Trace a forward that is a step."""
     if not torch.compiler.is_compiling():  # a layer within breaks the graph
         return in_step(module, attached, args, kwargs)
-    if not any(_may_draw(weight, owner) for weight, owner in attached.uses_in(module)):
+    if not any(weight.may_draw(owner.training) for weight, owner in attached.uses_in(module)):
         return run(module, *args, **kwargs)
     unchecked(_traced.append, torch.ops.recoup.begun(attached.handle))
     try:
         return run(module, *args, **kwargs)
     finally:
         unchecked(_traced.pop)
-
-
-def _may_draw(weight: Any, owner: nn.Module) -> bool:
-    is_on = owner.training or weight.is_switched
-    return any(step.is_random and (is_on or step.mode == "always") for step in weight.steps)
 
 
 def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
@@ -89,7 +84,7 @@ def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
         return uncompiled(weight.read)(module, raw)
     norms = [(step, g) for step in weight.steps for g in step.operands(module, weight.key)]
     builds_graph, seeds = torch.is_grad_enabled(), None
-    if _may_draw(weight, module) and (_traced or builds_graph):
+    if weight.may_draw(module.training) and (_traced or builds_graph):
         given = [int(module.training), int(builds_graph), len(weight.steps)]
         seeds = torch.ops.recoup.drawn([weight.handle, *_traced], given)
     would_be_kept = (norms or seeds is not None) and builds_graph and is_followed()

@@ -44,7 +44,7 @@ from recoup._core.tensors import Cast
 from recoup.errors import ReplayError
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
 from recoup.weights.reparametrization import Application, DrawnWeight
-from recoup.weights.steps import Step, leave, local, running_on
+from recoup.weights.steps import Step, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
 _KEY = "_recoup_attached"
@@ -122,11 +122,10 @@ def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> di
     run = base.forward
     if names:
         members |= {
-            "register_parameter": _register_parameter,
+            "register_parameter": _raw(base.register_parameter),  # it calls `hasattr`: no read
             "_load_from_state_dict": _raw(_load),
             "state_dict": _raw(base.state_dict),
             "__delattr__": _delete,
-            "qconfig": property(_no_qconfig, _quantize),
         }
         if issubclass(base, nn.RNNBase):
             run = _on_computed_list(base.forward)
@@ -135,10 +134,8 @@ def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> di
                 members[name] = _raw(getattr(base, name))
         elif base.forward is nn.Embedding.forward:
             run = _forward_by_rows
-    if is_root:
+    if is_root or run is not base.forward:
         members["forward"] = _step_of(base.forward, run)
-    elif run is not base.forward:
-        members["forward"] = functools.wraps(base.forward)(_with_own_code(run))
     return members
 
 
@@ -171,40 +168,23 @@ def _property(name: str) -> property:
 
 
 def _step_of(forward: Any, run: Any) -> Any:
-    """Return a forward that is a step."""
+    """Return a forward that is a step where something was applied to the module itself."""
 
     @not_compiled_itself
     def in_step(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
-        step = Step(self, attached.roots)
-        frames = local.frames
-        frames.append(step)
-        try:
+        with Step(self, attached.roots):  # unnamed: an exception holds this frame
             return run(self, *args, **kwargs)
-        finally:
-            if frames[-1] is step:
-                frames.pop()
-            else:
-                leave(step)
-            step.made.clear()  # an exception may hold this frame
-            step.last = None
 
     @functools.wraps(forward)
     def forward_of_step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         attached: Attached | None = self.__dict__.get(_KEY)
-        if attached is None:
+        if attached is None or not attached.roots:
             return run(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             return in_step(self, attached, args, kwargs)
         return step_in_graph(run, in_step, self, attached, args, kwargs)
 
     return forward_of_step
-
-
-def _with_own_code(run: Any) -> Any:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs)
-
-    return forward
 
 
 def _forward_by_rows(self: nn.Embedding, input: Any) -> Tensor:
@@ -346,15 +326,6 @@ def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
     return _beneath(self).get_parameter(self, target) if raw is None else raw
 
 
-def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    # A recurrent layer is given its parts by FSDP2 in this way.
-    if param is not None and name in weights_of(self) and not isinstance(self, nn.RNNBase):
-        before = self._parameters.get(name)
-        if before is None or type(before) is nn.Parameter:
-            check_is_plain(param, name)
-    _raw(_beneath(self).register_parameter)(self, name, param)  # it calls `hasattr`: no read
-
-
 def _delete(self: nn.Module, name: str) -> None:
     if name in weights_of(self):
         raise _would_be_lost(self, name, "is to be deleted (by a parametrization of torch?)")
@@ -365,18 +336,6 @@ def _would_be_lost(module: nn.Module, name: str, what: str) -> ValueError:
     return ValueError(
         f"`{name}` of {type(module).__name__} {what}, so the noise or norm that recoup applied "
         "would be lost. Call recoup.weights.remove before you replace it."
-    )
-
-
-def _no_qconfig(self: nn.Module) -> None:
-    raise AttributeError("qconfig")
-
-
-def _quantize(self: nn.Module, qconfig: object) -> None:
-    raise ValueError(
-        f"A {type(self).__name__} has reparametrized weights, and torch.ao.quantization, which "
-        "looks for layers by their types, would leave it as it is. Call recoup.weights.remove "
-        "first, or quantize a twin without noise: recoup.weights.twin(model)."
     )
 
 

@@ -75,13 +75,16 @@ class ParametrizedWeight:
     def set_steps(self, steps: list[Reparametrization]) -> None:
         """Set its reparametrizations."""
         self.steps = sorted(steps, key=lambda step: step.order)
-        self.has_operands = any(step.added(self.key) for step in steps)
-        self._has_functions = any(step.by_autograd for step in steps)
 
     @property
     def applications(self) -> list[Application]:
         """The calls that applied its reparametrizations."""
         return [step.application for step in self.steps]
+
+    def may_draw(self, is_training: bool) -> bool:
+        """Whether a read may draw, of a module in training mode or not."""
+        is_on = is_training or self.is_switched
+        return any(step.is_random and (is_on or step.mode == "always") for step in self.steps)
 
     @never_compiled
     def read(self, module: nn.Module, raw: Tensor) -> Tensor:
@@ -162,8 +165,7 @@ class ParametrizedWeight:
 
     def draws_again(self, version: int, is_training: bool, builds_graph: bool) -> tuple[Drawn, ...]:
         """Return the same for code that may run again, or does so now (See Rule 4)."""
-        is_usual = is_training or self.is_switched
-        is_open = any(step.is_random and (is_usual or step.mode == "always") for step in self.steps)
+        is_open = self.may_draw(is_training)
         is_noted = is_open and (not builds_graph or seam.pair_in_force() is not None)
         draw = partial(self.draws, is_training, builds_graph)
         return rng.remembered(partial(self._recorded, draw, version, is_open, is_noted))
@@ -220,9 +222,7 @@ class ParametrizedWeight:
                 "whole tensor. If it is sharded, read it within the forward of its module, where "
                 "FSDP2 has gathered it."
             )
-        operands: tuple[Operands, ...] = ((),) * len(drawn)
-        if self.has_operands:
-            operands = tuple([each.step.operands(module, self.key) for each in drawn])
+        operands = tuple([each.step.operands(module, self.key) for each in drawn])
         if seam.is_transformed():
             return _run(drawn, raw, operands)
         if not torch.is_grad_enabled():
@@ -230,7 +230,7 @@ class ParametrizedWeight:
             source.stands_for, source._version = self.key, seam.version_of(weight)
             source._is_exposed = True  # so it is kept if it is saved
             return marked(weight, source)
-        if self._has_functions and any(each.step.by_autograd for each in drawn):
+        if any(each.step.by_autograd for each in drawn):
             # See Rule 3 of NOTE [ One formula ]. A region notes the modules among the arguments.
             run, functions = partial(_run, drawn), [each.step.function for each in drawn]
             call = Call(f"the computation of {self.name}", run, (raw, operands, functions), {})
@@ -305,7 +305,7 @@ class _Recomputed(Source):
         super().__init__(weight.name, weight.lock)
         self.stands_for, self._drawn = weight.key, drawn
         self._raw, self._version_of_raw, self._operands = raw, version, operands
-        self._versions = _versions(operands) if weight.has_operands else []
+        self._versions = _versions(operands)
 
     def make(self) -> None:
         if seam.version_of(self._raw) != self._version_of_raw:

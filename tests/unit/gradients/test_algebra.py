@@ -301,25 +301,3 @@ def test_a_merge_that_fails_half_way_is_said_by_both(consume):
         store.clear()
         assert store.norm() == 0
     assert consume or float(b[params[0]].sum()) == 24
-
-
-@pytest.mark.parametrize("change", ["coalesce_", "densify_"])
-def test_what_is_replaced_goes_before_the_next_comes(change):
-    params, size = [nn.Parameter(torch.zeros(64, 64)) for _ in range(8)], (64, 64)
-    rows = torch.arange(64)[None] // 2
-
-    def make_and_change():
-        store = GradStore()
-        for param in params:
-            listed = torch.sparse_coo_tensor(rows, torch.ones(size), size, check_invariants=True)
-            store.add_(param, listed, own=True)
-            del listed
-        return getattr(store, change)()
-
-    got = recoup.measure(make_and_change, device="cpu", repeats=0)
-    assert got.peak_bytes <= 10.5 * params[0].nbytes, "16 when all are kept until the end"
-    for gradient in make_and_change().values():
-        assert torch.equal(gradient.to_dense(), 2.0 * (torch.arange(64) < 32)[:, None].expand(size))
-        values = gradient._values() if gradient.is_sparse else gradient
-        assert values.untyped_storage().nbytes() == values.nbytes
-        assert gradient.is_sparse == (change == "coalesce_")

@@ -36,19 +36,14 @@ def takes(name, settings):
     return set(settings) <= set(known)
 
 
-GPU = VARIANTS | {
-    "capturable": {"capturable": True},
-    "capturable foreach": {"capturable": True, "foreach": True},
-}
 CASES = [(name, way) for name in OPTIMIZERS for way in VARIANTS if takes(name, VARIANTS[way])]
-GPU_CASES = [(name, way) for name in OPTIMIZERS for way in GPU if takes(name, GPU[way])]
 
 
-def parameters(device="cpu", dtype=torch.float32):
+def parameters(dtype=torch.float32):
     """Of two dimensions, as Muon asks for."""
     torch.manual_seed(1)
     shapes = [(4, 3), (5, 5), (1, 7), (2, 6)]
-    return [nn.Parameter(torch.randn(*each, device=device, dtype=dtype)) for each in shapes]
+    return [nn.Parameter(torch.randn(*each, dtype=dtype)) for each in shapes]
 
 
 def assert_same(got, want):
@@ -64,10 +59,10 @@ def assert_same(got, want):
             assert one == other
 
 
-def run_both(name, settings, *, device="cpu", dtype=torch.float32, consume=True, **preset):
+def run_both(name, settings, *, dtype=torch.float32, consume=True, **preset):
     """Step a pair of models side by side: one by `.grad`, and one by a store."""
     build = torch.optim.__dict__[name]
-    plain, ours = parameters(device, dtype), parameters(device, dtype)
+    plain, ours = parameters(dtype), parameters(dtype)
     optimizers = [build(each, lr=0.05, **settings) for each in (plain, ours)]
     for each in (*plain, *ours):
         each.grad_dtype = preset.get("grad_dtype", each.grad_dtype)
@@ -78,7 +73,7 @@ def run_both(name, settings, *, device="cpu", dtype=torch.float32, consume=True,
             one.grad, other.grad = None, torch.full_like(other, 100.0, dtype=other.grad_dtype)
             if step == place:
                 continue
-            gradient = torch.randn(one.shape, device=device)
+            gradient = torch.randn(one.shape)
             one.grad = gradient.to(preset.get("grad_dtype") or dtype)
             store.add_(other, gradient)
         before = {each: value.clone() for each, value in store.items()}
@@ -106,12 +101,6 @@ def test_a_step_is_that_of_torch(name, way, consume):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_float32_sums_for_parameters_of_16_bits(name):
     run_both(name, {}, dtype=torch.bfloat16)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("name", "way"), GPU_CASES)
-def test_a_step_is_that_of_torch_on_a_gpu(name, way):
-    run_both(name, GPU[way], device="cuda")
 
 
 # -- those that are not like the others ------------------------------------------------------------

@@ -329,3 +329,12 @@ def test_a_class_of_a_user_keeps_what_it_is():
     with recoup.weights.step(module):
         assert torch.equal(module.doubled, 2 * module.weight)
     assert type(remove(module)) is Awkward
+
+
+def test_a_replica_has_tensors_for_parameters():
+    """As DataParallel makes them."""
+    module = recoup.weight_dropout(nn.Linear(4, 4)).eval()
+    replica = module._replicate_for_data_parallel()
+    replica.weight, replica.bias = module.weight.detach() + 1, module.bias
+    assert torch.equal(replica(torch.zeros(1, 4)), module(torch.zeros(1, 4)))
+    assert torch.equal(replica.weight, module.weight + 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
@@ -125,6 +125,10 @@ class Asking(nn.Sequential):
         super().__init_subclass__()
 
 
+def pruned(module):
+    prune.l1_unstructured(module, "weight", 0.25)
+
+
 def twice():
     module = nn.Sequential(layer(), layer())
     module[1].weight = module[0].weight
@@ -210,8 +214,6 @@ REFUSED = [
     (noisy, lambda m: freeze_dropped(torch.optim.SGD([REQUIRES]), m), "nothing to leave"),
     (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
     (noisy, lambda m: parametrized(m), "`weight` of Linear is to be deleted.*remove"),
-    (lambda: recoup.weight_noise(nn.Sequential(nn.Linear(6, 6))),
-     lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}), r"weights\.remove"),
     *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
        r"has a Asking.*a subclass has to give.*'tag'")
       for wrap in (lambda module: module, nn.Sequential)),
@@ -226,6 +228,10 @@ REFUSED = [
         (lambda weight, draw: None, "returned NoneType"),
         (lambda weight, draw: weight > 0, "returned torch.bool"),
         (lambda weight, draw: weight.detach().mul_(2), "in place"))),
+    *((lambda sizes=sizes: nn.Sequential(layer(), nn.Linear(*sizes)), of(2, dim=dim),
+       r"`1\.weight` has shape .*Let `pattern` leave it out")
+      for sizes in ((3, 0), (0, 3)) for dim in (0, 1, None)),
+    (lambda: noisy().eval(), pruned, "`weight` of Linear is to be replaced.*remove before"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
     (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
     (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
@@ -272,9 +278,7 @@ def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
         with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
             apply_to(plain)
     noise = recoup.weight_noise(nn.Linear(6, 6))
-    with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
-        noise.register_parameter("weight", part)
-    noise.__dict__["_parameters"]["weight"] = part
+    noise.register_parameter("weight", part)
     assert noise.weight is part  # outside of steps it is what FSDP2 looks at
     with pytest.raises(RecoupError, match="needs a plain"):
         noise(torch.ones(1, 6))

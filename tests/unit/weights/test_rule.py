@@ -195,27 +195,6 @@ def test_a_write_to_a_computed_weight_is_an_error(where, kind, write):
     assert torch.equal(model.get_parameter("layer.weight"), before)
 
 
-UNSEEN = {
-    "parts without a graph": lambda weight: weight.chunk(2)[0].zero_(),
-    "a plain alias": lambda weight: weight.as_subclass(torch.Tensor).zero_(),
-}
-
-
-@pytest.mark.parametrize("kind", ["dropout", "noise", "norm"])
-@pytest.mark.parametrize("write", UNSEEN)
-def test_of_a_write_that_no_operator_shows_backward_knows_nothing(write, kind):
-    layer, x = OURS[kind](nn.Linear(6, 6)), torch.randn(3, 6, requires_grad=True)
-    with recoup.weights.step(layer):
-        weight = layer.weight
-        want = weight.detach().clone().sum(0).expand(3, 6)
-        loss = nn.functional.linear(x, weight).sum()
-        with torch.no_grad():
-            UNSEEN[write](weight)
-    assert weight.as_subclass(torch.Tensor)[:3].eq(0).all()  # it was written to
-    (got,) = torch.autograd.grad(loss, x)
-    torch.testing.assert_close(got, want.as_subclass(torch.Tensor))
-
-
 def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
     linear = nn.utils.parametrize.register_parametrization(Model().layer, "weight", nn.Identity())
     recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)

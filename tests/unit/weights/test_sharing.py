@@ -37,52 +37,6 @@ def is_tied(model):
     return model.embedding.get_parameter("weight") is model.decoder.get_parameter("weight")
 
 
-def reparametrize(model):
-    """The policies of AWD-LSTM: words of the embedding, entries of the recurrent weights."""
-    recoup.weight_dropout(model, r"embedding\.weight", p=0.3, axes=(1,))
-    return recoup.weight_dropout(model, r"rnn\.weight_hh_l0", p=0.5)
-
-
-def share(source, target):
-    """Give `target` the parameters of `source`, as a person would, with assignments."""
-    for (_, a), (_, b) in zip(source.named_modules(), target.named_modules(), strict=True):
-        for key in list(a._parameters):
-            setattr(b, key, a.get_parameter(key) if a._parameters[key] is not None else None)
-
-
-# -- two models ------------------------------------------------------------------------------------
-
-LIFE = {
-    "a": lambda train, evaluate: reparametrize(train),
-    "s": share,
-    "i": lambda train, evaluate: [nn.init.uniform_(p, -0.4, 0.4) for p in train.parameters()],
-    "r": lambda train, evaluate: (train(IDS), evaluate(IDS)),
-    "l": lambda train, evaluate: train.load_state_dict(Tied().state_dict(), strict=True),
-    "e": lambda train, evaluate: evaluate.load_state_dict(Tied().state_dict(), strict=True),
-}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("order", ["as", "sa", "sai", "ais", "asi", "asl", "sae", "ars"])
-def test_two_models_share_in_whatever_order_they_are_applied_shared_run_and_initialised(
-    order, tied
-):
-    train, evaluate = Tied(tied=tied), Tied(tied=tied)
-    for letter in order:
-        LIFE[letter](train, evaluate)
-    evaluate.eval()
-    for _ in range(2):
-        before = evaluate(IDS)
-        trained(train, IDS)
-        plain = Tied(tied=tied).eval()
-        plain.load_state_dict(train.state_dict())
-        assert torch.equal(evaluate(IDS), plain(IDS))
-        assert not torch.equal(evaluate(IDS), before)
-        assert not torch.equal(train(IDS), train(IDS))
-    assert is_tied(train) == is_tied(evaluate) == tied
-    assert all(a is b for a, b in zip(train.parameters(), evaluate.parameters(), strict=True))
-
-
 # -- tied weights ----------------------------------------------------------------------------------
 
 
