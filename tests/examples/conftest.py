@@ -55,8 +55,8 @@ def quiet():
 class Run:
     """Commands of an example, and what a run of it left on the disk."""
 
-    def __init__(self, main, tiny):
-        self.main, self.tiny = main, tiny
+    def __init__(self, main, tiny, name):
+        self.main, self.tiny, self.name = main, tiny, name
 
     def fit(self, *options, epochs=2, out="run"):
         """Train; return the folder of the run."""
@@ -79,12 +79,12 @@ class Run:
 
 @pytest.fixture
 def flows():
-    return Run(flow.main, FLOW)
+    return Run(flow.main, FLOW, "flow")
 
 
 @pytest.fixture
 def texts(text):
-    return Run(language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"])
+    return Run(language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"], "language_model")
 
 
 @pytest.fixture(params=["flows", "texts"])

@@ -1,9 +1,14 @@
-"""The command line: runs resume to the bit, hostile files are refused."""
+"""The command line: runs resume to the bit, also after kill -9; hostile files are refused."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -11,7 +16,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from tests.examples.conftest import logged_in, same, weights
+from tests.examples.conftest import EXAMPLES, QUIET, logged_in, same, weights
 
 
 def last(folder):
@@ -83,6 +88,34 @@ def test_a_run_resumes_before_and_after_its_trigger(texts, averaging):
         assert_equal(texts.go_on(first, epochs=6), whole)
 
 
+@pytest.mark.slow
+def test_a_run_resumes_after_kill_9(example, request):
+    name = request.node.callspec.params["example"]
+    options = [*example.tiny, *QUIET, *OPTIONS[name]]
+    program = {"flows": "flow.py", "texts": "language_model.py"}[name]
+    command = [sys.executable, str(EXAMPLES / program), "fit", *options]
+    process = subprocess.Popen(
+        [*command, "--trainer.max_epochs=10000", "--trainer.logger.save_dir=killed"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    folder = Path("killed", example.name, "version_0")
+    written = folder / "checkpoints" / "last.ckpt"
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            if written.exists() and last(folder)["epoch"] >= 2:
+                break
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    epochs = last(folder)["epoch"] + 3
+    resumed = example.go_on(folder, epochs=epochs)
+    whole = example.fit(*OPTIONS[name], epochs=epochs, out="whole")
+    assert_equal(resumed, whole)
+
+
 def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatch):
     folder = flows.fit(epochs=1)
     before = weights(folder)
@@ -126,14 +159,18 @@ def mid_epoch(contents):
 
 CANNOT = "`--ckpt_path` is some.ckpt, which cannot be read as a checkpoint of tensors and numbers"
 BROKEN = {
+    "code in the weights": (lambda contents: changed(contents, state_dict=Evil()), CANNOT),
     "code beside": (lambda contents: changed(contents, more=Evil()), CANNOT),
+    "a module": (lambda contents: changed(contents, more=torch.nn.Linear(2, 2)), CANNOT),
     "a pickle": (lambda contents: Path("some.ckpt").write_bytes(pickle.dumps(Evil())), CANNOT),
     "half of it": (
         lambda contents: Path("some.ckpt").write_bytes(Path("good.ckpt").read_bytes()[:5000]),
         CANNOT,
     ),
     "a flipped bit": (flipped, "is damaged"),
+    "a text": (lambda contents: Path("some.ckpt").write_text("text"), CANNOT),
     "nothing": (lambda contents: None, "No such file"),
+    "a tensor": (lambda contents: torch.save(torch.ones(2), "some.ckpt"), CANNOT),
     "weights alone": (lambda contents: torch.save(contents["state_dict"], "some.ckpt"), CANNOT),
     "within an epoch": (mid_epoch, "written within an epoch"),
 }
@@ -215,6 +252,29 @@ def test_a_checkpoint_of_another_model_is_refused(example, option, words, text):
     Path("renamed.txt").write_text(Path(text).read_text().replace("than", "then"))
     with pytest.raises((RuntimeError, ValueError), match=words):
         example.use("predict" if "renamed" in option else "test", folder, option)
+
+
+@pytest.mark.parametrize(
+    ("example", "option", "said"),
+    [
+        ("flows", "--model.flow.num_stepz=3", "num_stepz"),
+        ("flows", "--model.flow=Glou", "Glou"),
+        ("flows", "--model.optimizer=sgd", "model.optimizer"),
+        ("flows", "--trainer.max_epoch_=3", "trainer.max_epoch_"),
+        ("flows", "--data.batch_size=many", "data.batch_size"),
+        ("flows", "--config=nowhere.yaml", "nowhere.yaml"),
+        ("texts", "--model.num_layerz=3", "num_layerz"),
+        ("texts", "--model.averaging=sometimes", "model.averaging"),
+        ("texts", "--data.tokens=letters", "data.tokens"),
+    ],
+    indirect=["example"],
+)
+def test_a_wrong_option_is_named(example, capsys, option, said):
+    with pytest.raises(SystemExit) as ending:
+        example.fit(option)
+    assert ending.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(

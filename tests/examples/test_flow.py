@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import seed_at
 from flow import Images
+from pictures import density_picture
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -86,6 +87,35 @@ def test_points_and_their_classes(flows, capsys):
     assert metrics["test_nats_per_point"] == pytest.approx(nats, rel=1e-5)
     flows.use("predict", folder)
     assert len(np.unique(drawn(capsys).reshape(-1, 3), axis=0)) > 100
+
+
+class Bump(torch.nn.Module):
+    """A density with its top at (3, 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def log_prob(self, points):
+        return -(points - points.new_tensor([3.0, 1.0])).square().sum(1) * 5
+
+
+def test_a_density_lies_where_its_points_are():
+    points = torch.tensor([[-4.0, -2.0], [4.0, 2.0]])
+    pixels = np.asarray(density_picture(Bump(), points)).astype(int)
+    right = pixels[:, pixels.shape[1] // 2 :]
+    dark = right.sum(2) < 30  # the panel but for the bump, which is bright
+    rows, columns = (np.nonzero(dark.any(axis))[0] for axis in (1, 0))
+    panel = right[rows[0] : rows[-1], columns[0] : columns[-1]].sum(2)
+    row, column = np.unravel_index(panel.argmax(), panel.shape)
+    assert column / panel.shape[1] == pytest.approx(0.87, abs=0.06)
+    assert row / panel.shape[0] == pytest.approx(0.28, abs=0.08)  # from above
+
+
+def test_classes_of_pictures_have_a_row_each(flows, capsys):
+    folder = flows.fit("--data.conditional=true", epochs=1)
+    flows.use("predict", folder, "--model.num_samples=20")
+    assert drawn(capsys).shape == (10 * 70 + 6, 2 * 70 + 6)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -174,6 +204,16 @@ def test_a_folder_of_pictures(tmp_path):
     data = Images(str(tmp_path / "some"), size=8)
     assert data.shape == (3, 8, 8)
     assert sum(map(len, data.parts.values())) == 10
+
+
+def test_points_of_an_archive(tmp_path):
+    number = np.arange(20)
+    points = np.stack([0.5 * number, -number], axis=1)
+    np.savez(tmp_path / "some.npz", points=points, labels=number % 2)
+    data = Images(str(tmp_path / "some.npz"), conditional=True)
+    assert (data.shape, data.levels, data.num_classes) == ((2,), None, 2)
+    points, labels = data.parts["train"], data.labels["train"]
+    assert torch.equal(labels, (-points[:, 1] % 2).long())
 
 
 def write(name, content):

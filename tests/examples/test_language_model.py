@@ -297,22 +297,22 @@ SMALL = [
 
 @pytest.fixture
 def beside(tmp_path):
-    """Train by the example and by hand."""
+    """Train by the example and by hand; each of `changes` is a training by hand that differs."""
 
-    def call(preset, *options):
+    def call(preset, *options, precision="64-true", changes=({},)):
         folder = tmp_path / "text"
         folder.mkdir()
         for name, lines in (("train", LINES * 2), ("valid", LINES[::3]), ("test", LINES[:9])):
             (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
         config = EXAMPLES / "configs" / "language_model" / f"{preset}.yaml"
-        start = ("-c", str(config), f"--data.path={folder}", "--trainer.precision=64-true")
+        start = ("-c", str(config), f"--data.path={folder}", f"--trainer.precision={precision}")
         run = main([*start, *QUIET, *SMALL, *options], run=False)
         number = {token: n for n, token in enumerate(run.datamodule.vocabulary)}
         texts = [numbers_of(Path(folder, f"{part}.txt"), number) for part in ("train", "valid")]
-        by_hand = Beside(*texts, (3, 2))
-        run.trainer.callbacks.append(by_hand)
+        trainings = [Beside(*texts, (3, 2), **changed) for changed in changes]
+        run.trainer.callbacks += trainings
         run.trainer.fit(run.model, run.datamodule)
-        return by_hand
+        return trainings
 
     return call
 
@@ -326,8 +326,41 @@ def beside(tmp_path):
     ],
 )
 def test_a_training_of_a_preset_is_the_one_by_hand(beside, preset, memory):
-    by_hand = beside(preset, "--trainer.max_epochs=1", f"--model.memory={memory}")
+    (by_hand,) = beside(preset, "--trainer.max_epochs=1", f"--model.memory={memory}")
     assert len(by_hand.losses) > 15
     assert by_hand.loss_error < 1e-10
     assert by_hand.gradient_error < 1e-10
     assert by_hand.perplexity_error < 1e-10
+
+
+@pytest.mark.slow
+def test_the_average_is_the_one_by_hand(beside):
+    (by_hand,) = beside(
+        "tiny", "--trainer.max_epochs=6", "--model.num_patient=0", "--model.learning_rate=10"
+    )
+    num_steps = len(by_hand.losses) // 6
+    assert by_hand.by_hand.num_averaged in range(num_steps, 6 * num_steps)
+    assert by_hand.loss_error < 1e-10
+    assert by_hand.perplexity_error < 1e-10
+
+
+def test_a_training_that_differs_in_anything_is_seen(beside):
+    changes = (
+        {},
+        {"bptt": 13},
+        {"learning_rate": 20.1},
+        {"weight_decay": 0.0},
+        {"clip": 0.26},
+        {"activation_penalty": 1.9},
+        {"temporal_penalty": 0.9},
+        {"input_dropout": 0.41},
+        {"hidden_dropout": 0.21},
+        {"output_dropout": 0.41},
+        {"embedding_dropout": 0.11},
+        {"weight_dropout": 0.51},
+    )
+    same, *others = beside(
+        "tiny", "--trainer.max_epochs=1", "--trainer.limit_train_batches=4", changes=changes
+    )
+    assert same.loss_error < 1e-10
+    assert [each._changed for each in others if each.loss_error < 1e-6] == []

@@ -12,9 +12,11 @@ Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if the
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
         while they run, and on 32768 elements or fewer they start no threads of their own.
-Rule 4. Where tensors have no values, a draw is made in one thread (a FakeTensorMode is that of a
+Rule 4. A draw of one piece takes as long as its operators are many. So it is made on its own, and
+        torch adds it or multiplies by it; autograd holds the recipe of a mask in its place.
+Rule 5. Where tensors have no values, a draw is made in one thread (a FakeTensorMode is that of a
         thread) and at most 16 pieces, since operators take as long for a small one as for a large.
-Rule 5. The weight of an embedding, of which a forward may need a few rows, is drawn by row, which
+Rule 6. The weight of an embedding, of which a forward may need a few rows, is drawn by row, which
         takes longer for a whole table.
 
 NOTE [ A draw that is addressed by row ]
@@ -37,6 +39,8 @@ Rule 6. A mask that is shared along the rows is that of row 0.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,16 +48,28 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 from recoup._core.devices import own_generator
 from recoup._core.rng import hash_seed
+from recoup._core.saved_tensors import untransformed
 from recoup._core.tensors import has_values
 
 _CHUNK = 2**17  # entries (See Rule 1)
+_CPU = torch.device("cpu")
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
 _GPU_PIECE = 2**22
 
 _Draw = Callable[[torch.Generator, int], Tensor]  # of so many entries
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+
+_local = _Local()
 
 
 class Rate(NamedTuple):
@@ -62,32 +78,33 @@ class Rate(NamedTuple):
     Attributes:
         lanes: the type in which words are viewed.
         num_lanes: the entries for each word.
-        least: the least value of a lane that is kept.
-        scale: what entries that are kept are multiplied by.
-        dtype: the type of masks.
+        scale: what entries that are kept are multiplied by, as the type of the weight has it.
+        constants: the least value of a lane that is kept, and the scale: as tensors, from which an
+            operator takes half the time, or as numbers for tensors without values.
     """
 
     lanes: torch.dtype
     num_lanes: int
-    least: int
     scale: float
-    dtype: torch.dtype
-
-    def scales(self, words: Tensor, num: int) -> Tensor:
-        """Return the mask that rows of random words stand for, of rows of so many entries."""
-        lanes = words.view(self.lanes)[..., :num]
-        kept = torch.empty(lanes.shape, dtype=self.dtype, device=words.device)
-        return torch.ge(lanes, self.least, out=kept).mul_(self.scale)
+    constants: tuple[Tensor, Tensor] | tuple[int, float]
 
 
-def rate_of(p: float, dtype: torch.dtype) -> Rate:
+@functools.lru_cache(1024)
+def rate_of(p: float, dtype: torch.dtype, is_fake: bool = False) -> Rate:
     """Return the rate of which `p` is the probability, for weights of a type."""
     num_dropped = round(p * 65536)
     scale = 65536 / (65536 - num_dropped) if num_dropped < 65536 else 0.0
-    scale = min(scale, torch.finfo(dtype).max)
+    lanes, num_lanes, least = torch.int16, 4, num_dropped - 32768
     if num_dropped % 256 == 0:
-        return Rate(torch.int8, 8, min(num_dropped // 256 - 128, 127), scale, dtype)
-    return Rate(torch.int16, 4, num_dropped - 32768, scale, dtype)
+        lanes, num_lanes, least = torch.int8, 8, num_dropped // 256 - 128
+    least = min(least, torch.iinfo(lanes).max)
+    with no_modes(), untransformed():  # they are cached
+        if dtype.itemsize == 2:
+            # Torch would multiply with the exact scale. That of the type is finite.
+            scale = torch.tensor(scale, dtype=dtype).clamp_(max=torch.finfo(dtype).max).item()
+        least_kept = torch.tensor(least, dtype=lanes, device=_CPU)
+        constants = least_kept, torch.tensor(scale, dtype=dtype, device=_CPU)
+    return Rate(lanes, num_lanes, scale, (least, scale) if is_fake else constants)
 
 
 def dropped(
@@ -108,19 +125,22 @@ def dropped(
     Returns:
         A tensor of the shape, dtype and device of `weight`; all zeros if p is 1.
     """
+    mask = mask_beside(weight, seed, p, axes)
+    if mask is not None:
+        made = mask.get()
+        return torch.mul(weight, made, out=made)
     if any(weight.shape[axis] != 1 for axis in axes):
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
-        mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
-        return torch.mul(weight, mask, out=_result(weight, in_place))
-    rate = rate_of(p, weight.dtype)
+        mask_of_axes = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
+        return torch.mul(weight, mask_of_axes, out=_result(weight, in_place))
+    rate = rate_of(p, weight.dtype, type(weight) is FakeTensor)
+    zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
 
     def draw(generator: torch.Generator, num: int) -> Tensor:
-        words = torch.empty(-(-num // rate.num_lanes), dtype=torch.int64, device=generator.device)
-        # All 64 bits: without a range, the first would be zero.
-        words.random_(-(2**63), None, generator=generator)
-        return rate.scales(words, num).to(weight.device)
+        kept = torch.empty(num, dtype=zero.dtype, device=generator.device)
+        return _kept(kept, rate, generator).to(zero.device)
 
-    return _written(weight, seed, draw, torch.mul, in_place)
+    return _written(weight, seed, draw, partial(torch.addcmul, zero, value=rate.scale), in_place)
 
 
 def noised(weight: Tensor, seed: int, std: float, *, in_place: bool = False) -> Tensor:
@@ -138,7 +158,13 @@ def noised(weight: Tensor, seed: int, std: float, *, in_place: bool = False) -> 
     Returns:
         A tensor of the shape, dtype and device of `weight`.
     """
-    fill = partial(Tensor.normal_, mean=0.0, std=std)
+    noise = noise_beside(weight, seed, std)
+    if noise is not None:
+        return noise.add_(weight)
+
+    def fill(piece: Tensor, generator: torch.Generator) -> Tensor:
+        return piece.normal_(0.0, std, generator=generator)
+
     return _written(weight, seed, _filling(weight, fill), torch.add, in_place)
 
 
@@ -147,7 +173,11 @@ def uniforms(
 ) -> Tensor:
     """Return numbers that are uniform from 0 to 1; below 1 before they are rounded to `dtype`."""
     zeros = torch.zeros(shape, dtype=dtype, device=device)
-    return _written(zeros, seed, _filling(zeros, Tensor.uniform_), torch.add, in_place=True)
+
+    def fill(piece: Tensor, generator: torch.Generator) -> Tensor:
+        return piece.uniform_(generator=generator)
+
+    return _written(zeros, seed, _filling(zeros, fill), torch.add, in_place=True)
 
 
 def scales(
@@ -157,6 +187,48 @@ def scales(
     return dropped(torch.ones(shape, dtype=dtype, device=device), seed, p, in_place=True)
 
 
+# -- draws of one piece (See Rule 4) ---------------------------------------------------------------
+
+
+class Mask(NamedTuple):
+    """What `dropped` multiplies a weight by, of one piece; autograd holds it in place of that."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    seed: int
+    rate: Rate
+
+    def get(self) -> Tensor:
+        """Draw the mask."""
+        kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
+        generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
+        return _kept(kept, self.rate, generator).mul_(self.rate.constants[1])
+
+    def pack(self, _: Tensor) -> Mask:
+        """Return what autograd holds."""
+        return self
+
+
+def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Mask | None:
+    """Return the mask of `dropped`; None where it is more than a piece, or shared along axes."""
+    if axes or weight.numel() > _PIECE or not weight.is_cpu:
+        return None
+    return Mask(
+        weight.shape, weight.dtype, seed, rate_of(p, weight.dtype, type(weight) is FakeTensor)
+    )
+
+
+def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
+    """Return what `noised` adds to `weight`; None where it is more than a piece."""
+    if weight.numel() > _PIECE or not weight.is_cpu:
+        return None
+    is_half = weight.dtype.itemsize < 4
+    kind = torch.float32 if is_half else None
+    noise = torch.empty_like(weight, dtype=kind, memory_format=torch.contiguous_format)
+    noise.normal_(0.0, std, generator=_local.generator.manual_seed(hash_seed(seed, 0)))
+    return noise.to(weight.dtype) if is_half else noise
+
+
 # -- pieces (See Rules 1 and 3) --------------------------------------------------------------------
 
 
@@ -164,16 +236,26 @@ def _piece_for(out: Tensor) -> int:
     """Return the number of entries of a result that an operator works on at once."""
     if not out.is_cpu:
         return _GPU_PIECE
-    return _PIECE if has_values(out) else max(_PIECE, -(-out.numel() // 16))  # See Rule 4
+    return _PIECE if has_values(out) else max(_PIECE, -(-out.numel() // 16))  # See Rule 5
 
 
-def _filling(weight: Tensor, fill: Callable[..., Tensor]) -> _Draw:
+def _kept(out: Tensor, rate: Rate, generator: torch.Generator) -> Tensor:
+    """Set `out` to 1 where an entry is kept, and to 0 where it is dropped."""
+    num, num_lanes = out.numel(), rate.num_lanes
+    words = torch.empty(-(-num // num_lanes), dtype=torch.int64, device=out.device)
+    # All 64 bits: without a range, the first would be zero.
+    lanes = words.random_(-(2**63), None, generator=generator).view(rate.lanes)
+    lanes = lanes if num % num_lanes == 0 else lanes[:num]
+    return torch.ge(lanes.view(out.shape), rate.constants[0], out=out)
+
+
+def _filling(weight: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) -> _Draw:
     """Return a draw that has a piece filled in single precision or more, and then rounded."""
     kind = torch.promote_types(weight.dtype, torch.float32)
 
     def draw(generator: torch.Generator, num: int) -> Tensor:
-        drawn = torch.empty(num, dtype=kind, device=generator.device)
-        return fill(drawn, generator=generator).to(weight.device, weight.dtype)
+        drawn = fill(torch.empty(num, dtype=kind, device=generator.device), generator)
+        return drawn.to(weight.device, weight.dtype)
 
     return draw
 
@@ -190,15 +272,13 @@ def _written(
 ) -> Tensor:
     """Return `combine(weight, draw)`, made by as many threads as torch has."""
     out = _result(weight, in_place)
-    device, numel, piece = out.device, out.numel(), _piece_for(out)
+    source, flat = (weight if weight.is_contiguous() else out.copy_(weight)).detach(), out.view(-1)
+    source, device, numel = source.view(-1), out.device, out.numel()
     if device.type == "meta":
         return out
-    if numel <= piece:
-        drawn = draw(own_generator(device, hash_seed(seed, 0)), numel)
-        return combine(weight.detach(), drawn.view(out.shape), out=out)
-    source = (weight if weight.is_contiguous() else out.copy_(weight)).detach().view(-1)
-    flat, is_inference = out.view(-1), torch.is_inference_mode_enabled()
-    size = _CHUNK if out.is_cpu and has_values(out) else numel
+    is_inference = torch.is_inference_mode_enabled()
+    is_shared = out.is_cpu and has_values(out)
+    size, piece = _CHUNK if is_shared else max(1, numel), _piece_for(out)
 
     def work(chunk: int) -> None:
         generator = own_generator(device, hash_seed(seed, chunk))
@@ -245,13 +325,13 @@ def dropped_rows(
     Returns:
         `weight`, or a contiguous tensor of its shape, dtype and device; all zeros if p is 1.
     """
-    rate = rate_of(p, weight.dtype)
+    rate = rate_of(p, weight.dtype, type(weight) is FakeTensor)
     width = 1 if 1 in axes else weight.shape[1]
     if 0 in axes:  # See Rule 6
         rows = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
 
     def draw(numbers: Tensor) -> Tensor:
-        return rate.scales(_words(numbers, -(-width // rate.num_lanes), seed), width)
+        return _scales(numbers, width, seed, rate, weight.dtype)
 
     return _written_rows(weight, rows, width, draw, torch.mul, in_place)
 
@@ -297,6 +377,13 @@ def _written_rows(
         place = slice(start, start + step)
         combine(weight[place], draw(numbers[place]), out=out[place])
     return out
+
+
+def _scales(rows: Tensor, width: int, seed: int, rate: Rate, dtype: torch.dtype) -> Tensor:
+    """Return the entries of a mask in some rows (See Rule 3)."""
+    lanes = _words(rows, -(-width // rate.num_lanes), seed).view(rate.lanes)[:, :width]
+    kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
+    return torch.ge(lanes, rate.constants[0], out=kept).mul_(rate.scale)
 
 
 def _normals(rows: Tensor, width: int, seed: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from recoup._core.call import Call, run_again
-from recoup._core.saved_tensors import untransformed
+from recoup._core.saved_tensors import is_transformed, untransformed
 from recoup.weights import draws
 from recoup.weights.application import apply_to, reparametrized
 from recoup.weights.choosing import ANY_WEIGHT, Where
@@ -208,6 +208,14 @@ class WeightNoise(Reparametrization):
         if self.draws_by_row:
             return draws.noised_rows(weight, seed, std, rows, in_place=is_new)
         return draws.noised(weight, seed, std, in_place=is_new)
+
+    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        is_simple = not (self.by_operators or self.draws_by_row or is_transformed())
+        if is_simple and weight.is_contiguous():  # or the sum would not be
+            noise = draws.noise_beside(weight, drawn.seed, drawn.magnitude)
+            if noise is not None:
+                return weight + noise  # keeps nothing, and costs less than a function of our own
+        return super().apply(weight, operands, drawn)
 
 
 def root_mean_square(weight: Tensor) -> Tensor:
