@@ -104,7 +104,7 @@ def test_no_plan_is_made_where_nothing_trains():
     with torch.no_grad():
         model(torch.randn(200, 16))
     model.eval()
-    with pytest.warns(UserWarning, match="times as much"):
+    with pytest.warns(UserWarning, match="where the plan is for"):
         model(torch.randn(200, 16))  # with gradients, but in another mode
     assert plan.family == (plan,)
     model, plan, _ = planned_net(share=1.2)

@@ -35,7 +35,7 @@ class Planned:
 
 
 class Sizes:
-    def include(self, args, kwargs):
+    def include(self, shapes):
         pass
 
 
@@ -119,7 +119,7 @@ KINDS = {
 def test_few_plans_that_lose_little(kind, quadratic):
     maker, worst = served([(1, length) for length in KINDS[kind]], quadratic)
     assert worst <= 1.05
-    assert maker.num_plans <= 24
+    assert maker.num_plans <= 16
 
 
 @pytest.mark.parametrize("quadratic", [0, 400])
@@ -128,4 +128,4 @@ def test_batches_of_as_many_tokens(kind, quadratic):
     """Short sequences come in larger batches, so that no shape covers another."""
     maker, worst = served([(256 // length, length) for length in KINDS[kind]], quadratic)
     assert worst <= 1.05
-    assert maker.num_plans <= 30
+    assert maker.num_plans <= 4
