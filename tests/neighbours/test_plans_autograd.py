@@ -56,7 +56,11 @@ def simple(model: nn.Module, x: Tensor) -> None:
 
 def batches_of_other_sizes(model, x):
     loss_of_all(model(x[:7])).backward()
-    with pytest.warns(match="where the plan is for") if is_planned(model) else contextlib.nullcontext():
+    with (
+        pytest.warns(match="where the plan is for")
+        if is_planned(model)
+        else contextlib.nullcontext()
+    ):
         loss_of_all(model(torch.cat([x, x]))).backward()
     return left_by(model, x)
 
