@@ -46,7 +46,6 @@ from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
     ModuleGroup,
-    find_leaves,
     has_forward,
     has_list_of_blocks,
     modules_of,
@@ -98,14 +97,14 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, S
 def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
     """Return the blocks of a model whose module tree shows none, and what to take if none repeats.
 
-    Those are the modules that one forward calls more than once (one block for all layers), or else
-    repeated modules without submodules in lists; then the outermost modules that it calls.
+    Those are the modules that one forward calls more than once (one block for all layers). To take
+    are the outermost modules that it calls.
     """
     named: list[Block] = list(named_modules(step.model))[1:]
     modules = [module for _, module in named]
     with step.rehearsed():
         called = _sequence(replace(step, call=step.root or step.call), modules)
-    found = repeated_calls(step.model, called) or find_leaves(step.model)
+    found = repeated_calls(step.model, called)
     return found, [] if found else outermost_called(step.model, called)
 
 
