@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from tests.plan_oracle import Made, assert_as_plain, in_a_row, step_of
+from tests.plan_oracle import Made, assert_as_plain, step_of
 from tests.planned_zoo import transformers_or_skip
 
 VOCABULARY = 4096
@@ -177,16 +177,6 @@ def test_a_sequence_before_its_only_batch_runs_in_tiles():
     assert "tile: `head`" in str(plans.plan(plans.least_bytes))
 
 
-def test_the_number_of_items_of_an_accumulated_batch():
-    model, (tokens, labels) = gpt2(), batch()
-    more = {"num_items_in_batch": torch.tensor(777)}
-    want = step(model, tokens, labels, **more)
-    plan = recoup.plan(model, tokens, labels=labels, budget="6 MiB", tiles=True, **more)
-    with plan.applied():
-        assert_close(step(model, tokens, labels, **more), want, 1e-6)
-    assert "tile: `lm_head`" in str(plan)
-
-
 def test_a_further_plan_over_one_that_is_applied():
     torch.manual_seed(0)
     model, (tokens, labels), few = gpt2(), batch(), batch(4, 50)
@@ -335,64 +325,3 @@ def test_a_language_model_with_mlps_in_tiles_at_the_least_bytes():
         assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= budget
         # Llama's loss is taken in float32, whatever the type of the model.
         assert_close(step(model, tokens, tokens), want, 1e-6)
-
-
-def test_a_planned_model_with_tiles_within():
-    def block():
-        return Made(
-            lambda block, x: x + recoup.tiled(block.mlp, dim=1, tiles=4)(block.norm(x)),
-            norm=nn.LayerNorm(16),
-            mlp=nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)),
-        )
-
-    def forward(model, tokens):
-        def loss(hidden, labels):
-            return F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten())
-
-        hidden = in_a_row(model.blocks, model.embedding(tokens))
-        return recoup.tiled_loss(loss, dim=1, tiles=4)(hidden, tokens)
-
-    torch.manual_seed(0)
-    head = nn.Linear(16, 300, bias=False)
-    model = Made(
-        forward, embedding=nn.Embedding(300, 16), blocks=[block() for _ in "abc"], head=head
-    )
-    head.weight, tokens = model.embedding.weight, torch.randint(300, (2, 32))
-    plans = recoup.plan(model, tokens)
-    assert_as_plain(plans.plan(plans.least_bytes), lambda: model(tokens).backward())
-
-
-class Coupling(nn.Module):
-    def __init__(self, net: nn.Module, first: int) -> None:
-        super().__init__()
-        self.net, self.first = net, first
-
-    def _shifted(self, x, sign):
-        parts = list(x.chunk(2, -1))
-        parts[1 - self.first] = parts[1 - self.first] + sign * self.net(parts[self.first])
-        return torch.cat(parts, -1)
-
-    def forward(self, x):
-        return self._shifted(x, 1)
-
-    def inverse(self, y):
-        return self._shifted(y, -1)
-
-
-def test_blocks_may_be_inverted_beside_a_head_in_tiles():
-    torch.manual_seed(0)
-    nets = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
-    model = Made(
-        lambda model, tokens: model.head(in_a_row(model.blocks, model.embedding(tokens))),
-        embedding=nn.Embedding(VOCABULARY, 128),
-        blocks=[Coupling(net, place % 2) for place, net in enumerate(nets)],
-        head=nn.Linear(128, VOCABULARY, bias=False),
-    ).double()
-    tokens, _ = batch()
-    loss = shifted_loss(tokens)
-    frontier = recoup.plan(model, tokens, loss=loss, tiles=4, exact=False)
-    tiled = [kind for kind in frontier._kinds if kind.step.tiled is not None]
-    assert tiled
-    assert all(any(cost.is_invertible for cost in kind.costs) for kind in tiled)
-    plan = frontier.plan(int(1.05 * frontier.points[0].peak_bytes))
-    assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=1e-7)

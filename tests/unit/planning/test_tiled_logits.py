@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import ChangedError, GradientError
-from tests.plan_oracle import Made
 from tests.planned_zoo import is_plain
 from tests.unit.planning.test_plan_tiles import (
     VOCABULARY,
@@ -296,51 +295,3 @@ def test_what_is_removed_copied_and_pickled_is_the_model():
     assert made.shape == (1, 8)
     assert is_plain(model)
     assert type(model.train()(TOKENS, labels=LABELS).logits) is torch.Tensor
-
-
-def with_a_hook(model, start, x):
-    x.register_hook(lambda gradient: gradient * 2)
-    return x
-
-
-def with_a_graph_of_its_own(model, start, x):
-    with torch.enable_grad():
-        start = x.detach().requires_grad_()
-        return x + torch.autograd.grad(model.blocks[0](start).square().sum(), start)[0]
-
-
-def with_a_transform(model, start, x):
-    return x + torch.func.grad(lambda start: start.sin().square().sum())(x.detach())
-
-
-def with_a_gradient(model, start, x):
-    return x + torch.autograd.grad(x.square().sum(), start, create_graph=True)[0]
-
-
-WAYS = {
-    "hook": with_a_hook,
-    "retain_grad": lambda model, start, x: (x.retain_grad(), x)[1],
-    "graph of its own": with_a_graph_of_its_own,
-    "func": with_a_transform,
-    "grad": with_a_gradient,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forward_that_needs_a_graph(way):
-    def forward(model, tokens):
-        x = model.embedding(tokens)
-        start = x = x.detach().requires_grad_() if way == "grad" else x
-        for block in model.blocks:
-            x = x + block(x)
-        return model.head(WAYS[way](model, start, x))
-
-    parts = Plain()
-    model = Made(forward, embedding=parts.embedding, blocks=list(parts.blocks), head=parts.head)
-    model.double()
-    want = of_loss(LOSS, model)
-    plan = recoup.plan(model, TOKENS, loss=LOSS, tiles=True).plan("10 MiB")
-    assert plan.planned.tiled is not None
-    with plan.applied():
-        for a, b in zip(of_loss(LOSS, model), want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
