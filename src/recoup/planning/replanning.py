@@ -384,11 +384,9 @@ class PlanMaker(NamedTuple):
     def peak_under(self, plan: Plan, args: Args, kwargs: Kwargs) -> float:
         """Return the peak of a step with other arguments that follows a plan, in one step.
 
-        It is infinite if there is no memory for it, or if other steps may take more.
+        It is infinite if there is no memory for it.
         """
         planned = plan.planned
-        if any(call.is_estimated for call in planned.calls):
-            return math.inf
         options = self._options_for(planned.num_forwards)
         step = options.step(self.model, self.call, args, kwargs)
         step = replace(step, tiled=planned.tiled)

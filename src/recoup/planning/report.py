@@ -130,7 +130,7 @@ class PlanReport:
 
     @property
     def num_seen(self) -> int:
-        """The number of blocks that were called during planning; others will be recomputed."""
+        """The number of blocks that the measured step called; others will be recomputed."""
         return len({id(call.module) for call in self.planned.calls})
 
     @property
@@ -164,11 +164,7 @@ class PlanReport:
 
     @property
     def rehearsed_peak_bytes(self) -> int:
-        """The peak of the step that was run under the plan.
-
-        If none of the forwards that were tried called all blocks (LayerDrop), it is at least the
-        predicted peak of a step that does.
-        """
+        """The peak of the step that was run under the plan."""
         return self.baseline_bytes + self._rehearsed_bytes
 
     @property

@@ -19,7 +19,7 @@ Rule 3. FSDP2 gathers a weight for the calls of one module. Where that is the he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -168,35 +168,31 @@ class _Finder(Observer):
 
 def _is_row_local(module: nn.Module, x: Tensor) -> bool:
     """Whether a module treats rows independently, and leaves no trace (See Rule 2)."""
-    dim, found = x.dim() + ROW_DIM, list[str | None]()
+    dim, parameters = x.dim() + ROW_DIM, _without_zeros(module)
     before = [value for each in module.modules() for value in vars(each).values()]
-    for call in _calls_of(module):
 
-        def run(rows: Sequence[int], own: dict[int, Tensor], call: Any = call) -> Found:
-            twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
-            return [("output", call(twice.narrow(dim, 0, len(rows))), False)]
+    def run(rows: Sequence[int], own: dict[int, Tensor]) -> Found:
+        twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
+        piece = twice.narrow(dim, 0, len(rows))
+        return [("output", torch.func.functional_call(module, parameters, piece), False)]
 
-        check = RowCheck(module, [x], dim, run, takes_gradients=True)
-        try:
-            found.append(check.mixes(few_of(range(x.shape[dim]), x.shape[dim])))
-        except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
-            return False
-        if found[-1] or check.draws:
-            return False
+    check = RowCheck(module, [x], dim, run, takes_gradients=True)
+    try:
+        mixes = check.mixes(few_of(range(x.shape[dim]), x.shape[dim]))
+    except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
+        return False
     after = [value for each in module.modules() for value in vars(each).values()]
     is_same = len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
-    return is_same and "" in found  # parameters that begin at zero tell nothing
+    return mixes == "" and not check.draws and is_same
 
 
-def _calls_of(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield the call of a module, and one with parameters none of which is zero (See Rule 2)."""
-    yield module
+def _without_zeros(module: nn.Module) -> dict[str, Tensor]:
+    """Return other values of the parameters of a module, none of which is zero (See Rule 2)."""
     others: dict[str, Tensor] = {}
     for name, parameter in cast("Iterator[tuple[str, Tensor]]", module.named_parameters()):
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-            return
-        generator = own_generator(parameter.device, len(others))
-        noise = torch.empty(parameter.shape, device=generator.device).normal_(generator=generator)
-        noise /= max(1, *parameter.shape[-1:]) ** 0.5
-        others[name] = parameter.detach() + noise.to(parameter.device, parameter.dtype)
-    yield partial(torch.func.functional_call, module, others)
+        if type(parameter) is nn.Parameter and parameter.is_floating_point():
+            generator = own_generator(parameter.device, len(others))
+            noise = torch.empty(parameter.shape, device=generator.device)
+            noise.normal_(generator=generator).div_(max(1, *parameter.shape[-1:]) ** 0.5)
+            others[name] = parameter.detach() + noise.to(parameter.device, parameter.dtype)
+    return others

@@ -210,14 +210,12 @@ MODELS = {
         lambda: stages((32, 16), (16, 16)), (512, 32),
         [f"stages.{place}.{name}" for place in range(2) for name in INNER], r"stages\.\d", 0.8,
     ),
-    # What they do with the result of their list is their own, so they stay one block.
+    # What they do with the result of their list is their own.
     "stages that add what they were given": Found(
-        lambda: stages((16, 16), (16, 16), then=lambda x, y: x + y), (64, 16),
-        numbered("stages", 2),
+        lambda: stages((16, 16), (16, 16), then=lambda x, y: x + y), (64, 16), [],
     ),
     "stages that change in place": Found(
-        lambda: stages((16, 16), (16, 16), then=lambda x, y: y.relu_()), (64, 16),
-        numbered("stages", 2),
+        lambda: stages((16, 16), (16, 16), then=lambda x, y: y.relu_()), (64, 16), [],
     ),
     "convolutions": Found(lambda: convolutions(inplace=False), IMAGES, GROUPS),
     "layer by layer": Found(layer_by_layer, IMAGES, numbered("features", 10) + numbered("head", 4)),
