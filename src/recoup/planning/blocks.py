@@ -46,7 +46,8 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     if blocks is None:
         return find_blocks(model)
     named = dict(named_modules(model))
-    if isinstance(blocks, nn.Module) or not isinstance(blocks, Iterable):
+    given: object = blocks
+    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
         raise ValueError(
             f"`blocks` is a {type(blocks).__name__}, but must be a sequence of modules or names, "
             "or a regular expression. For the children of a module, pass list(module.children())."

@@ -99,7 +99,7 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
             if each is not block and has_parts and not any(map(is_gathered, each.modules())):
                 parts[each] = f"{name}.{path}"
     within = {each for _, block in blocks for each in block.modules()}
-    heads = {
+    heads: dict[nn.Module, str] = {
         module: name
         for name, module in named_modules(step.model)
         if isinstance(module, nn.Linear) and module not in within and not is_compiled(module)
