@@ -271,13 +271,7 @@ def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
     unit, name = _unit(max(max(line.sizes) for line in lines))
 
     def draw_panel(panels: Sequence[Any]) -> None:
-        axes = panels[0]
-        colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
-        for line, color in zip(lines, colors, strict=False):
-            sizes = [size / unit for size in line.sizes]
-            axes.step(sizes, line.times, where="post", color=color, linewidth=2.2, label=line.name)
-            axes.plot(sizes[-1:], line.times[-1:], "o", color=color, markersize=5)
-        _finish_frontier(axes, name)
+        _frontier(panels[0], lines, unit, name)
 
     path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
     return path
@@ -289,7 +283,12 @@ def draw(plan: PlanReport, path: Path) -> Path:
 
     def draw_panels(panels: Sequence[Any]) -> None:
         _over_a_step(panels[0], plan, unit, name)
-        _frontier(panels[1], plan, unit, name)
+        sizes = [plan.baseline_bytes + point.peak_bytes for point in plan.frontier]
+        least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
+        times = [1 + (point.seconds - least) / whole for point in plan.frontier]
+        place = plan.frontier.index(plan.point)
+        panels[1].plot(sizes[place] / unit, times[place], "o", color=_AFTER, label="this plan")
+        _frontier(panels[1], [Line("all plans", sizes, times)], unit, name)
 
     path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
     return path
@@ -302,7 +301,14 @@ def _unit(num_bytes: int) -> tuple[int, str]:
     return 1, "bytes"
 
 
-def _finish_frontier(axes: Any, unit_name: str) -> None:
+def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> None:
+    colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
+    for line, color in zip(lines, colors, strict=False):
+        sizes = [size / unit for size in line.sizes]
+        axes.step(
+            sizes, line.times, where="post", color=color, linewidth=2.2, label=line.name,
+            marker="o", markevery=[-1],
+        )  # fmt: skip
     axes.set_xlim(0, None)
     axes.legend(loc="upper right", frameon=False, fontsize=9.5)
     finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({unit_name})")
@@ -332,14 +338,3 @@ def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
     axes.set_xlim(0, None)
     axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
     finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
-
-
-def _frontier(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
-    points = plan.frontier
-    least, whole = points[-1].seconds, plan.kept_seconds or 1.0
-    sizes = [(plan.baseline_bytes + point.peak_bytes) / unit for point in points]
-    times = [1 + (point.seconds - least) / whole for point in points]
-    axes.step(sizes, times, where="post", color=_AFTER, linewidth=2.2, label="all plans")
-    place = points.index(plan.point)
-    axes.plot(sizes[place], times[place], "o", color=_AFTER, markersize=9, label="this plan")
-    _finish_frontier(axes, name)

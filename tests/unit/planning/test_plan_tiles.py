@@ -177,19 +177,6 @@ def test_a_sequence_before_its_only_batch_runs_in_tiles():
     assert "tile: `head`" in str(plans.plan(plans.least_bytes))
 
 
-def test_a_further_plan_over_one_that_is_applied():
-    torch.manual_seed(0)
-    model, (tokens, labels), few = gpt2(), batch(), batch(4, 50)
-    budget = int(1.1 * recoup.plan(model, tokens, labels=labels, tiles=True).least_bytes)
-    options = {"budget": budget, "tiles": True}
-    with recoup.plan(model, tokens, labels=labels, **options).applied():
-        again = recoup.plan(model, few[0], labels=few[1], **options)
-    assert again.rehearsed_peak_bytes <= budget
-    with recoup.plan(model, tokens, labels=labels, replan=True, **options).applied() as plan:
-        step(model, *few)
-    assert plan.is_applied is False
-
-
 def test_in_bfloat16_under_autocast():
     torch.manual_seed(0)
     model, (tokens, labels) = gpt2().eval(), batch()
