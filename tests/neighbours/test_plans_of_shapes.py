@@ -219,6 +219,7 @@ def counted_time(monkeypatch):
 RANDOM = random.Random(0).choices(range(16, 257), k=200)
 
 
+@pytest.mark.clocked  # by the counted work of `counted_time`
 @pytest.mark.usefixtures("counted_time")
 @pytest.mark.parametrize(
     ("build", "batch", "lengths", "most_plans"),
