@@ -46,8 +46,8 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     if blocks is None:
         return find_blocks(model)
     named = dict(named_modules(model))
-    given: object = blocks
-    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+    is_several = isinstance(blocks, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(blocks, nn.Module) or not is_several:
         raise ValueError(
             f"`blocks` is a {type(blocks).__name__}, but must be a sequence of modules or names, "
             "or a regular expression. For the children of a module, pass list(module.children())."
