@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,11 @@ def simple(model: nn.Module, x: Tensor) -> None:
 
 def batches_of_other_sizes(model, x):
     loss_of_all(model(x[:7])).backward()
-    with pytest.warns(match="2 times as much") if is_planned(model) else contextlib.nullcontext():
+    with (
+        pytest.warns(match="where the plan is for")
+        if is_planned(model)
+        else contextlib.nullcontext()
+    ):
         loss_of_all(model(torch.cat([x, x]))).backward()
     return left_by(model, x)
 
@@ -119,27 +122,6 @@ def test_a_step_is_the_plain_one(name: str, share: float):
     wanted = outcome(plain, x, STEPS[name])
     with plan_for(model, x, share=share, **options).applied():
         assert_same_values(outcome(model, x, STEPS[name]), wanted)
-
-
-def in_ours(model, x):
-    loss_of(recoup.checkpoint(model, x)).backward()
-
-
-def offloaded(model, x):
-    with torch.autograd.graph.save_on_cpu():
-        loss = loss_of(model(x))
-    loss.backward()
-
-
-@pytest.mark.parametrize("step", [simple, offloaded, in_ours])
-@in_shares
-def test_steps_keep_to_the_budget_one_after_the_other(step: Callable[..., Any], share: float):
-    """But for random states: a checkpoint of ours has one, and so has each block within it."""
-    model, x = fresh()
-    with plan_for(model, x, share=share).applied() as plan:
-        num_states = 1 + len(plan.blocks) if step is in_ours else 0
-        most = plan.budget_bytes + num_states * torch.get_rng_state().nbytes
-        assert all(peak_of(partial(step, model, x)) <= most for _ in range(3))
 
 
 @pytest.mark.sampled(1)

@@ -54,38 +54,21 @@ def stepped(model: Stack) -> None:
             parameter.sub_(0.1)
 
 
-def doubled(name: str) -> Callable[[Stack], None]:
-    """Another tensor of twice the values in the first block."""
-
-    def change(model: Stack) -> None:
-        owner, _, last = name.rpartition(".")
-        module = model.blocks[0].get_submodule(owner)
-        made = 2 * getattr(module, last).detach()
-        setattr(module, last, nn.Parameter(made) if last == "weight" else made)
-
-    return change
+def other_weight(model: Stack) -> None:
+    model.blocks[0].up.weight = nn.Parameter(2 * model.blocks[0].up.weight.detach())
 
 
 def other_memory(model: Stack) -> None:
     model.blocks[0].up.weight.data = 2 * model.blocks[0].up.weight.data
 
 
-def loaded(model: Stack) -> None:
-    model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()})
-
-
 IN_PLACE = "modified by an inplace operation|changed in place"
 CHANGES: dict[str, tuple[Callable[[Stack], Any], str]] = {  # the change, and the error if it is one
     "step": (stepped, IN_PLACE),
-    "load": (loaded, IN_PLACE),
     "keyword": (lambda m: m.shift.add_(1), IN_PLACE),
-    "list": (lambda m: m.items[0].add_(1), IN_PLACE),
-    "dict": (lambda m: m.options["inner"][0].add_(1), IN_PLACE),
     "mode": (lambda m: m.eval(), "block `blocks.* mode"),
-    "mode of a part": (lambda m: m.blocks[0].norm.eval(), "block `blocks.0` .*BatchNorm1d"),
     "buffer": (lambda m: m.blocks[0].scale.mul_(2), "block `blocks.0` again"),
-    "other buffer": (doubled("scale"), "block `blocks.0` again"),
-    "other weight": (doubled("up.weight"), "block `blocks.0` .* a parameter in it was replaced"),
+    "other weight": (other_weight, "block `blocks.0` .* a parameter in it was replaced"),
     "other forward": (
         lambda m: setattr(m.blocks[0].up, "forward", lambda x: x.repeat(1, 4)),
         "block `blocks.0` again",

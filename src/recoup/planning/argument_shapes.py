@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import ge, gt
+from operator import ge
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from recoup._core.devices import autocast_kinds
 from recoup._core.pytree import flatten
-from recoup.memory import format_bytes
 from recoup.planning.forwards import Args
 
 _MOST_VALUES = 1024  # that are looked at within the objects of an argument
+Shape = tuple[int, ...]
 
 
 class ArgumentShapes(NamedTuple):
@@ -33,7 +33,7 @@ class ArgumentShapes(NamedTuple):
     """
 
     family: tuple[object, ...]
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     inputs: frozenset[str]
     parameters: tuple[bool, ...]
     training: tuple[bool, ...]
@@ -45,7 +45,7 @@ class ArgumentShapes(NamedTuple):
             and self.inputs >= other.inputs
             and _cover(self.parameters, other.parameters)
             and _cover(self.training, other.training)
-            and all(all(map(ge, *pair)) for pair in self._pairs(other))
+            and all(_covers(*pair) for pair in self._pairs(other))
         )
 
     def is_like(self, other: ArgumentShapes) -> bool:
@@ -61,10 +61,10 @@ class ArgumentShapes(NamedTuple):
         """Whether an input or a parameter requires a gradient."""
         return bool(self.inputs) or any(self.parameters)
 
-    def _pairs(self, other: ArgumentShapes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return the shapes of each tensor that both have, with as many dimensions."""
-        pairs = [(own, other.shapes.get(place, ())) for place, own in self.shapes.items()]
-        return [pair for pair in pairs if len(pair[0]) == len(pair[1])]
+    def _pairs(self, other: ArgumentShapes) -> list[tuple[Shape, Shape]]:
+        """Return the shapes of each tensor that both have."""
+        theirs = other.shapes
+        return [(own, theirs[place]) for place, own in self.shapes.items() if place in theirs]
 
     def share_of(self, other: ArgumentShapes) -> float:
         """Return the least number of entries of a tensor of `other`, relative to the own one."""
@@ -99,7 +99,7 @@ class ArgumentShapes(NamedTuple):
         if switched is not None:
             name = [*modules][switched]
             return f"with `{name}` in training mode, in which it was not when it was planned"
-        larger = [(a, b) for a, b in self._pairs(other) if any(map(gt, b, a))]
+        larger = [pair for pair in self._pairs(other) if not _covers(*pair)]
         if larger and self.growth_to(other) > room:
             own, theirs = larger[0]
             return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
@@ -124,7 +124,7 @@ def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> Argume
     Numbers are left out, since they count steps and batches.
     """
     family: list[object] = [*map(_autocast, autocast_kinds())]
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     inputs: list[str] = []
     for place, leaf in _leaves("", {**dict(enumerate(args)), **kwargs}):
         if isinstance(leaf, Tensor):
@@ -151,8 +151,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for place, each in enumerate(cast("Sequence[Any]", value)):
             yield from _leaves(f"{name}[{place}]", each)
     else:
-        tensors, tree = flatten(value)
-        for place, each in enumerate([*tensors, *tree.others()]):
+        others = flatten(value)[1].others()
+        for place, each in enumerate([*tensors_within(value), *others]):
             yield f"{name}.{place}", each
 
 
@@ -160,17 +160,27 @@ def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _growth(shape: tuple[int, ...], other: tuple[int, ...]) -> float:
-    ratios = [theirs / max(mine, 1) for mine, theirs in zip(shape, other, strict=True)]
+def _as_many_dims(own: Shape, theirs: Shape) -> tuple[Shape, Shape]:
+    """Return two shapes, or their numbers of entries if they have not as many dimensions."""
+    is_alike = len(own) == len(theirs)
+    return (own, theirs) if is_alike else ((math.prod(own),), (math.prod(theirs),))
+
+
+def _covers(own: Shape, theirs: Shape) -> bool:
+    return all(map(ge, *_as_many_dims(own, theirs)))
+
+
+def _growth(own: Shape, theirs: Shape) -> float:
+    ratios = [b / max(a, 1) for a, b in zip(*_as_many_dims(own, theirs), strict=True)]
     return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
 
 
-def _shown(shape: tuple[int, ...]) -> str:
+def _shown(shape: Shape) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
 class PlannedArguments:
-    """The sizes and shapes of the arguments that a plan was made with, to warn of larger ones.
+    """The shapes of the arguments that a plan was made with, to warn of larger ones.
 
     It holds no model: whoever holds it (a follower) must not keep one alive.
 
@@ -186,52 +196,30 @@ class PlannedArguments:
         self, model: nn.Module, args: Args, kwargs: Mapping[str, Any], room: float
     ) -> None:
         self._room = room
-        self._bytes = _argument_bytes(args, kwargs)
         self._shapes = [shapes_of(model, args, kwargs)]
         self._has_warned = False
 
-    def include(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+    def include(self, shapes: ArgumentShapes) -> None:
         """Let the plan be made for these arguments, too."""
-        for key, num_bytes in _argument_bytes(args, kwargs).items():
-            self._bytes[key] = max(num_bytes, self._bytes.get(key, 0))
-        first, given = self._shapes[0], shapes_of(nn.Module(), args, kwargs)
-        # The plan serves what is trained in the same way alone.
-        shapes = given._replace(parameters=first.parameters, training=first.training)
         self._shapes = [*(each for each in self._shapes if not shapes.cover(each)), shapes]
 
     def warn_if_larger(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Warn once if a step with the arguments may take more bytes than the planned one."""
-        excess = "" if self._has_warned else self._excess(model, args, kwargs)
-        if excess:
-            self._has_warned = True
-            warnings.warn(
-                f"A planned {type(model).__name__} was {excess}. Gradients are right, but "
-                "this step may take more than the budget. Make the plan with the largest batch, "
-                "the longest rows and the parameters that are trained, or give `replan=True`.",
-                stacklevel=5,
-            )
-
-    def _excess(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> str:
-        now = _argument_bytes(args, kwargs)
-        shared = now.keys() & self._bytes.keys()
-        found, planned = (sum(sizes[key] for key in shared) for sizes in (now, self._bytes))
-        if found > planned > 0:
-            return (
-                f"given {format_bytes(found)} of arguments, {found / planned:.3g} times as much as "
-                f"the plan was made for ({format_bytes(planned)})"
-            )
-        if self._room == math.inf:
-            return ""
+        if self._has_warned or self._room == math.inf:
+            return
         shapes = shapes_of(model, args, kwargs)
         if any(each.cover(shapes) for each in self._shapes):
-            return ""
+            return
         excesses = [each.excess_of(shapes, model, self._room) for each in self._shapes]
-        return f"called {excesses[-1]}" if all(excesses) else ""
-
-
-def _argument_bytes(args: Args, kwargs: Mapping[str, Any]) -> dict[int | str, int]:
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {key: sum(tensor.nbytes for tensor in tensors_within(value)) for key, value in given}
+        if all(excesses):
+            self._has_warned = True
+            warnings.warn(
+                f"A planned {type(model).__name__} was called {excesses[-1]}. Gradients are "
+                "right, but this step may take more than the budget. Make the plan with the "
+                "largest batch, the longest rows and the parameters that are trained, or give "
+                "`replan=True`.",
+                stacklevel=5,
+            )
 
 
 def tensors_within(value: Any) -> list[Tensor]:

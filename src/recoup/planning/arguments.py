@@ -127,17 +127,8 @@ def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
             "`training_step` of a LightningModule is planned by the trainer's callback "
             "recoup.integrations.lightning.MemoryBudget."
         ) from error
-    if isinstance(error, TypeError):
-        signature = _signature(model)
-        taken = kwargs if signature is None else signature.parameters
-        for name in kwargs:
-            if name not in taken and not _takes_any_keyword(signature):
-                raise ValueError(
-                    f"`{name}` is no option of recoup.plan, and the forward of {kind} takes no "
-                    f"`{name}`. The bytes are `budget`; the model takes {', '.join(taken)}."
-                ) from error
-        way_out = "Give its arguments as in training, after the model"
-        explain_call(model, args, kwargs, error, f"The forward of {kind}", way_out)
+    way_out = "Give its arguments as in training, after the model; the bytes of a plan are `budget`"
+    explain_call(model, args, kwargs, error, f"The forward of {kind}", way_out)
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
         names = next(_names_in(model), set[str]())
         if not names.isdisjoint(cast("Mapping[Any, Any]", args[0])):
@@ -210,11 +201,6 @@ def _names_in(model: nn.Module) -> Iterator[set[str]]:
         }
         if names:
             yield names
-
-
-def _takes_any_keyword(signature: inspect.Signature | None) -> bool:
-    given = () if signature is None else signature.parameters.values()
-    return any(each.kind is each.VAR_KEYWORD for each in given)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -46,39 +46,31 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     if blocks is None:
         return find_blocks(model)
     named = dict(named_modules(model))
-    if isinstance(blocks, nn.Module):
+    is_several = isinstance(blocks, Iterable)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(blocks, nn.Module) or not is_several:
         raise ValueError(
-            f"`blocks` is a single {type(blocks).__name__}, but must be a sequence of modules or "
-            "names, or a regular expression. For its children, pass list(module.children())."
+            f"`blocks` is a {type(blocks).__name__}, but must be a sequence of modules or names, "
+            "or a regular expression. For the children of a module, pass list(module.children())."
         )
     if isinstance(blocks, str):
-        pattern = _compiled(blocks)
+        try:
+            pattern = re.compile(blocks)
+        except re.error as error:
+            raise ValueError(
+                f"`blocks` is {blocks!r}, but must be a valid regular expression ({error})."
+            ) from None
         found = [(name, each) for name, each in named.items() if name and pattern.fullmatch(name)]
         if not found:
             raise ValueError(
                 f"`blocks` is {blocks!r}, which matches the name of no module of "
                 f"{type(model).__name__}. Names are such as {_some(named)}."
             )
-    elif not isinstance(blocks, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(
-            f"`blocks` is {blocks!r}, but must be a regular expression, or names or modules."
-        )
     else:
-        given: list[str | nn.Module] = list(blocks)
-        found = list(dict(_one(model, named, block) for block in given).items())
+        found = list(dict(_one(model, named, block) for block in blocks).items())
         if not found:
             raise ValueError("`blocks` is empty. Name at least one, or leave it out to find them.")
     _check_apart(found)
     return found
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            f"`blocks` is {pattern!r}, but must be a valid regular expression ({error})."
-        ) from None
 
 
 def _one(model: nn.Module, named: dict[str, nn.Module], block: str | nn.Module) -> Block:
@@ -179,11 +171,6 @@ def _is_link(module: nn.Module) -> bool:
 def repeats(modules: Sequence[nn.Module]) -> bool:
     """Whether several of the modules that have submodules are of one class."""
     return _repeat([("", module) for module in modules if _has_parts(module)])
-
-
-def find_leaves(model: nn.Module) -> list[Block]:
-    """Return repeated modules in lists of modules without submodules, such as `nn.LSTM`."""
-    return _first(model, _listed_leaves, "")
 
 
 def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
@@ -289,12 +276,6 @@ def _listed_within(part: nn.Module, path: str) -> list[Block]:
     if not has_forward(part):
         return _listed(part, _children(part, path))
     return _first(part, _listed, path) if isinstance(part, nn.Sequential) else []
-
-
-def _listed_leaves(module: nn.Module, children: list[Block]) -> list[Block]:
-    leaves = [(n, each) for n, each in children if not _has_parts(each) and _has_weights(each)]
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return leaves if is_list and _repeat(leaves) else []
 
 
 def _is_beside_another(module: nn.Module, siblings: list[Block]) -> bool:

@@ -9,7 +9,7 @@ Rule 2. The plan is made in the first forward with gradients. Another is made if
         another autocast, or other modules; and where the drift guard has refused what an inverse
         returned, so that the block is inverted no more. Plans of before are followed again where
         they suffice, so that shapes of which none covers another do not plan at each step; those of
-        other modules and modes are forgotten.
+        other modules are forgotten.
 Rule 3. The outermost budget applies: a chain within another chain that has a budget, or within
         a region that is recomputed in backward, makes no plan of its own.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ from recoup.planning.forwards import Args
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.step import Step
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, shown
 
@@ -65,7 +64,7 @@ class Budget:
 
     def __init__(self, bytes_: str | None = None) -> None:
         self._bytes = bytes_
-        self._plans: list[tuple[ArgumentShapes, Plan]] = []  # the one in force is the last
+        self._plans: list[tuple[ArgumentShapes, Plan]] = []
         self._others: tuple[object, ...] = ()  # what else they depend on (See Rule 2)
 
     @property
@@ -113,54 +112,46 @@ class Budget:
             return call(*args)  # See Rule 3
         _here.is_within = True
         try:
-            distinct = tuple({id(each): each for each in blocks}.values())
             with _planning:
-                shapes = self._unplanned(chain, args, distinct, guard)
-                if shapes is not None:
-                    options = PlanOptions(loss=loss, blocks=distinct)
-                    step = options.step(chain, call, args, {})
-                    self._plans.append((shapes, self._plan_for(step, options, guard)))
+                self._follow(chain, call, args, blocks, guard, loss)
             return call(*args)
         finally:
             _here.is_within = False
 
-    def _unplanned(
-        self, chain: nn.Module, args: Args, blocks: Sequence[nn.Module], guard: DriftGuard | None
-    ) -> ArgumentShapes | None:
-        """Let the chain follow a plan that suffices for these arguments.
-
-        Return their shapes if none does, and None if one does or none is needed.
-        """
+    def _follow(
+        self,
+        chain: nn.Module,
+        call: Callable[..., Any],
+        args: Args,
+        blocks: Iterable[nn.Module],
+        guard: DriftGuard | None,
+        loss: Callable[[Any], Any] | None,
+    ) -> None:
+        """Let the chain follow a plan that suffices for these arguments (See Rule 2)."""
         if self._bytes is None or not torch.is_grad_enabled():
-            return None
+            return
         shapes = shapes_of(chain, args, {})
         if not shapes.has_backward:
-            return None
-        others = (blocks, guard, None if guard is None else guard.kept)
+            return
+        distinct = tuple({id(each): each for each in blocks}.values())
+        others = (distinct, guard, None if guard is None else guard.kept)
         if others != self._others:
             self._remove_plans()
             self._others = others
-        for entry in reversed(self._plans):
-            if entry[0].cover(shapes):
-                entry[1].apply_while_held()
-                if entry is not self._plans[-1]:
-                    self._plans.remove(entry)
-                    self._plans.append(entry)
-                return None
-        for entry in self._plans:
-            entry[1].remove()
-        kept = [each for each in self._plans if each[0].training == shapes.training]
-        kept = [each for each in kept if not shapes.cover(each[0])]
-        self._plans = kept[-_MOST_PLANS + 1 :]
-        return shapes
-
-    def _plan_for(self, step: Step, options: PlanOptions, guard: DriftGuard | None) -> Plan:
+        for known, plan in reversed(self._plans):
+            if known.cover(shapes):
+                plan.apply_while_held()
+                return
+        for _, plan in self._plans:
+            plan.remove()
+        options = PlanOptions(loss=loss, blocks=distinct)
+        frontier = frontier_of(options.step(chain, call, args, {}), options, guard)
         try:
-            plan = frontier_of(step, options, guard).plan(cast("str", self._bytes))
+            made = frontier.plan(self._bytes)
         except BudgetError as error:  # the user has set `memory`
             error.args = (str(error).replace("`budget`", "`memory`", 1),)
             raise
-        return plan.apply_while_held()
+        self._plans = [*self._plans[-_MOST_PLANS + 1 :], (shapes, made.apply_while_held())]
 
     def _remove_plans(self) -> None:
         plans, self._plans = self._plans, []

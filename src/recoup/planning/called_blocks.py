@@ -3,32 +3,27 @@
 NOTE [ Blocks that are left out ]
 
 Rule 1. A plan is for the forward that calls the most blocks. If the measured step skipped some
-        blocks, a few forwards are run with other seeds. The one that calls the most blocks is
-        then measured instead, and rehearsed.
-Rule 2. A block that one of these forwards called, but the measured one did not, is a stage of the
-        plan, too: it takes its place in the order, with the cost of the nearest block of its
-        class. As no rehearsal calls it, the plan must also be predicted to fit.
-Rule 3. A block that none of them called is not a stage. If it is called later, it is recomputed
-        from its arguments (See NOTE [ Following a plan ]).
+        blocks, up to 32 forwards are run with other seeds, until one calls all of them. The one
+        that calls the most blocks is then measured instead, and rehearsed.
+Rule 2. A block that this forward did not call is not a stage. If it is called later, it is
+        recomputed from its arguments (See NOTE [ Following a plan ]).
 
 NOTE [ Stages ]
 
-Rule 4. A stage is a block whose forward passes its input from one submodule to the next and
-        returns the output of the last one. All of these submodules can be blocks in its place (the
-        layers of a Swin stage and its downsampling), if several of them that have submodules are
-        of one class.
-Rule 5. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
-        but none receives the output of the one before; and a residual connection around a list of
-        layers belongs to none of the layers. Such a block is not divided.
-Rule 6. If a stage is divided, its other computations, such as further outputs, are outside blocks.
+Rule 3. A stage is a block with a list of blocks in it. The outermost modules that a forward calls
+        within it can be blocks in its place (the layers of a Swin stage and its downsampling), if
+        several of them that have submodules are of one class.
+Rule 4. Whether that is better, the costs of both kinds of blocks say: for experts in a list, or
+        layers with a residual connection around them, it may not be.
+Rule 5. If a stage is divided, its other computations, such as further outputs, are outside blocks.
 
 NOTE [ Stems ]
 
-Rule 7. What runs before the first block and holds much (the convolution and pooling of a ResNet) is
+Rule 6. What runs before the first block and holds much (the convolution and pooling of a ResNet) is
         blocks of its own, in a second kind of plans beside those without it. Modules that are
         called once are taken, from the first that has parameters on: nothing before it has a
         gradient.
-Rule 8. A stem that cannot run again is none, and so is that of a model of which ranks hold parts,
+Rule 7. A stem that cannot run again is none, and so is that of a model of which ranks hold parts,
         since they must find the same.
 """
 
@@ -39,14 +34,12 @@ from dataclasses import replace
 from itertools import dropwhile
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
     ModuleGroup,
-    find_leaves,
     has_forward,
     has_list_of_blocks,
     modules_of,
@@ -56,20 +49,17 @@ from recoup.planning.blocks import (
     repeated_calls,
     repeats,
 )
-from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
-from recoup.planning.pricing import Measured, MeasuredCall
+from recoup.planning.pricing import Measured
 from recoup.planning.ranks import is_sharded
 from recoup.planning.step import Observer, Step
-from recoup.schedules import Cost
 
-Sequences = list[list[nn.Module]]
 _MOST_TRIES = 32
 _ENOUGH_ALIKE = 3
 _SHARE_OF_STEM = 1 / 16  # of the peak that what runs before the first block must hold
 
 
-def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, Sequences]:
+def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured]:
     """Measure the step that calls the most blocks (See Rule 1).
 
     Args:
@@ -77,35 +67,39 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, S
         blocks: the names and modules of the blocks.
 
     Returns:
-        The step with the seed under which it was measured, the measurements, and for each forward
-        that was tried the blocks that it called, in order.
+        The step with the seed under which it was measured, and the measurements.
     """
     measured = measure_blocks(step, blocks)
     modules = [module for _, module in blocks]
-    called = [call.module for call in measured.calls]
-    if len(_distinct(called)) == len(modules):
-        return step, measured, [called]
-    sequences = _sequences_of(step, modules)
-    best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))
-    if len(_distinct(sequences[best])) > len(_distinct(called)):
+    num_called = len(_distinct([call.module for call in measured.calls]))
+    if num_called == len(modules):
+        return step, measured
+    found: list[set[int]] = []
+    with step.rehearsed():
+        while len(found) < _MOST_TRIES and len(modules) not in map(len, found):
+            found.append(_distinct(_sequence(step, modules, len(found))))
+            if len(found) == _ENOUGH_ALIKE and found.count(found[0]) == _ENOUGH_ALIKE:
+                break
+    best = max(range(len(found)), key=lambda seed: len(found[seed]))
+    if len(found[best]) > num_called:
         other = replace(step, seed=best)
         again = measure_blocks(other, blocks)
-        if len(again.calls) > len(called):
-            step, measured = other, again
-    return step, measured, [called, *sequences]
+        if len(again.calls) > len(measured.calls):
+            return other, again
+    return step, measured
 
 
 def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
     """Return the blocks of a model whose module tree shows none, and what to take if none repeats.
 
-    Those are the modules that one forward calls more than once (one block for all layers), or else
-    repeated modules without submodules in lists; then the outermost modules that it calls.
+    Those are the modules that one forward calls more than once (one block for all layers). To take
+    are the outermost modules that it calls.
     """
     named: list[Block] = list(named_modules(step.model))[1:]
     modules = [module for _, module in named]
     with step.rehearsed():
         called = _sequence(replace(step, call=step.root or step.call), modules)
-    found = repeated_calls(step.model, called) or find_leaves(step.model)
+    found = repeated_calls(step.model, called)
     return found, [] if found else outermost_called(step.model, called)
 
 
@@ -144,7 +138,7 @@ def _called_as(block: nn.Module) -> nn.Module | None:
 
 
 def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
-    """Return blocks with the modules that run before the first one (See Rules 7 and 8).
+    """Return blocks with the modules that run before the first one (See Rules 6 and 7).
 
     Args:
         step: the step, with the seed under which it was measured.
@@ -180,79 +174,12 @@ def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: 
     return [*once, *blocks] if once else []
 
 
-def _sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
-    """Return which of `modules` a forward calls, in order, for one seed after another.
-
-    The search ends with a forward that calls all modules, when the first few forwards are equal, or
-    after 32 of them.
-    """
-    sequences: Sequences = []
-    with step.rehearsed():
-        for seed in range(_MOST_TRIES):
-            sequences.append(_sequence(step, modules, seed))
-            alike = all(each == sequences[0] for each in sequences)
-            found = _distinct([module for each in sequences for module in each])
-            if len(sequences) >= _ENOUGH_ALIKE and (
-                alike or len(_distinct(sequences[-1])) == len(found) == len(modules)
-            ):
-                break
-    return sequences
-
-
 def _distinct(modules: Sequence[nn.Module]) -> set[int]:
     return set(map(id, modules))
 
 
 def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None) -> list[nn.Module]:
     return step.observe_forward(modules, _CallObserver, seed).called
-
-
-def blocks_of_any_forward(
-    measured: Sequence[MeasuredCall],
-    costs: Sequence[Cost],
-    sequences: Sequences,
-    blocks: Sequence[Block],
-) -> tuple[list[MeasuredCall], list[Cost]]:
-    """Return the calls and costs of a forward that calls the blocks of all forwards (See Rule 2).
-
-    Args:
-        measured: the calls of the measured forward.
-        costs: the costs of these calls, and of the code after them.
-        sequences: the blocks that each forward called, in order.
-        blocks: the names and modules of the blocks.
-    """
-    names = {id(module): name for name, module in blocks}
-    pairs = list(zip(measured, costs, strict=False))
-    before: dict[int, set[int]] = {}
-    for sequence in sequences:
-        for place, module in enumerate(sequence):
-            before.setdefault(id(module), set()).update(map(id, sequence[:place]))
-    for module in {id(module): module for each in sequences for module in each}.values():
-        if all(call.module is not module for call, _ in pairs):
-            earlier = before[id(module)]
-            places = [at for at, (call, _) in enumerate(pairs) if id(call.module) in earlier]
-            _insert(pairs, places[-1] + 1 if places else 0, names[id(module)], module)
-    return [call for call, _ in pairs], [*(cost for _, cost in pairs), costs[-1]]
-
-
-def _insert(
-    pairs: list[tuple[MeasuredCall, Cost]], place: int, name: str, module: nn.Module
-) -> None:
-    def distance(at: int) -> tuple[bool, bool, int]:
-        call = pairs[at][0]
-        return type(call.module) is not type(module), not call.is_linked, abs(at - place)
-
-    call, cost = pairs[min(range(len(pairs)), key=distance)]
-    if place and (call.is_linked or not pairs[place - 1][0].is_linked):
-        made = replace(call, name=name, module=module, is_estimated=True)
-        pairs.insert(place, (made, cost))
-        return
-    # The new call begins a chain: it gets the input of the call after it, which is now linked.
-    place = min(place, len(pairs) - 1)
-    first, its_cost = pairs[place]
-    pairs[place] = (replace(call, name=first.name, module=first.module), cost)
-    made = replace(first, name=name, module=module, is_estimated=True)
-    pairs.insert(place, (made, its_cost))
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
@@ -264,16 +191,17 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
         step: the step.
         blocks: the names and modules of the blocks.
     """
-    parts: dict[int, nn.Module] = {}
-    for _, block in blocks:
-        if has_list_of_blocks(block) and not any(map(is_compiled, block.modules())):
-            parts.update((id(each), each) for each in block.modules())
-    if not parts:
+    stages = [
+        block
+        for _, block in blocks
+        if has_list_of_blocks(block) and not any(map(is_compiled, block.modules()))
+    ]
+    if not stages:
         return [blocks]
     with step.rehearsed():
-        chains = step.observe_forward(parts.values(), _CallObserver).chains
+        called = _sequence(step, list(dict.fromkeys(part for s in stages for part in s.modules())))
     names = {id(module): name for name, module in named_modules(step.model)}
-    found = [inner for _, module in blocks for inner in _expanded(module, chains)]
+    found = [inner for _, block in blocks for inner in _expanded(block, called)]
     if len(found) == len(blocks) or not _are_apart(found):
         return [blocks]
     return [[(names[id(module)], module) for module in found], blocks]
@@ -286,51 +214,18 @@ def _are_apart(modules: Sequence[nn.Module]) -> bool:
     return len(ids) == len(modules) and ids.isdisjoint(within)
 
 
-class _Call:
-    """One call of a module within a stage."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self.latest = CallOutputs(given)
-        self.is_chain = True
-        self.modules: list[nn.Module] = []
-
-
-_Chains = dict[int, list[_Call]]
-
-
 class _CallObserver(Observer):
-    """An observer of the modules that a forward calls, in order, and of what each calls itself."""
+    """An observer of the modules that a forward calls, in order."""
 
     def __init__(self) -> None:
         self.called: list[nn.Module] = []
-        self.chains: _Chains = {}
-        self._calls: list[_Call] = []
 
     def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called.append(module)
-        given, _ = flatten((args, kwargs))
-        if self._calls:
-            around = self._calls[-1]
-            around.is_chain &= bool(around.latest.indices_in(given, module)[0])
-            around.modules.append(module)
-        self._calls.append(_Call(given))
-
-    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        del args, kwargs
-        call, (outputs, _) = self._calls.pop(), flatten(output)
-        call.is_chain &= bool(call.latest.indices_in(outputs, module)[0])
-        self.chains.setdefault(id(module), []).append(call)
-        if self._calls:
-            self._calls[-1].latest = CallOutputs(outputs)
 
 
-def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
+def _expanded(module: nn.Module, called: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks within a stage, recursively; if `module` is no stage, the module itself."""
-    calls = chains.get(id(module), [])
-    if not calls or not all(call.is_chain for call in calls):
-        return [module]
-    called = [list(dict.fromkeys(call.modules)) for call in calls]
-    if any(each != called[0] for each in called):
-        return [module]
-    found = [inner for part in called[0] for inner in _expanded(part, chains)]
+    parts = [part for _, part in outermost_of(called, module)]
+    found = [inner for part in parts for inner in _expanded(part, called)]
     return found if repeats(found) else [module]

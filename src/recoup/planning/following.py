@@ -9,10 +9,9 @@ Rule 1. A forward of the model is a pass. The blocks that it calls are the stage
 Rule 2. A block that is skipped (LayerDrop) is a stage that does nothing: the next block receives
         the output of the block before the gap, and the chain goes on, in no more bytes than with
         the skipped block. If a block receives anything else, another chain begins at its stage.
-Rule 3. In one pass each stage of the plan keeps its residuals at most once. A block that is called
-        more often, or was not called when the plan was made, is recomputed from its arguments. A
-        block that is called in another order follows its stage of the plan outside a chain. The
-        gradients are right in all of these cases; one warning says that memory may be exceeded.
+Rule 3. A block that is called in another order, or more often, or was not called when the plan was
+        made, is recomputed from its arguments. The gradients are right in all of these cases; one
+        warning says that memory may be exceeded.
 Rule 4. A pass holds its chain until the next chain begins or the pass ends (one outside a forward
         of the model, until the next forward). After that, only autograd holds what it has kept.
 Rule 5. Blocks within a checkpoint of another library run plainly, in forward and in its
@@ -108,7 +107,6 @@ class _Pass:
 
     def __init__(self, latest: int = -1) -> None:
         self.latest = latest  # the index of the stage of the last call
-        self.used: set[int] = set()
         self.chain: _OpenChain | None = None
         self.checkpoints = enclosing_checkpoints()
 
@@ -198,7 +196,6 @@ class PlanFollower:
         if index is None:
             return self._run_out_of_order(module, now, forward, args, kwargs)
         now.latest = index
-        now.used.add(index)
         watching, stage = self._watching, self._stages[index]
         if watching is None:
             return self._run_stage(stage, now, forward, args, kwargs)
@@ -245,12 +242,7 @@ class PlanFollower:
     ) -> Any:
         """Run a block whose stages are all before the last call (See Rule 3)."""
         now.end_chain()
-        self._warn(module)
-        indices = self._indices.get(id(module), ())
-        unused = next((index for index in indices if index not in now.used), None)
-        if unused is not None and self._stages[unused].is_kept:
-            now.used.add(unused)
-            return self._stages[unused].code.called(module, forward, args, kwargs)
+        self._warn_of_order(module)
         return run_again(Call(f"block `{self._names[id(module)]}`", forward, args, kwargs, module))
 
     def _run_stage(
@@ -271,7 +263,7 @@ class PlanFollower:
         if now.chain is not None and now.chain.executor is executor:
             linked, picks = now.chain.outputs.indices_in(call.tensors, stage.module)
             if not linked:
-                self._warn(stage.module)
+                self._warn_of_order(stage.module)
         if now.chain is None or not linked:
             now.end_chain()
             now.chain = _OpenChain(executor)
@@ -296,26 +288,25 @@ class PlanFollower:
         return call.take_output(state)
 
     def _warn_of_drift(self) -> None:
-        if self._has_warned or not any(guard.kept for guard in self.guards if guard is not None):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"Inverses of blocks of this {type(self._model).__name__} drift since the plan was "
-            "made. The inputs of these blocks are computed again, so gradients are right, but a "
-            "step may take more memory than was planned, and longer. Make a new plan.",
-            stacklevel=4,
+        if any(guard.kept for guard in self.guards if guard is not None):
+            self._warn(
+                f"Inverses of blocks of this {type(self._model).__name__} drift since the plan was "
+                "made. The inputs of these blocks are computed again, so gradients are right, but "
+                "a step may take more memory than was planned, and longer. Make a new plan."
+            )
+
+    def _warn_of_order(self, module: nn.Module) -> None:
+        self._warn(
+            f"A {type(module).__name__} of the planned model was called otherwise than when the "
+            "plan was made (after other blocks, more often, or not at all then). Its gradients are "
+            "right, but it may take more memory than was planned. Make the plan with arguments as "
+            "those in training."
         )
 
-    def _warn(self, module: nn.Module) -> None:
+    def _warn(self, message: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"A {type(module).__name__} of the planned model was called otherwise than when "
-                "the plan was made (after other blocks, more often, or not at all then). Its "
-                "gradients are right, but it may take more memory than was planned. Make the plan "
-                "with arguments as those in training.",
-                stacklevel=4,
-            )
+            warnings.warn(message, stacklevel=5)
 
 
 class PlannedModel(NamedTuple):

@@ -13,15 +13,14 @@ Rule 2. For every other function the whole is computed, in grad mode and under t
 Rule 3. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
         the gradient. The value is the output of a node whose backward is an error, so it does not.
 Rule 4. The rows and the weights must be unchanged when it is read, and require gradients as they
-        did; so must whatever is in the attributes of a module that is not linear (the switch and
-        the scale of an adapter). A tensor that indexed it is copied, since the user may write to
-        that tensor before the value is read.
+        did. A tensor that indexed it is copied, since the user may write to that tensor before the
+        value is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import GetSetDescriptorType
 from typing import Any, cast
 
@@ -34,7 +33,6 @@ from recoup._core.saved_tensors import grad_mode, storage_id, version_of, withou
 from recoup._core.settings import settings_as_now
 from recoup._core.storage_tracking import bytes_of
 from recoup.errors import ChangedError, GradientError
-from recoup.planning.forwards import Forward
 
 _torch: Any = torch
 _plainly: Any = _torch._C.DisableTorchFunctionSubclass
@@ -67,48 +65,52 @@ _OF_GRADIENT = _named("retain_grad register_hook backward") | {
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class RowCall:
-    """A call of an output layer, which makes each row of logits from the same row of its input.
+class LinearCall:
+    """A call of a linear output layer.
 
     Args:
         name: its name in error messages.
         rows: its input, of shape (..., D).
-        weights: tensors from before that have gradients.
-        forward: what it does with rows.
+        weight: its weight.
+        bias: its bias.
         cross_entropy: called in place of torch's with the logits and the other arguments; it may
             return NotImplemented.
-        reads: returns all that it reads beside its input, as it is now.
     """
 
     def __init__(
         self,
         name: str,
         rows: Tensor,
-        weights: Iterable[Tensor],
-        forward: Forward,
+        weight: Tensor,
+        bias: Tensor | None,
         cross_entropy: Callable[..., Any],
-        reads: Callable[[], Iterable[Any]],
     ) -> None:
-        self.name, self.rows, self.weights = name, rows, list(weights)
-        self._forward, self._reads = forward, reads
+        self.name, self.rows = name, rows
+        self.weights = [weight] if bias is None else [weight, bias]
         self.cross_entropy, self.was_cut = cross_entropy, False
         self.whole: Tensor | None = None
         self.version = 0  # of the whole, when it was computed
         self._with_settings = settings_as_now()
-        self._read = [rows, *reads()]  # held, since another value might get its id
-        self._marks = list(map(_mark_of, self._read))
+        self._marks = self._marks_now()
 
     def __call__(self, rows: Tensor) -> Tensor:
         with self._with_settings():
-            return self._forward(rows)
+            return F.linear(rows, *self.weights)
+
+    def _marks_now(self) -> list[Any]:
+        """Return what is equal as long as the rows and the weights are what they were."""
+        return [
+            (storage_id(each), version_of(each), bytes_of([each]), each.requires_grad)
+            for each in (self.rows, *self.weights)
+        ]
 
     def check(self) -> None:
         """Raise if it would compute something else now (See Rule 4)."""
-        if list(map(_mark_of, (self.rows, *self._reads()))) != self._marks:
+        if self._marks_now() != self._marks:
             raise ChangedError(
                 f"The output of {self.name} is computed when it is read, but what it is computed "
-                "from has changed since (by an optimizer's step, or an adapter that was switched "
-                "off, or FSDP2?). Read it before that. " + _WAY_OUT
+                "from has changed since (by an optimizer's step, or FSDP2?). Read it before that. "
+                + _WAY_OUT
             )
 
     def logits(self) -> LazyLogits:
@@ -123,30 +125,17 @@ class RowCall:
         return LazyLogits.made(self, self.rows, (), one.shape[-1], one.dtype)
 
 
-def _mark_of(value: Any) -> Any:
-    """Return what is equal as long as a value is the same, and reads the same."""
-    if isinstance(value, Tensor):
-        return (
-            id(value),
-            storage_id(value),
-            version_of(value),
-            value.requires_grad,
-            bytes_of([value]),
-        )
-    return value if type(value) in (bool, int, float, str) else id(value)
-
-
 class LazyLogits(Tensor):
-    """The output of a `RowCall`, or what was derived from it by the functions in `path`."""
+    """The output of a `LinearCall`, or what was derived from it by the functions in `path`."""
 
-    call: RowCall
+    call: LinearCall
     rows: Tensor
     path: tuple[_Step, ...]
     _whole: Tensor | None
 
     @staticmethod
     def made(
-        call: RowCall, rows: Tensor, path: tuple[_Step, ...], width: int, dtype: torch.dtype
+        call: LinearCall, rows: Tensor, path: tuple[_Step, ...], width: int, dtype: torch.dtype
     ) -> LazyLogits:
         """Return logits of this width that are computed from `rows`."""
         shape = (*rows.shape[:-1], width)

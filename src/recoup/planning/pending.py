@@ -257,16 +257,7 @@ class StepWatch:
         return line.peak_bytes
 
     def _say(self) -> None:
-        line, peak = self._line, self.end()
-        if isinstance(line, _DevicePeak) and line.num_retries:
-            warnings.warn(
-                f"The first step of a {self._name} under its plan found room only when the "
-                f"allocator had given cached memory back ({line.num_retries} times), which takes "
-                "long: free memory is in pieces that are too small. Let recoup.plan leave more "
-                "`headroom`, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch "
-                "starts.",
-                stacklevel=2,
-            )
+        peak = self.end()
         if peak > self._most_bytes:
             warnings.warn(
                 f"The first step of a {self._name} under its plan took {format_bytes(peak)} of the "
@@ -284,13 +275,12 @@ class _DevicePeak:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.peak_bytes = self.num_retries = 0
+        self.peak_bytes = 0
 
     def __enter__(self) -> None:
         self._before = memory_counts(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
         before, now = self._before, memory_counts(self._device)
-        self.num_retries = now.num_retries - before.num_retries
         if now.peaks.allocated > before.peaks.allocated:
             self.peak_bytes = now.peaks.allocated - before.allocated

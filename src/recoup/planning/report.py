@@ -1,4 +1,4 @@
-"""A plan in numbers: a line, a table as text or for a notebook, and what it does not choose."""
+"""A plan in numbers: a line, a table, and what it does not choose."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class PlanReport:
 
     @property
     def num_seen(self) -> int:
-        """The number of blocks that were called during planning; others will be recomputed."""
+        """The number of blocks that the measured step called; others will be recomputed."""
         return len({id(call.module) for call in self.planned.calls})
 
     @property
@@ -164,11 +164,7 @@ class PlanReport:
 
     @property
     def rehearsed_peak_bytes(self) -> int:
-        """The peak of the step that was run under the plan.
-
-        If none of the forwards that were tried called all blocks (LayerDrop), it is at least the
-        predicted peak of a step that does.
-        """
+        """The peak of the step that was run under the plan."""
         return self.baseline_bytes + self._rehearsed_bytes
 
     @property
@@ -218,19 +214,12 @@ class PlanReport:
         return (self.point.seconds - least) / seconds if seconds > 0 else 0.0
 
     def __str__(self) -> str:
-        table = aligned(self._table(), left=_WORDS)
+        table = aligned(self._table(), left=range(3))
         return "\n".join([self._title(), self._peaks(), "", *table, *self._notes()])
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the table that ``print`` shows as text."""
-        head, *rows = self._table()
-        body = "\n".join(_html_row("td", row) for row in rows)
-        notes = "".join(f"\n<p>{escape(note)}</p>" for note in self._notes())
-        return (
-            f"<div>\n<p><b>{escape(self._title())}</b><br/>{escape(self._peaks())}</p>\n"
-            f"<table>\n<thead>{_html_row('th', head)}</thead>\n<tbody>\n{body}\n</tbody>\n"
-            f"</table>{notes}\n</div>"
-        )
+        """Return what a notebook shows: what ``print`` shows as text."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def headline(self) -> str:
         """Return the plan in one line, without the class of the model."""
@@ -274,7 +263,8 @@ class PlanReport:
                 f"seen {self.num_seen} of {self.num_blocks} blocks: the others were not called, "
                 "and would be recomputed"
             )
-        notes += [*([] if self.planned.tiled is None else [self.planned.tiled.described])]
+        if self.planned.tiled is not None:
+            notes.append(self.planned.tiled.described)
         notes += self._advice
         if self.collectives_again:
             notes.append(
@@ -329,18 +319,6 @@ def _place(way: str) -> int:
     """Return the place of a way in the order in which ways are always named."""
     order = ("keep", "recompute", "regenerate", "invert", "offload", "tile")
     return next((place for place, name in enumerate(order) if way.startswith(name)), len(order))
-
-
-_WORDS = range(3)  # the columns of the table that are no numbers
-
-
-def _html_row(tag: str, row: Sequence[str]) -> str:
-    sides = ["left" if column in _WORDS else "right" for column in range(len(row))]
-    cells = (
-        f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
-        for side, text in zip(sides, row, strict=True)
-    )
-    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _shown(seconds: float) -> str:

@@ -2,11 +2,10 @@
 
 NOTE [ Parts in tiles ]
 
-Rule 1. A head is called once, after all blocks, and its output is large. It is an `nn.Linear`,
-        whose weight may be computed (a parametrization, weight dropout), or a module around one
-        that was seen to treat rows independently (an adapter). What it returns is not computed
-        before somebody reads it; a cross entropy is computed in pieces, whose gradients are taken
-        at once (See NOTE [ Gradients of a sum ]).
+Rule 1. A head is an `nn.Linear` that is called once, after all blocks, and whose output is large.
+        Its weight may be computed (a parametrization, weight dropout). What it returns is not
+        computed before somebody reads it; a cross entropy is computed in pieces, whose gradients
+        are taken at once (See NOTE [ Gradients of a sum ]).
 Rule 2. Within a checkpoint that runs the model again, where the compiler looks at frames, and in
         transforms of torch.func the head runs as it is.
 Rule 3. A mean is a sum whose summands are divided by their number before they are differentiated,
@@ -17,7 +16,7 @@ Rule 3. A mean is a sum whose summands are divided by their number before they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -28,17 +27,20 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_watched
-from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_transformed
-from recoup._core.stand_ins import REPLACED_FORWARDS
 from recoup._core.summed_gradients import summed_loss
 from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward
-from recoup.planning.lazy_logits import LazyLogits, RowCall
+from recoup.planning.lazy_logits import LazyLogits, LinearCall
 
 ROW_DIM = -2  # of the rows of an MLP: the one before the features
 _TINY = 1e-30  # numbers as small as a gradient over the number of targets
+_modules = nn.modules.module
+_BACKWARD_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)  # fmt: skip
 
 
 class Head(NamedTuple):
@@ -50,7 +52,6 @@ class Head(NamedTuple):
         num_rows: the rows of its output.
         num_features: the features of its input.
         num_bytes: the bytes of its output.
-        is_linear: whether its forward is that of `nn.Linear`.
         tile_rows: how many rows a tile has at most.
     """
 
@@ -59,7 +60,6 @@ class Head(NamedTuple):
     num_rows: int
     num_features: int
     num_bytes: int
-    is_linear: bool
     tile_rows: int = 0
 
 
@@ -91,7 +91,7 @@ class TiledParts:
         """A line for each kind of part, that says in how many tiles it runs."""
         lines: list[str] = []
         if self.head is not None:
-            name, _, num_rows, _, num_bytes, _, rows = self.head
+            name, _, num_rows, _, num_bytes, rows = self.head
             lines.append(
                 f"tile: `{name}` with its cross entropy, {math.ceil(num_rows / rows)} tiles of at "
                 f"most {rows} rows; its output of {format_bytes(num_bytes)} is computed when it is "
@@ -121,30 +121,17 @@ class TiledParts:
         self.eps = max(self.eps, *(torch.finfo(output.dtype).eps for output in outputs))
         return torch.cat(outputs, ROW_DIM)
 
-    def _logits(self, head: Head, forward: Callable[..., Any], rows: Tensor) -> Tensor:
+    def _logits(self, head: Head, forward: Forward, rows: Tensor) -> Tensor:
         """Return the output of the head, which is computed when somebody reads it."""
         module: Any = head.module
-        hooks = [vars(each) for each in (*module.modules(), nn.modules.module)]
-        if (
-            rows.dim() < 2
-            or rows.numel() == 0
-            or enclosing_checkpoints() != (0, None)
-            or is_transformed()
-            or head.is_linear != is_linear(module, forward)  # it was another when it was seen
-            # Hooks want the gradient of what it returns; those within it, no pieces.
-            or any(own.get(name) for own in hooks for name in _BACKWARD_HOOKS)
-            or any(own.get(name) for own in hooks[1:-1] for name in _FORWARD_HOOKS)
-        ):
+        # Hooks want the gradient of what it returns.
+        hooks = [vars(each).get(name) for each in (module, _modules) for name in _BACKWARD_HOOKS]
+        is_whole = rows.dim() < 2 or rows.numel() == 0 or is_transformed() or any(hooks)
+        if is_whole or enclosing_checkpoints() != (0, None) or not is_linear(module, forward):
             return forward(rows)
-        loss, name = partial(self._cross_entropy, head), f"`{head.name}`"
-        if not head.is_linear:
-            weights, reads = module.parameters(), partial(_read_by, module)
-            return RowCall(name, rows, weights, forward, loss, reads).logits()
-        # Those of this call: `functional_call` puts others in their place for a while.
-        weight, bias = module.weight, module.bias
-        weights = [weight] if bias is None else [weight, bias]
-        linear = partial(F.linear, weight=weight, bias=bias)
-        return RowCall(name, rows, weights, linear, loss, lambda: weights).logits()
+        # The weight of this call: `functional_call` puts others in its place for a while.
+        loss = partial(self._cross_entropy, head)
+        return LinearCall(f"`{head.name}`", rows, module.weight, module.bias, loss).logits()
 
     def _cross_entropy(
         self,
@@ -190,29 +177,10 @@ class TiledParts:
         )  # fmt: skip
 
 
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD_HOOKS = (
-    "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)  # fmt: skip
-
-
-# Attributes that forwards do not read: hooks (See `_logits`), and what else torch gives modules.
-_READ = {"_parameters", "_buffers", "_modules", "training"}
-_NOT_READ = {*vars(nn.Module()), *REPLACED_FORWARDS} - _READ
-
-
 def is_linear(module: nn.Module, forward: Forward) -> bool:
     """Whether a module's forward is that of `nn.Linear`, with the weight that it has then."""
     own = getattr(own_forward(forward), "__func__", None)
     return isinstance(module, nn.Linear) and own is nn.Linear.forward
-
-
-def _read_by(module: nn.Module) -> list[Any]:
-    """Return the tensors of a module, and what else is in its attributes, beside hooks."""
-    pairs = [pair for each in module.modules() for pair in vars(each).items()]
-    tensors, tree = flatten([value for name, value in pairs if name not in _NOT_READ])
-    return [*tensors, *tree.others()]
 
 
 def has_rows(value: Any) -> bool:

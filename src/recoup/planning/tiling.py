@@ -19,8 +19,7 @@ Rule 3. FSDP2 gathers a weight for the calls of one module. Where that is the he
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -38,14 +37,11 @@ from recoup.planning.priced_blocks import PricedBlocks, price_blocks
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Observer, Step
 from recoup.planning.tiled_parts import ROW_DIM, Head, TiledParts, has_rows, is_linear
-from recoup.schedules import simulate
 
 _WORTH = 1 / 32  # of the least bytes: smaller logits are left alone
 _LESS = 0.97  # of the least bytes: parts that leave more are left alone
 _LEAST_ROWS = 64  # of a tile: a product of fewer is slow
-_FEWEST_ROWS = 16  # of a tile where bytes are few
 _MOST_ROWS = 1024
-_COPIES = 3  # of the logits of a tile that are alive at least
 _MOST_TILES = 8  # of an MLP
 
 
@@ -57,28 +53,17 @@ def with_tiles(kind: PricedBlocks, tiles: int | bool, *, only_head: bool) -> lis
         tiles: how many tiles a head has; True to choose.
         only_head: whether parts of blocks are left alone.
     """
-    kinds = [kind]
     parts = _parts_of(kind.step, kind.blocks, None if tiles is True else tiles)
     head, num_bytes = parts.head, 0 if parts.head is None else parts.head.num_bytes
     found = [bool(num_bytes), len(parts.mlps)]
     most = largest_among_ranks(kind.step.model, [num_bytes, *found, *(-each for each in found)])
     if most[1:] != [*found, *(-each for each in found)]:
-        return kinds  # another rank has others
+        return [kind]  # another rank has others
+    kinds = [kind]
     if head is not None and most[0] >= _WORTH * kind.points[0].peak_bytes:
-        kinds += [] if is_gathered(head.module) else _tiled(kind, TiledParts(head), kind)
-        if len(kinds) == 1 and any(map(is_gathered, kind.step.model.modules())):
-            warnings.warn(
-                f"`{head.name}` does not run in tiles: FSDP2 frees its weight, or reads what the "
-                "model returns, before a loss does. Leave it to the group of the "
-                "model, without a `fully_shard` of its own, and let the model return its loss.",
-                stacklevel=5,
-            )
-    if len(kinds) > 1 and tiles is True:
-        shorter = _with_fewer_rows(kinds[-1])
-        kinds += [] if shorter is None else _tiled(kind, TiledParts(shorter), kinds[-1])
+        kinds += _tiled(kind, TiledParts(head), kind)
     if parts.mlps and not only_head:
-        last = kinds[-1].step.tiled
-        own = replace(parts, head=None if last is None else last.head)
+        own = parts if len(kinds) > 1 else replace(parts, head=None)
         kinds += _tiled(kind, own, kinds[-1])
     return kinds
 
@@ -95,31 +80,6 @@ def _tiled(kind: PricedBlocks, parts: TiledParts, than: PricedBlocks) -> list[Pr
         return []
     found.step.verification.allow_other_sums(parts.eps)  # known now
     return [found]
-
-
-def _with_fewer_rows(kind: PricedBlocks) -> Head | None:
-    """Return the head with as few rows a tile as lower the least bytes; None if no fewer do.
-
-    Where the weight of the head has a gradient, that is alive in any case, and as large as what a
-    tile of the chosen rows takes. Otherwise tiles of fewer rows may take less, in more time.
-
-    Args:
-        kind: blocks with their costs, and a head in tiles.
-    """
-    head = cast("TiledParts", kind.step.tiled).head
-    if head is None:
-        return None
-    rows, least, schedule = head.tile_rows, math.inf, kind.points[0].schedule
-    row_bytes, after = _COPIES * head.num_bytes // head.num_rows, kind.costs[-1]
-    for shift in range(rows.bit_length()):
-        fewer = head.tile_rows >> shift
-        freed = row_bytes * (head.tile_rows - fewer)
-        last = replace(after, tape_run_bytes=max(after.tape_run_bytes - freed, 0))
-        found = simulate(schedule, costs=[*kind.costs[:-1], last]).peak_bytes
-        if fewer < _FEWEST_ROWS or found > _LESS * least:
-            break
-        rows, least = fewer, found
-    return head._replace(tile_rows=rows) if rows < head.tile_rows else None
 
 
 def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledParts:
@@ -139,22 +99,21 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
             if each is not block and has_parts and not any(map(is_gathered, each.modules())):
                 parts[each] = f"{name}.{path}"
     within = {each for _, block in blocks for each in block.modules()}
-    around = {each for each in step.model.modules() if not within.isdisjoint(each.modules())}
     heads: dict[nn.Module, str] = {
         module: name
         for name, module in named_modules(step.model)
-        if module not in around and any(isinstance(each, nn.Linear) for each in module.modules())
-        if isinstance(module, nn.Linear) or not any(map(is_gathered, module.modules()))
+        if isinstance(module, nn.Linear) and module not in within and not is_compiled(module)
     }
     if any(map(is_compiled, step.model.modules())):
-        parts, heads = {}, {each: heads[each] for each in heads if not is_compiled(each)}
+        parts = {}
     with step.rehearsed():
         called = [*(block for _, block in blocks), *parts, *heads]
         found = step.observe_forward(called, partial(_Finder, heads, parts))
     modules = [each.module for each in found.calls]
     once = [each for each in found.calls if modules.count(each.module) == 1]
-    # Of nested ones, which are as large, the outermost: it ended last.
-    head = max(reversed(once), key=lambda each: each.num_bytes, default=None)
+    head = max(once, key=lambda each: each.num_bytes, default=None)
+    if head is not None and is_gathered(head.module):
+        head = None  # See Rule 3
     if head is not None:
         # As large as the gradient of the weight, which is there at any time, are the logits of as
         # many rows as there are features; they are there up to four times.
@@ -194,57 +153,46 @@ class _Finder(Observer):
         )
         num_rows = math.prod(output.shape[:-1]) if is_of_rows else 0
         if module in self._heads:
-            if is_of_rows and output.shape[-1] > x.shape[-1]:
-                own = is_linear(module, module.forward)
-                if own or self._is_local(module, x):
-                    name, width = self._heads[module], x.shape[-1]
-                    self.calls.append(Head(name, module, num_rows, width, output.nbytes, own))
+            if is_of_rows and output.shape[-1] > x.shape[-1] and is_linear(module, module.forward):
+                name, width = self._heads[module], x.shape[-1]
+                self.calls.append(Head(name, module, num_rows, width, output.nbytes))
         elif module not in self._parts:
             self.calls.clear()  # a block: the head is after all of them
         else:
             may_be = is_of_rows and has_rows(x) and module not in self.sizes
-            is_local = may_be and self._is_local(module, x)
-            self.sizes[module] = (num_rows, x.shape[ROW_DIM]) if is_local else None
-
-    def _is_local(self, module: nn.Module, x: Tensor) -> bool:
-        self._is_trying = True
-        try:
-            return _is_row_local(module, x)
-        finally:
+            self._is_trying = True
+            is_local = may_be and _is_row_local(module, x)
             self._is_trying = False
+            self.sizes[module] = (num_rows, x.shape[ROW_DIM]) if is_local else None
 
 
 def _is_row_local(module: nn.Module, x: Tensor) -> bool:
     """Whether a module treats rows independently, and leaves no trace (See Rule 2)."""
-    dim, found = x.dim() + ROW_DIM, list[str | None]()
+    dim, parameters = x.dim() + ROW_DIM, _without_zeros(module)
     before = [value for each in module.modules() for value in vars(each).values()]
-    for call in _calls_of(module):
 
-        def run(rows: Sequence[int], own: dict[int, Tensor], call: Any = call) -> Found:
-            twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
-            return [("output", call(twice.narrow(dim, 0, len(rows))), False)]
+    def run(rows: Sequence[int], own: dict[int, Tensor]) -> Found:
+        twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
+        piece = twice.narrow(dim, 0, len(rows))
+        return [("output", torch.func.functional_call(module, parameters, piece), False)]
 
-        check = RowCheck(module, [x], dim, run, takes_gradients=True)
-        try:
-            found.append(check.mixes(few_of(range(x.shape[dim]), x.shape[dim])))
-        except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
-            return False
-        if found[-1] or check.draws:
-            return False
+    check = RowCheck(module, [x], dim, run, takes_gradients=True)
+    try:
+        mixes = check.mixes(few_of(range(x.shape[dim]), x.shape[dim]))
+    except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
+        return False
     after = [value for each in module.modules() for value in vars(each).values()]
     is_same = len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
-    return is_same and "" in found  # parameters that begin at zero tell nothing
+    return mixes == "" and not check.draws and is_same
 
 
-def _calls_of(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield the call of a module, and one with parameters none of which is zero (See Rule 2)."""
-    yield module
+def _without_zeros(module: nn.Module) -> dict[str, Tensor]:
+    """Return other values of the parameters of a module, none of which is zero (See Rule 2)."""
     others: dict[str, Tensor] = {}
     for name, parameter in cast("Iterator[tuple[str, Tensor]]", module.named_parameters()):
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-            return
-        generator = own_generator(parameter.device, len(others))
-        noise = torch.empty(parameter.shape, device=generator.device).normal_(generator=generator)
-        noise /= max(1, *parameter.shape[-1:]) ** 0.5
-        others[name] = parameter.detach() + noise.to(parameter.device, parameter.dtype)
-    yield partial(torch.func.functional_call, module, others)
+        if type(parameter) is nn.Parameter and parameter.is_floating_point():
+            generator = own_generator(parameter.device, len(others))
+            noise = torch.empty(parameter.shape, device=generator.device)
+            noise.normal_(generator=generator).div_(max(1, *parameter.shape[-1:]) ** 0.5)
+            others[name] = parameter.detach() + noise.to(parameter.device, parameter.dtype)
+    return others

@@ -146,26 +146,33 @@ def test_a_plan_with_room_for_longer_rows_says_nothing():
         model(tokens(2, 64)).backward()
 
 
-def test_parameters_that_are_thawed_are_said_by_name():
-    """N15: those that are frozen are no news."""
-    model = Net()
+def frozen_blocks(model):
     model.blocks.requires_grad_(False)
+
+
+def one_dropout_off(model):
+    model.blocks[2].dropout.eval()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "then", "words"),
+    [
+        (frozen_blocks, lambda model: model.embed.requires_grad_(False),
+         lambda model: model.requires_grad_(True),
+         r"`blocks\.0\.mix\.weight` requiring a gradient"),
+        (one_dropout_off, lambda model: model.eval(), lambda model: model.train(),
+         r"`blocks\.2\.dropout` in training mode"),
+    ],
+)  # fmt: skip
+def test_what_begins_to_take_memory_is_said_once_by_name(before, now, then, words):
+    """N15: what takes less is no news."""
+    model = Net()
+    before(model)
     with least(model, tokens(8, 16)).applied(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.embed.requires_grad_(False)
+        now(model)
         model(tokens(8, 16)).backward()
-        model.requires_grad_(True)
-        with pytest.warns(UserWarning, match=r"`blocks\.0\.mix\.weight` requiring a gradient"):
+        then(model)
+        with pytest.warns(UserWarning, match=words):
             model(tokens(8, 16)).backward()
         model(tokens(8, 16)).backward()
-
-
-def test_dropouts_that_begin_to_draw_are_said_by_name():
-    """N15"""
-    model = Net()
-    model.blocks[2].dropout.eval()
-    with least(model, tokens(8, 16)).applied():
-        model(tokens(8, 16)).backward()
-        model.train()
-        with pytest.warns(UserWarning, match=r"`blocks\.2\.dropout` in training mode"):
-            model(tokens(8, 16)).backward()

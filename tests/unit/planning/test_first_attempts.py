@@ -232,7 +232,8 @@ ATTEMPTS = {
     ),
     "too many": (of(X, X, budget=BUDGET), "but got 2 arguments: too many"),
     "memory": (
-        of(X, memory=BUDGET), "`memory` is no option of recoup.plan, and the forward of"
+        of(X, memory=BUDGET),
+        "but got 1 argument, memory: .*unexpected keyword argument 'memory'.* are `budget`",
     ),
     "a class": (of(X, model=nn.Linear), "`model` is the class Linear"),
     "a function": (of(X, model=torch.sin), "`model` is a builtin_function_or_method"),

@@ -145,21 +145,7 @@ def test_the_report_the_repr_and_the_html_name_blocks_ways_and_bytes():
     assert repr(made).endswith("; not applied)")
     assert all(f" {ways.count(way)} {way};" in repr(made) for way in set(ways))
     assert repr(made).index(" keep") < repr(made).index(" recompute")
-    table = fromstring(made._repr_html_())
-    assert [cell.text for cell in table.find("table/thead/tr")][:3] == ["block", "class", "way"]
-    lines = text.splitlines()
-    rows = [" ".join(cell.text for cell in row) for row in table.find("table/tbody")]
-    assert rows == [" ".join(line.split()) for line in lines[4 : 4 + len(rows)]]
-    assert table.find("p/b").text == lines[0]
-
-
-def test_names_that_are_html_are_text_in_a_notebook():
-    class Odd(nn.Sequential):
-        pass
-
-    Odd.__name__ = "<script>&"
-    made = recoup.plan(Odd(*stack(2)), batch(), budget="1 GiB", loss=square)
-    assert fromstring(made._repr_html_()).find("p/b").text.startswith("Plan for <script>&: ")
+    assert fromstring(made._repr_html_()).text == text
 
 
 @pytest.mark.parametrize("share", [0.0, None])
