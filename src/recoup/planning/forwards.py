@@ -55,6 +55,11 @@ _OF_A_FUNCTION = frozenset((
 Forward = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+_COMPILED_AROUND = (
+    "A model that follows a plan was given to torch.compile. Its planned blocks run uncompiled, "
+    "between graphs of the code around them. Plan with compile=True instead, which compiles the "
+    "blocks."
+)
 _OTHER_MODULES = (
     "An nn.Sequential of a planned model has other modules than when the plan was made. It runs "
     "without the plan: gradients are right, but it may take more memory. Make a new plan."
@@ -124,7 +129,7 @@ class _WrappedForward:
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return uncompiled(_follow)(self, follower, args, kwargs)
+            return uncompiled(_follow_in_a_graph)(self, follower, args, kwargs)
         return _follow(self, follower, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,12 +181,20 @@ def own_forward(forward: Forward) -> Forward:
     return forward
 
 
+def _follow_in_a_graph(
+    forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs
+) -> Any:
+    if forward.group is not None:
+        forward.group.warn_once(_COMPILED_AROUND)
+    return _follow(forward, follower, args, kwargs)
+
+
 def _follow(forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs) -> Any:
     run = forward.__wrapped__
     if forward.parts and are_groups_of(forward.parts, forward.module):
         run = partial(run_groups, forward.parts)
     elif forward.parts and forward.group is not None:
-        forward.group.warn_of_other_modules()
+        forward.group.warn_once(_OTHER_MODULES)
     if not forward.is_followed:
         return run(*args, **kwargs)
     return follower.called(forward.module, run, args, kwargs)
@@ -206,7 +219,7 @@ class WrappedForwards:
             self._owner = (lambda: owner) if is_held else weakref.ref(owner)
         self._forwards: list[tuple[str, _WrappedForward]] = []
         self.suspensions: set[object] = set()
-        self._has_warned = False
+        self._warnings: set[str] = set()  # that were given
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """Wrap the forwards of `modules`.
@@ -227,11 +240,11 @@ class WrappedForwards:
                 self._wrap(module, parts.get(module, ()), is_followed=id(module) in followed)
             stack.pop_all()
 
-    def warn_of_other_modules(self) -> None:
-        """Warn once that a sequence runs without its groups."""
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(_OTHER_MODULES, stacklevel=3)
+    def warn_once(self, message: str) -> None:
+        """Warn, if this was not said before."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            warnings.warn(message, stacklevel=3)
 
     @property
     def owner(self) -> object | None:
