@@ -37,9 +37,9 @@ class LayerDrop(nn.Module):
 
 
 def assert_keeps(
-    plan: Any, change: Callable[[int], None], step: Callable[[], None], num: int
+    plan: Any, change: Callable[[int], None], step: Callable[[], None], num: int, most: float = 1.0
 ) -> None:
-    """Check that `num` steps have the plain gradients, and keep to the budget."""
+    """Check that `num` steps have the plain gradients, and at most this part of the budget."""
 
     def run(seed: int) -> Callable[[], None]:
         return lambda: (torch.manual_seed(seed), step())[1]
@@ -51,17 +51,21 @@ def assert_keeps(
             found = result_of(plan.model, run(index))
             peak = peak_of(plan.model, run(index))
         assert_same_tensors(found, wanted)
-        assert peak <= plan.budget_bytes, f"step {index}: {peak / plan.budget_bytes:.3f}"
+        assert peak <= most * plan.budget_bytes, f"step {index}: {peak / plan.budget_bytes:.3f}"
 
 
-@pytest.mark.parametrize(("rate", "scale"), [(0.3, 1.0), (0.2, 1.5)])
-def test_layers_that_are_left_out_keep_to_the_budget(rate, scale):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("num_layers", "rate", "scale", "share"),
+    [(5, 0.3, 1.0, 0.0), (6, 0.6, 1.0, 0.4), (5, 0.3, 1.5, 0.0)],
+)
+def test_layers_that_are_left_out_keep_to_the_budget(num_layers, rate, scale, share):
     """Also where the steps call all of the layers, though hardly any forward does."""
-    model, x = LayerDrop(5, rate, scale), torch.randn(256, 64)
+    model, x = LayerDrop(num_layers, rate, scale), torch.randn(256, 64)
     frontier = recoup.plan(model, x, loss=square)
-    plan = frontier.plan(frontier.least_bytes)
-    assert (plan.num_seen, plan.num_blocks) == (5, 5)
-    assert names_of(plan) == [f"layers.{i}" for i in range(5)]
+    plan = frontier.plan(between(frontier, share))
+    assert (plan.num_seen, plan.num_blocks) == (num_layers, num_layers)
+    assert names_of(plan) == [f"layers.{i}" for i in range(num_layers)]
 
     def change(index: int) -> None:
         model.rate = rate if index % 3 else 0.0
@@ -69,6 +73,17 @@ def test_layers_that_are_left_out_keep_to_the_budget(rate, scale):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_keeps(plan, change, step_of(model, x), 6)
+
+
+def test_a_first_forward_that_leaves_all_layers_out():
+    model, x = LayerDrop(4, 0.7), torch.randn(64, 64)
+    for seed in range(100):  # until one leaves them all out
+        torch.manual_seed(seed)
+        if all(torch.rand(()) <= 0.7 for _ in range(4)):
+            break
+    torch.manual_seed(seed)
+    plan = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert plan.num_seen == 4
 
 
 def test_blocks_that_no_forward_called_are_recomputed_and_said():
@@ -102,7 +117,7 @@ def whisper(t):
         decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256, vocab_size=100,
         num_mel_bins=20, max_source_positions=64, max_target_positions=32, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
-        encoder_layerdrop=0.1, decoder_layerdrop=0.1, use_cache=False,
+        encoder_layerdrop=0.3, decoder_layerdrop=0.3, use_cache=False,
     )  # fmt: skip
     tokens = torch.randint(3, 100, (2, 16))
     given = {"input_features": torch.randn(2, 20, 128), "labels": tokens}
@@ -113,7 +128,7 @@ def wav2vec2(t):
     config = t.Wav2Vec2Config(
         hidden_size=64, num_hidden_layers=8, num_attention_heads=4, intermediate_size=256,
         conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, layerdrop=0.1,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, layerdrop=0.3,
         vocab_size=30, apply_spec_augment=False,
     )  # fmt: skip
     given = {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 30, (2, 8))}
@@ -126,6 +141,15 @@ def test_models_with_layer_drop_keep_to_the_budget(build):
     torch.manual_seed(0)
     model, given = build(transformers_or_skip())
     frontier = recoup.plan(model.train(), **given)
+
+    def change(index: int) -> None:
+        rate = 0.3 if index % 3 else 0.0  # a forward without it calls all layers
+        for module in model.modules():
+            for holder in (module, getattr(module, "config", None)):
+                if hasattr(holder, "layerdrop"):
+                    holder.layerdrop = rate
+
     for share in (0.0, 0.5):
+        # Where no forward that was tried calls all layers, the plan predicts such a step.
         plan = frontier.plan(between(frontier, share))
-        assert_keeps(plan, lambda index: None, lambda: model(**given).loss.backward(), 12)
+        assert_keeps(plan, change, lambda: model(**given).loss.backward(), 12, most=1.002)
