@@ -185,10 +185,9 @@ class StepBound:
                     "evaluation mode, in which it keeps less. Call `model.train()` before "
                     "recoup.plan, or give `replan=True`."
                 )
-        pending = self.pending.alive()
-        if not self.fits(pending):
+        if not self.fits(self.pending.alive()):  # held by nothing while garbage is collected
             gc.collect()  # a graph in a reference cycle is pending no more
-            pending = self.pending.alive()
+        pending = self.pending.alive()
         if not self.fits(pending):
             raise self.error(model, pending)
         return pending
@@ -257,7 +256,16 @@ class StepWatch:
         return line.peak_bytes
 
     def _say(self) -> None:
-        peak = self.end()
+        line, peak = self._line, self.end()
+        if isinstance(line, _DevicePeak) and line.num_retries:
+            warnings.warn(
+                f"The first step of a {self._name} under its plan found room only when the "
+                f"allocator had given cached memory back ({line.num_retries} times), which takes "
+                "long: free memory is in pieces that are too small. Let recoup.plan leave more "
+                "`headroom`, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch "
+                "starts.",
+                stacklevel=2,
+            )
         if peak > self._most_bytes:
             warnings.warn(
                 f"The first step of a {self._name} under its plan took {format_bytes(peak)} of the "
@@ -275,12 +283,13 @@ class _DevicePeak:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.peak_bytes = 0
+        self.peak_bytes = self.num_retries = 0
 
     def __enter__(self) -> None:
         self._before = memory_counts(self._device)
 
     def __exit__(self, *exc_info: object) -> None:
         before, now = self._before, memory_counts(self._device)
+        self.num_retries = now.num_retries - before.num_retries
         if now.peaks.allocated > before.peaks.allocated:
             self.peak_bytes = now.peaks.allocated - before.allocated
