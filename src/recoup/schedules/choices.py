@@ -73,18 +73,15 @@ class Chain:
     Args:
         costs: the cost of each stage.
         num_groups: the approximate number of groups; the number of choices is its third power.
-        is_split: whether segments of the sweep may begin and end within groups.
     """
 
-    def __init__(self, costs: Sequence[Cost], num_groups: int, *, is_split: bool) -> None:
-        self._is_split = is_split
+    def __init__(self, costs: Sequence[Cost], num_groups: int) -> None:
         self.costs = costs
         self.num_stages = num_stages = len(costs)
         self.states = [*(cost.state_bytes for cost in costs), 0]
         again = [cost.tape_again for cost in costs]  # the tapes that backward makes
         self.taped = [0, *accumulate(tape.tape_bytes for tape in again)]
         self._seconds_again = [0.0, *accumulate(tape.seconds for tape in again)]
-        self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self._seconds_before = [0.0, *accumulate(cost.seconds for cost in costs)]
         self._passed = list(accumulate(cost.between_bytes for cost in costs))
         lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
@@ -145,14 +142,9 @@ class Chain:
         """Return the borders from `start` on and before `stop`."""
         return self.borders[bisect_left(self.borders, start) : bisect_left(self.borders, stop)]
 
-    def choices(self, start: int, stop: int) -> tuple[Choice, ...]:
-        """Return all choices to begin a segment; the first one is to tape."""
-        key = start, stop
-        if key not in self._choices:
-            is_last = stop == self.num_stages
-            found = self._in_sweep(start) if is_last else self._in_backward(start, stop)
-            self._choices[key] = tuple(found)
-        return self._choices[key]
+    def choices(self, start: int, stop: int) -> Iterator[Choice]:
+        """Yield all choices to begin a segment."""
+        return self._in_sweep(start) if stop == self.num_stages else self._in_backward(start, stop)
 
     def _in_backward(self, start: int, stop: int) -> Iterator[Choice]:
         border, behind = self._next_border[start], self._behind[stop]
@@ -206,7 +198,7 @@ class Chain:
             seconds = cost.seconds + cost.invert_seconds
             yield Choice("invert", start, start + 1, (), needs, 0, seconds)
         *_, kept, offloaded = self._advance_bytes[start]
-        for split in self._ends_in_sweep(start):
+        for split in self.ends(start):
             seconds, at = self.run(start, split), split - start - 1
             yield Choice("keep", split, split, (), kept[at], state, seconds)
             if cost.offload_seconds is not None:
@@ -264,12 +256,6 @@ class Chain:
         if after is None or not after.is_linked:
             return False
         return not after.is_invertible and after.offload_seconds is None
-
-    def _ends_in_sweep(self, start: int) -> list[int]:
-        ends = self.ends(start)
-        if self._is_split:
-            return ends
-        return [stop for stop in ends if {start, stop} <= self._border_set]
 
     def _links(self, index: int) -> bool:
         return index == self.num_stages or self.costs[index].is_linked
