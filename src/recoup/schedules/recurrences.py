@@ -12,7 +12,7 @@ networks with limited memory" (2019).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping
 from math import ceil, inf, sqrt
 from operator import itemgetter
@@ -76,10 +76,12 @@ def fronts_of(chain: Chain, most: int) -> Fronts:
         for choice in chain.choices(start, stop):
             later, earlier = fronts[choice.middle, stop], fronts[start, choice.earlier_stop]
             least = choice.seconds + later.seconds[-1] + earlier.seconds[-1]
-            place = bisect_left(found, -least, key=lambda solution: -solution[1])
+            place = bisect_right(found, -least, key=lambda solution: -solution[1])
             bound = found[place][0] if place < len(found) else inf
             if solutions := _begun_by(choice, later, earlier, bound):
-                found = _fastest(found + solutions)
+                # Of equals the last choice is taken: what runs again early in the sweep does so
+                # late in backward, when there is room.
+                found = _fastest(solutions + found)
         found = _thinned(found, most * _IN_SWEEP if stop == chain.num_stages else most)
         peaks, seconds, choices = map(list, zip(*found, strict=True))
         fronts[start, stop] = Front(peaks, seconds, choices)
