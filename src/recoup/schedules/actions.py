@@ -32,6 +32,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from textwrap import wrap
 
+from recoup._arguments import check_type, check_whole
+
 
 @dataclass(frozen=True, slots=True)
 class _OnState:
@@ -237,6 +239,9 @@ class Schedule:
         actions: the actions of the sweep, then of backward; see NOTE [ The order of actions ].
         name: the name in reports.
 
+    Raises:
+        ValueError: there is no stage, or `actions` is no tuple or list. `simulate` looks at each.
+
     Example:
         >>> from recoup.schedules import Keep, Reverse, Schedule, Tape
         >>> schedule = Schedule(2, (Tape(0), Tape(1), Reverse(1), Reverse(0)), name="by hand")
@@ -249,6 +254,10 @@ class Schedule:
     num_stages: int
     actions: tuple[Action, ...]
     name: str = "schedule"
+
+    def __post_init__(self) -> None:
+        check_whole(num_stages=self.num_stages)
+        check_type((tuple, list), "a tuple of actions", actions=self.actions)
 
     def __str__(self) -> str:
         stages = "stage" if self.num_stages == 1 else "stages"

@@ -31,7 +31,6 @@ from recoup.schedules import (
     sqrt,
     trace,
 )
-from recoup.schedules._simulate import waiting_seconds
 
 
 def execute(schedule: Schedule, x: float) -> tuple[list[float], int]:
@@ -187,9 +186,10 @@ def test_the_peak_with_what_is_in_flight():
     assert simulate(kept, in_flight_bytes=2).peak_bytes == simulate(kept).peak_bytes
 
 
-def waits(speed, in_flight_bytes=200):
+def waits(speed, in_flight_bytes=200, num_stages=16):
     options = {"bytes_per_second": {"host": speed}, "in_flight_bytes": in_flight_bytes}
-    return simulate(offloaded(16), costs=COSTS, **options).waiting_seconds
+    schedule = offloaded(num_stages)
+    return simulate(schedule, costs=COSTS[:num_stages], **options).waiting_seconds
 
 
 def test_copies_cost_what_is_not_hidden():
@@ -203,10 +203,10 @@ def test_copies_cost_what_is_not_hidden():
 
 def test_waiting_for_a_state_by_hand():
     # What left last is still here when it is loaded.
-    assert waiting_seconds(offloaded(2), COSTS[:2], {"host": 1.0}, 200) == 0.0
+    assert waits(1.0, num_stages=2) == 0.0
     # State 1 leaves when state 0 has left, and is still here in backward; state 0 is fetched when
     # that is loaded, 3 seconds before, or, if state 1 is still leaving, when it is asked for.
-    times = [waiting_seconds(offloaded(3), COSTS[:3], {"host": s}, 100) for s in (1e3, 25.0, 10.0)]
+    times = [waits(speed, in_flight_bytes=100, num_stages=3) for speed in (1e3, 25.0, 10.0)]
     assert times == [pytest.approx(0.0), pytest.approx(3.0 + 1.0), pytest.approx(9.0 + 13.0)]
 
 
