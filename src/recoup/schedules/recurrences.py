@@ -134,6 +134,7 @@ def _thinned(solutions: list[_Solution], most: int) -> list[_Solution]:
 
 # -- building a schedule ---------------------------------------------------------------------------
 
+
 class _Part(NamedTuple):
     """A segment that is to be solved, whose input is the working state.
 
