@@ -62,10 +62,6 @@ class Choice(NamedTuple):
     keeps: int
     seconds: float
 
-    def of_stages(self, start: int) -> Iterator[tuple[int, int]]:
-        """Yield each of the first stages with its variant."""
-        return enumerate(self.variants, start)
-
 
 class Chain:
     """A chain of stages with their costs.

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from functools import partial
 from math import ceil, inf, sqrt
 from operator import itemgetter
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from recoup.schedules.actions import (
     Action,
@@ -29,6 +30,7 @@ from recoup.schedules.actions import (
     Reverse,
     Schedule,
     Tape,
+    actions_of,
 )
 from recoup.schedules.choices import Chain, Choice
 
@@ -142,15 +144,13 @@ class _Part(NamedTuple):
         start: its first stage.
         stop: one past its last stage.
         num_bytes: the bytes that its solution may take.
-        is_kept: whether its input is kept.
-        stays: whether its input, if it is kept, stays kept.
+        stays: whether its input is kept, and stays so.
         returns: whether its input is to be the working state again after it is reversed.
     """
 
     start: int
     stop: int
     num_bytes: int
-    is_kept: bool = False
     stays: bool = False
     returns: bool = False
 
@@ -163,56 +163,39 @@ def persistent(fronts: Fronts, num_stages: int, num_bytes: int) -> Schedule:
         num_stages: the number of stages of the chain.
         num_bytes: the bytes.
     """
-    actions: list[Action] = []
-    waiting: list[Action | _Part] = [_Part(0, num_stages, num_bytes)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, _Part):
-            waiting += reversed(_begin(item, fronts))
-        elif _is_plain(item) and actions and _is_plain(before := actions[-1]):
-            actions[-1] = Advance(before.start, item.stop)
-        else:
-            actions.append(item)
+    actions = actions_of(_Part(0, num_stages, num_bytes), partial(_begin, fronts))
     return Schedule(num_stages, tuple(actions), name="optimal")
 
 
-def _is_plain(action: Action) -> TypeGuard[Advance]:
-    """Whether an action runs stages and keeps none of their results."""
-    return isinstance(action, Advance) and not action.results
-
-
-def _begin(part: _Part, fronts: Fronts) -> list[Action | _Part]:
+def _begin(fronts: Fronts, part: _Part) -> list[Action | _Part]:
     start = part.start
-    back: list[Action | _Part] = [Load(start), Drop(start)] if part.returns else []
+    keep, drop = Keep(start), Drop(start)
     if start == part.stop:
-        return [Keep(start), *back] if part.returns else []
+        return [keep, Load(start), drop] if part.returns else []
     peak, choice = fronts[start, part.stop].within(part.num_bytes)
     later = _Part(choice.middle, part.stop, peak - choice.keeps)
-    drop: list[Action | _Part] = [Drop(start)] if part.is_kept else []
-    keep: list[Action | _Part] = [] if part.is_kept else [Keep(start)]
+    if choice.kind == "invert":
+        inverse = (Invert(start), Reverse(start))
+        return [Advance(start, start + 1), later._replace(returns=True), *inverse]
+    if part.returns:
+        return [keep, part._replace(stays=True, returns=False), Load(start), drop]
+    # What an enclosing part keeps is neither kept nor dropped here.
+    own_keep, own_drop = ([], []) if part.stays else ([keep], [drop])
+    stages = range(start, start + len(choice.variants))
+    reverses = map(Reverse, reversed(stages))
+    earlier = _Part(start, choice.middle, peak, part.stays)
     match choice.kind:
-        case "invert":
-            inverse = (Invert(start), Reverse(start))
-            return [Advance(start, start + 1), later._replace(returns=True), *inverse]
         case "tape":
-            tapes = [Tape(index, variant) for index, variant in choice.of_stages(start)]
-            reverses = [Reverse(tape.index) for tape in reversed(tapes)]
-            if part.returns:
-                return [*keep, *tapes, later, *reverses, *back]
-            return [*([] if part.stays else drop), *tapes, later, *reverses]
+            return [*map(Tape, stages, choice.variants), later, *reverses]
         case "results":
-            runs = [Advance(index, index + 1, kept) for index, kept in choice.of_stages(start)]
-            tapes = [Tape(run.start) for run in runs]
-            reverses = [Reverse(run.start) for run in reversed(runs)]
-            stays = part.stays or part.returns
-            loaded = [Load(start), *([] if stays else [Drop(start)])]
-            return [*keep, *runs, later, *loaded, *tapes, *reverses, *back]
+            runs = [Advance(index, index + 1, choice.variants[index - start]) for index in stages]
+            return [*own_keep, *runs, later, Load(start), *own_drop, *map(Tape, stages), *reverses]
         case "keep":
-            earlier = _Part(start, choice.middle, peak, True, part.stays or part.returns)
-            return [*keep, Advance(start, choice.middle), later, Load(start), earlier, *back]
+            run = Advance(start, choice.middle)
+            return [*own_keep, run, later, Load(start), *own_drop, earlier]
         case "offload":
-            stays = part.stays or part.returns
-            again: list[Action | _Part] = [Keep(start)] if stays else []
-            earlier = _Part(start, choice.middle, peak, stays, stays)
             away = (Offload(start), Advance(start, choice.middle))
-            return [*drop, *away, later, Load(start), Drop(start), *again, earlier, *back]
+            back = (Load(start), drop)
+            if part.stays:
+                return [drop, *away, later, *back, keep, earlier]
+            return [*away, later, *back, earlier]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from recoup._core import devices
 from recoup._core.devices import Peaks
 from recoup.memory import measure
 from recoup.memory.meter import Measurement
@@ -224,14 +222,6 @@ def test_wrong_arguments(arguments, message):
 def test_the_default_device_is_the_one_in_use():
     expected = "cuda:0" if torch.cuda.is_initialized() else "cpu"
     assert measure(lambda: None, repeats=0).device == expected
-
-
-def test_a_device_that_tells_its_allocated_bytes_alone(monkeypatch):
-    told = {"memory_allocated": 5, "max_memory_allocated": 7, "reset_peak_memory_stats": None}
-    module = SimpleNamespace(**{name: lambda _, value=value: value for name, value in told.items()})
-    monkeypatch.setattr(devices, "_module_of", lambda _: module)
-    counts = devices.memory_counts(torch.device("cuda"))
-    assert counts == devices.MemoryCounts(5, 5, Peaks(7, 7), 0)
 
 
 @pytest.mark.cuda

@@ -31,6 +31,7 @@ from recoup.schedules import (
     sqrt,
     trace,
 )
+from recoup.schedules.memory import schedule_for
 
 
 def execute(schedule: Schedule, x: float) -> tuple[list[float], int]:
@@ -233,6 +234,13 @@ BAD = {
     "has no such stage or state": [Tape(2)],
     "of 2 stages has no such stage": [Keep(-1)],
     "chain of 2 stages has no such": [Advance(0, 0)],
+    "action 1, 'tape 1': it is no action of recoup.schedules": [Tape(0), "tape 1"],
+    "action 0, <class .*: it is no action": [Tape, Tape(1)],
+    "action 1, .*1\\.5.*no such stage": [Tape(0), Tape(1.5)],
+    "action 1, .*stop=1\\.5.*no such stage": [Keep(0), Advance(0, 1.5)],
+    "action 0, .*x_0.*no such stage or state": [Keep("x_0")],
+    "action 1, .*True.*no such stage": [Tape(0), Tape(True)],
+    "action 0, .*stage 0 has 0 variants": [Tape(0, "whole"), Tape(1)],
     "incomplete: the sweep ends before x_2": [Tape(0)],
     "incomplete: it never reverses stage 0": [Tape(0), Tape(1), Reverse(1)],
 }
@@ -240,8 +248,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_simulate_refuses_what_cannot_be_executed(message):
+    schedule = Schedule(2, tuple(BAD[message]), name="bad")
     with pytest.raises(ScheduleError, match=message):
-        simulate(Schedule(2, tuple(BAD[message]), name="bad"))
+        simulate(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        schedule_for(schedule, 2)
 
 
 def test_the_output_is_kept_at_once_or_never():
