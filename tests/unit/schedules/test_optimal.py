@@ -34,6 +34,8 @@ from recoup.schedules import (
     optimal,
     simulate,
 )
+from recoup.schedules.choices import Chain
+from recoup.schedules.recurrences import fronts_of
 from recoup.schedules.search import fastest
 
 # -- every schedule, by brute force ----------------------------------------------------------------
@@ -316,6 +318,11 @@ def test_the_solutions_that_are_left_out_cost_little(monkeypatch):
         found.append([seconds(optimal(costs, budget), costs) for budget in budgets])
     assert all(few <= 1.03 * many for few, many in zip(*found, strict=True))
     assert found[0] != found[1]
+
+
+def test_the_least_bytes_need_one_solution_of_each_segment():
+    chain = Chain(various(20, seed=0), 20)
+    assert len({fronts_of(chain, most)[0, 20].peaks[0] for most in (1, 2, 200)}) == 1
 
 
 def various_choices(num_stages, seed):
