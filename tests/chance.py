@@ -16,11 +16,6 @@ def has_share(is_hit, p):
     return stats.binomtest(int(is_hit.sum()), is_hit.numel(), p).pvalue > LEAST
 
 
-def are_uncorrelated(a, b):
-    """Whether two tensors are correlated no more than independent numbers."""
-    return stats.pearsonr(a.double().flatten(), b.double().flatten()).pvalue > LEAST
-
-
 def are_even(counts):
     """Whether all values of which these are the counts are equally probable."""
     return LEAST < stats.chisquare(counts).pvalue < 1 - LEAST

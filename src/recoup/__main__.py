@@ -17,7 +17,8 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,10 +59,8 @@ def main(args: Sequence[str] | None = None) -> int:
         command(**given)
     except SystemExit as ending:  # of the builder, the model or the loss, when imported or called
         return _failed(str(_StepError("the code that was run", ending)), 1)
-    except BudgetError as error:
+    except (BudgetError, _StepError) as error:
         return _failed(_one_line(error), 1)
-    except _StepError as error:
-        return _failed(str(error), 1)
     except _MISTAKES as error:
         return _failed(_one_line(error), 2)
     except KeyboardInterrupt:
@@ -81,6 +80,17 @@ class _StepError(Exception):
         super().__init__(f"{what} raised {type(error).__name__}: {_one_line(error)} ({place})")
 
 
+@contextmanager
+def _blaming(what: str) -> Generator[None]:
+    """Return a context whose errors are those of the user's code, but for mistakes."""
+    try:
+        yield
+    except _MISTAKES:
+        raise
+    except Exception as error:
+        raise _StepError(what, error) from error
+
+
 def _explain(
     build: str,
     budget: str | None,
@@ -94,55 +104,47 @@ def _explain(
     estimate: bool,
 ) -> None:
     """Print what each block of a model does with its residuals to keep to a number of bytes."""
+    options: Any = {"blocks": blocks, "loss": None if loss is None else load_builder(loss)}
     if estimate:
         others = {"figure": figure, "html": html, "compile": compile, "tiles": tiles}
         others["device"] = device != "cpu"
         for name, given in others.items():
             if given:
                 raise ValueError(f"`--{name}` needs a step that is run. Leave `--estimate` out.")
-        _estimate(build, budget, blocks, loss)
+        builder: Any = load_builder(build)
+        with _blaming("the step"):
+            print(recoup.estimate(builder, budget, **options))
         return
     if html is not None:
         check_page(html.suffix)
     _check_files(html, figure=figure)  # before minutes of planning
     model, args, kwargs = _built(build, device)
-    of_loss: Any = None if loss is None else load_builder(loss)
-    options: Any = {"blocks": blocks, "loss": of_loss, "compile": compile, "tiles": tiles}
     if budget is not None:
         options["budget"] = budget
-    logger, handler = logging.getLogger("recoup.planning"), logging.StreamHandler()
-    level = logger.level
-    logger.addHandler(handler)  # says what is being compiled
-    logger.setLevel(logging.INFO)
-    try:
+    with _blaming("the step"), _logged("recoup.planning"):
         make: Any = recoup.plan
-        plan = make(model, *args, **options, **kwargs)
+        plan = make(model, *args, **options, compile=compile, tiles=tiles, **kwargs)
         print(plan)
         if figure is not None:
             print(f"figure: {plan.figure(figure)}")
         if html is not None:
             applied = None if budget is None else plan
-            timeline = recoup.timeline(model, *args, plan=applied, loss=of_loss, **kwargs)
+            timeline = recoup.timeline(model, *args, plan=applied, loss=options["loss"], **kwargs)
             print(f"timeline: {timeline.page(html)}")
-    except _MISTAKES:
-        raise
-    except Exception as error:
-        raise _StepError("the step", error) from error
+
+
+@contextmanager
+def _logged(name: str) -> Generator[None]:
+    """Return a context in which a logger writes to stderr, such as what is being compiled."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-def _estimate(build: str, budget: str | None, blocks: str | None, loss: str | None) -> None:
-    """Print what a step will take, which is not run."""
-    of_loss: Any = None if loss is None else load_builder(loss)
-    builder: Any = load_builder(build)
-    try:
-        print(recoup.estimate(builder, budget, blocks=blocks, loss=of_loss))
-    except _MISTAKES:
-        raise
-    except Exception as error:
-        raise _StepError("the step", error) from error
 
 
 def _curve(

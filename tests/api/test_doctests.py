@@ -40,7 +40,3 @@ def test_examples_of(name):
         runner.run(test, out=report.write)
     assert not report.getvalue(), report.getvalue()
     assert num_examples > 0, f"{name} has `>>>` in a place where no docstring is"
-
-
-def test_there_are_examples():
-    assert MODULES

@@ -52,10 +52,6 @@ def lines_matching(pattern):
     ]
 
 
-def asserts_in(source):
-    return [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
-
-
 def imports_of(path, names):
     """The modules of ours that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -99,29 +95,18 @@ def test_t1_the_oldest_versions_that_are_promised_are_those_that_are_tested():
     }
 
 
-def test_there_is_something_to_check():
-    assert SOURCES
-    assert set(SOURCES) <= set(FILES)
-
-
 def test_every_file_has_a_telling_name():
     parts = {path: {Path(part).stem for part in path.relative_to(ROOT).parts} for path in FILES}
     assert [str(path) for path, names in parts.items() if names & NAMELESS] == []
 
 
 def test_no_assert_guards_a_user():
-    found = {str(path): asserts_in(path.read_text(encoding="utf-8")) for path in SOURCES}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    assert SOURCES
+    trees = {str(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+    found = {name for name, tree in trees.items() for n in ast.walk(tree) if type(n) is ast.Assert}
+    assert not found
 
 
 @pytest.mark.parametrize("pattern", [UNFINISHED, MACHINE_PATH], ids=["for later", "of a machine"])
 def test_nothing_is_left(pattern):
     assert lines_matching(pattern) == []
-
-
-def test_what_must_not_be_there_would_be_found():
-    assert UNFINISHED.search("# to".upper() + "DO: more")
-    for folder in ("home", "root", "tmp"):
-        assert MACHINE_PATH.search("/".join(['open("', folder, 'notes.md")']))
-        assert not MACHINE_PATH.search("/".join(["https://example.org", folder, "notes.md"]))
-    assert asserts_in("def f(x):\n    assert x\n") == [2]

@@ -15,6 +15,7 @@ import recoup
 from recoup.__main__ import main
 
 MODELS = """
+import sys
 import torch
 import recoup
 
@@ -47,6 +48,15 @@ def loss(y):
 
 def wrong_loss(y):
     return 1 / 0
+
+def ends():
+    sys.exit("bad configuration")
+
+def loss_that_ends(y):
+    raise SystemExit
+
+def chain_that_ends(depth, memory):
+    sys.exit(0)
 """
 
 
@@ -54,6 +64,7 @@ def wrong_loss(y):
 def models(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("models.py").write_text(MODELS)
+    Path("program.py").write_text("import sys\nsys.exit()\n")
     yield
     sys.modules.pop("models", None)
 
@@ -73,6 +84,7 @@ MISTAKES = {
     "explain models:build --figure folder.png": "folder.png is a folder",
     "explain models:build --blocks nowhere": "`blocks`",
     "explain models:build --estimate --tiles": "`--tiles` needs a step that is run",
+    "explain models:build --estimate --device abacus": "`--device` needs a step that is run",
     "explain models:nothing --estimate": "`build` returned a int",
     "explain models:nothing": "returned a int, but must return a model",
     "explain models:nobody": "there is no function nobody",
@@ -107,6 +119,10 @@ FAILURES = {
     "models:raises": "`build` (models:raises) raised KeyError: 'two",
     "models:misfit": "raised RuntimeError",
     "models:build --loss models:wrong_loss --budget 1MiB": "raised ZeroDivisionError",
+    "models:ends --budget 1MiB": "raised SystemExit: bad configuration (",
+    "models:ends --estimate": "raised SystemExit: bad configuration (",
+    "models:build --loss models:loss_that_ends": "raised SystemExit",
+    "program.py:build": "program.py, line 2)",
 }
 
 
@@ -143,10 +159,14 @@ def test_curve(capsys):
     assert len(Path("a.csv").read_text().splitlines()) == 5
 
 
-def test_a_mode_that_the_blocks_do_not_have_is_one_line(capsys):
-    options = ["--depths", "4", "--memories", "constant", "--repeats", "0"]
-    assert main(["curve", "models:chain", *options]) == 2
-    assert "constant" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("build", "memory", "said"),
+    [("chain", "constant", "constant"), ("chain_that_ends", "linear", "SystemExit: 0")],
+)
+def test_a_point_that_cannot_be_measured_is_one_line(build, memory, said, capsys):
+    options = ["--depths", "4", "--memories", memory, "--repeats", "0"]
+    assert main(["curve", f"models:{build}", *options]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["", "explain", "curve"])

@@ -139,8 +139,8 @@ class Residuals:
         ordered = sorted(groups.items(), key=lambda group: -sum(group[1]))
         rows = [("value", "module", "count", "MiB", "way")] + [
             (
-                _cut_operator(value, _VALUE_WIDTH),
-                _cut_front(module, _MODULE_WIDTH),
+                _cut(value, _VALUE_WIDTH),
+                _cut(module, _MODULE_WIDTH),
                 str(len(sizes)),
                 _mib(sum(sizes)),
                 way,
@@ -208,15 +208,8 @@ def residuals(fn: Callable[[], object]) -> Residuals:
         recorder.close()
 
 
-def _cut_operator(text: str, width: int) -> str:
-    """Shorten the name of the operator, and keep shape and type."""
-    operator, bracket, shape = text.rpartition(" [")
-    if len(text) <= width:
-        return text
-    return f"{operator[: max(width - len(bracket + shape) - 3, 0)]}...{bracket}{shape}"[:width]
-
-
-def _cut_front(text: str, width: int) -> str:
+def _cut(text: str, width: int) -> str:
+    """Cut a text at its front: shape and type, or the innermost module, stand at its end."""
     return text if len(text) <= width else f"...{text[3 - width :]}"
 
 

@@ -13,13 +13,7 @@ from statistics import linear_regression
 
 import torch
 
-from recoup._arguments import (
-    check_callable,
-    check_type,
-    check_whole,
-    is_whole,
-    shown,
-)
+from recoup._arguments import check_callable, check_whole, is_whole, shown
 from recoup.errors import RecoupError
 from recoup.memory.meter import check_device
 from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
@@ -76,8 +70,8 @@ class Curve:
         header += ["step ms", "CPU ms"] if timed else []
         rows = [header]
         for point in self.points:
-            row = [str(point.depth), str(point.memory)]
-            row += [_mebibytes(point.peak_bytes), _mebibytes(point.held_bytes)]
+            sizes = [f"{size / 2**20:.2f}" for size in (point.peak_bytes, point.held_bytes)]
+            row = [str(point.depth), str(point.memory), *sizes]
             row += [_ms(point.seconds), _ms(point.cpu_seconds)] if timed else []
             rows.append(row)
         return "\n".join(aligned(rows, left=[1]))
@@ -191,12 +185,21 @@ def curve(
 
     Example:
         >>> from recoup import curve
-        >>> curve("chain:build", depths=[], memories=["linear"])
+        >>> curve("chain:build", depths=[0], memories=["linear"])
         Traceback (most recent call last):
-        ValueError: `depths` is [], but must hold numbers of at least 1.
+        ValueError: `depths` is [0], but must hold numbers of at least 1.
     """
     name = build_name(build)
-    _check(depths, memories, repeats, num_threads)
+    for what, given in {"depths": depths, "memories": memories}.items():
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"`{what}` is {shown(given)}, but must be a list, such as [4, 8, 16] or "
+                '["linear", "sqrt"].'
+            )
+    if not all(map(is_whole, depths)):
+        raise ValueError(f"`depths` is {shown(depths)}, but must hold numbers of at least 1.")
+    check_whole(0, repeats=repeats)
+    check_whole(num_threads=num_threads)
     where = check_device(device)
     if progress is not None:
         check_callable(progress=progress)
@@ -215,31 +218,12 @@ def curve(
     return Curve(name, str(where), tuple(points))
 
 
-def _check(
-    depths: Sequence[int], memories: Sequence[str | int], repeats: int, num_threads: int
-) -> None:
-    check_type(Sequence, "a list of numbers, such as [4, 8, 16]", depths=depths)
-    check_type(Sequence, 'a list of modes, such as ["linear", "sqrt"]', memories=memories)
-    if not depths or not all(map(is_whole, depths)):
-        raise ValueError(f"`depths` is {shown(depths)}, but must hold numbers of at least 1.")
-    if isinstance(memories, str) or not memories:
-        raise ValueError(
-            f'`memories` is {memories!r}, but must be a list of modes, such as ["linear", "sqrt"].'
-        )
-    check_whole(0, repeats=repeats)
-    check_whole(num_threads=num_threads)
-
-
 def _exponent(points: list[Point]) -> float:
     if len({point.depth for point in points}) < 2 or min(point.peak_bytes for point in points) <= 0:
         return math.nan
     depths = [math.log(point.depth) for point in points]
     peaks = [math.log(point.peak_bytes) for point in points]
     return linear_regression(depths, peaks).slope
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.2f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ INK, QUIET = "#222222", "#8a8a8a"
 # Colours that readers with colour blindness can distinguish (after Okabe and Ito). A mode has the
 # same colour in every picture.
 COLORS = {"linear": "#d55e00", "sqrt": "#0072b2", "constant": "#009e73", "log": "#cc79a7"}
-_OTHERS = ("#e69f00", "#56b4e9", "#6a3d9a", "#7f7f7f")
+_OTHERS = ("#e69f00", "#56b4e9", "#6a3d9a")
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
@@ -114,20 +113,17 @@ def _panel(
     title: str,
     unit: str,
 ) -> None:
-    everything = [point for each in points.values() for point in each]
-    depths = sorted({point.depth for point in everything})
-    others = 0
+    others = iter(_OTHERS)
+    top, deepest = 0.0, 0
     for index, (memory, line) in enumerate(points.items()):
-        color = COLORS.get(str(memory))
-        if color is None:
-            color, others = _OTHERS[others % len(_OTHERS)], others + 1
         values = [value(point) for point in line]
+        top, deepest = max(top, *values), max(deepest, line[-1].depth)
         name = f"{memory} slots" if isinstance(memory, int) else memory
         # Later lines are thinner and dashed, so that a line beneath another one is visible.
         axes.plot(
             [point.depth for point in line],
             values,
-            color=color,
+            color=COLORS.get(str(memory)) or next(others, QUIET),
             linestyle=_DASHES[index % len(_DASHES)],
             linewidth=max(3.0 - 0.6 * index, 1.2),
             marker=_MARKERS[index % len(_MARKERS)],
@@ -136,12 +132,11 @@ def _panel(
             markeredgewidth=0.8,
             clip_on=False,
             zorder=3 + index,
-            label=f"{name}  {_number(values[-1])}",
+            label=f"{name}  {values[-1]:.4g}",
         )
-    top = max(map(value, everything), default=1.0) or 1.0
-    axes.set_ylim(0, 1.06 * top)
-    axes.set_xlim(0, 1.02 * depths[-1])
-    axes.set_xticks(_ticks(depths))
+    axes.set_ylim(0, 1.06 * top or 1.0)
+    axes.set_xlim(0, 1.02 * deepest)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     # The numbers are those of the last point of each line.
     legend = axes.legend(
         loc="upper left", frameon=False, fontsize=9.5, title="at its largest depth",
@@ -149,22 +144,6 @@ def _panel(
     )  # fmt: skip
     legend.get_title().set(color=QUIET, fontsize=9)
     finish(axes, f"{title} ({unit})", "Depth (blocks)")
-
-
-def _ticks(depths: list[int]) -> list[int]:
-    """Return the measured depths, without those too close to label side by side."""
-    ticks: list[int] = []
-    for depth in reversed(depths):
-        if not ticks or ticks[-1] - depth >= 0.05 * depths[-1]:
-            ticks.append(depth)
-    return ticks[::-1]
-
-
-def _number(value: float) -> str:
-    """Return `value` as text with at least three significant digits."""
-    if value <= 0:
-        return "0"
-    return f"{value:.{max(2 - math.floor(math.log10(value)), 0)}f}"
 
 
 # -- files -----------------------------------------------------------------------------------------

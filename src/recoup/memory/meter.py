@@ -14,7 +14,7 @@ from recoup._core.devices import Peaks
 from recoup._core.pytree import tensors_in
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.memory.size import format_bytes, shown_beside
-from recoup.memory.timeline import Timeline, timeline
+from recoup.memory.timeline import timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,17 @@ def measure(
     check_whole(0, repeats=repeats)
     where = check_device(devices.device_in_use() if device is None else device)
     where = torch.empty(0, device=where).device  # with its index
-    line, held_bytes = _line_of(fn, where)
+    with timeline(where) as line:
+        result = fn()
+        held = line.mark()
+        check_is_in_its_mode(tensors_in(result))
+        del result  # after the mark, so that it counts as held
     if is_without_values():
         repeats = 0  # there is nothing to time
     times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
         peak_bytes=line.peak_bytes,
-        held_bytes=held_bytes,
+        held_bytes=held.end_bytes,
         seconds=min((wall for wall, _ in times), default=None),
         cpu_seconds=min((processor for _, processor in times), default=None),
         device=str(where),
@@ -138,15 +142,6 @@ def check_device(device: torch.device | str) -> torch.device:
     if devices.is_accelerator(where):
         devices.counter_of(where)
     return where
-
-
-def _line_of(fn: Callable[[], object], device: torch.device) -> tuple[Timeline, int]:
-    with timeline(device) as line:
-        result = fn()
-        held = line.mark()
-        check_is_in_its_mode(tensors_in(result))
-        del result  # after the mark, so that it counts as held
-    return line, held.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:

@@ -111,10 +111,8 @@ def _reason(returncode: int, stderr: str) -> str:
     """Return why a process ended without an answer: its signal, or the last line that it wrote."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        hint = " (memory of the machine exhausted?)" if name == "SIGKILL" else ""
-        return f"the process was ended by {name}{hint}."
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"the process ended with code {returncode}."
+        return f"the process was ended by {name} (SIGKILL: memory of the machine exhausted?)."
+    return stderr.strip().rpartition("\n")[2] or f"the process ended with code {returncode}."
 
 
 # -- builders --------------------------------------------------------------------------------------
@@ -154,21 +152,17 @@ def build_name(build: Callable[..., object] | str) -> str:
         return build
     module = getattr(build, "__module__", None) or "?"
     name = getattr(build, "__qualname__", None) or repr(build)
-    if getattr(sys.modules.get(module), name, None) is not build:
+    loaded = sys.modules.get(module)
+    script = getattr(loaded, "__file__", None)
+    is_session = module == "__main__" and (script is None or not Path(script).is_file())
+    if getattr(loaded, name, None) is not build or is_session:
         raise ValueError(
-            f"`build` is {name} of {module}, which another process cannot import, as each point is "
-            "measured in a fresh one. Define a function at the top level of a module, and give "
-            'that or its name, "module:function".'
+            f"`build` is {name} of {'an interactive session' if is_session else module}, which "
+            "another process cannot import, as each point is measured in a fresh one. Define a "
+            "function at the top level of a module or script, and give that or its name, "
+            '"module:function" or "path/to/file.py:function".'
         )
-    if module != "__main__":
-        return f"{module}:{name}"
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is None or not Path(script).is_file():
-        raise ValueError(
-            f"`build` is {name} of an interactive session, which another process cannot import. "
-            'Put it into a file, and give "path/to/file.py:function".'
-        )
-    return f"{Path(script).resolve()}:{name}"
+    return f"{Path(str(script)).resolve() if module == '__main__' else module}:{name}"
 
 
 def load_builder(name: str) -> Callable[..., object]:

@@ -7,9 +7,7 @@ Rule 1. The heights of a line are the bytes, divided by a power of two, since br
         back from the picture: there is one copy.
 Rule 2. Forward and backward are equally wide for all lines, one unit for each event of the longest;
         those of the others are spread evenly. So what is above each other is about the same code.
-Rule 3. A long line is thinned: of as many events as there are pixels, more or less, the first, the
-        last, the lowest and the highest are drawn. So the picture is the same, and peaks are exact.
-Rule 4. All text is escaped, that of the script's data as well. The page forbids itself to load
+Rule 3. All text is escaped, that of the script's data as well. The page forbids itself to load
         anything.
 """
 
@@ -19,15 +17,12 @@ import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from itertools import pairwise
 from string import Template
 from typing import Any, NamedTuple
 
 from recoup.memory.size import format_bytes
 from recoup.memory.step_recorder import PHASES, StepLine
 
-_MOST_EVENTS = 4000  # of a phase, that are all drawn
-_NUM_PARTS = 1000  # of a phase that has more
 _ROOM_ABOVE = 1.14  # the peak, for its number
 _MOST_BITS = 24  # of a coordinate
 _FAR = 1.5  # times the peak: a budget above that is not drawn
@@ -75,7 +70,7 @@ def page_of(page: Page) -> str:
         top=frame.drawn(frame.height),
         band=f"M{frame.widths[0]} 0H{frame.width}V{frame.drawn(frame.height)}H{frame.widths[0]}Z",
         grid="".join(f"M0 {frame.drawn(tick)}H{frame.width}" for tick in ticks),
-        paths="\n".join([*_budget_path(page, frame), *_paths(drawn, frame)]),
+        paths="\n".join(_paths(page, drawn, frame)),
         labels="\n".join(_labels(page, drawn, frame, ticks)),
         start=highest.peak_place,
         table=_table(page.lines),
@@ -125,7 +120,6 @@ class _Drawn:
 
     def __init__(self, line: StepLine, frame: _Frame) -> None:
         self.line = line
-        self.is_thinned = False
         self.causes: dict[tuple[str, str, str], int] = {}
         self.starts: list[int] = []
         self.cause: list[int] = []
@@ -134,9 +128,7 @@ class _Drawn:
         for phase, width in zip(PHASES, frame.widths, strict=True):
             levels = line.levels(phase)
             num = max(len(levels), 1)
-            shown = _thinned(levels)
-            self.is_thinned |= len(shown) < len(levels)
-            self.points += [(offset + k * width // num, levels[k]) for k in shown]
+            self.points += [(offset + k * width // num, y) for k, y in enumerate(levels)]
             for start, stretch in line.starts(phase):
                 told = (stretch.what, stretch.module, stretch.way)
                 self.starts.append(offset + start * width // num)
@@ -162,19 +154,6 @@ def _frame(page: Page) -> _Frame:
     return _Frame((forward, backward), max(int(_ROOM_ABOVE * top), 1))
 
 
-def _thinned(levels: Sequence[int]) -> list[int]:
-    """Return the indices of the events that are drawn (See Rule 3)."""
-    if len(levels) <= _MOST_EVENTS:
-        return list(range(len(levels)))
-    edges = [part * len(levels) // _NUM_PARTS for part in range(_NUM_PARTS + 1)]
-    found: set[int] = set()
-    for start, stop in pairwise(edges):
-        part = range(start, stop)
-        found |= {start, stop - 1, min(part, key=levels.__getitem__)}
-        found.add(max(part, key=levels.__getitem__))
-    return sorted(found)
-
-
 def _ticks(height: int) -> list[int]:
     """Return round numbers of bytes for the lines of a grid, three to six, without 0."""
     step = 1
@@ -183,17 +162,14 @@ def _ticks(height: int) -> list[int]:
     return list(range(step, int((1 - _NEAR / 2) * height), step))
 
 
-def _budget_path(page: Page, frame: _Frame) -> list[str]:
-    if page.budget_bytes is None or page.budget_bytes > frame.height:
-        return []
-    return [f'<path class="budget" d="M0 {frame.drawn(page.budget_bytes)}H{frame.width}"/>']
-
-
-def _paths(drawn: Sequence[_Drawn], frame: _Frame) -> list[str]:
-    return [
+def _paths(page: Page, drawn: Sequence[_Drawn], frame: _Frame) -> list[str]:
+    paths = [
         f'<path class="memory line{place}" id="line{place}" d="{each.path(frame)}"/>'
         for place, each in enumerate(drawn)
     ]
+    if 0 < (budget := page.budget_bytes or 0) <= frame.height:
+        paths.insert(0, f'<path class="budget" d="M0 {frame.drawn(budget)}H{frame.width}"/>')
+    return paths
 
 
 def _labels(page: Page, drawn: Sequence[_Drawn], frame: _Frame, ticks: Sequence[int]) -> list[str]:
@@ -248,12 +224,11 @@ def _table(lines: Sequence[StepLine]) -> str:
 
 
 def _data(drawn: Sequence[_Drawn]) -> str:
-    """Return what ran at each event, for the script (See Rule 4)."""
+    """Return what ran at each event, for the script (See Rule 3)."""
     found: list[dict[str, Any]] = [
         {
             "name": each.line.name,
             "before": each.line.baseline_bytes,
-            "isThinned": each.is_thinned,
             "causes": list(each.causes),
             "starts": each.starts,
             "cause": each.cause,

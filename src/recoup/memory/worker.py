@@ -32,10 +32,7 @@ def _training_step(module: nn.Module, inputs: object) -> Step:
         outputs = [each for each in flatten(module(*arguments))[0] if each.requires_grad]
         if not outputs:
             raise BuildError("no output of its module requires a gradient.")
-        total = outputs[0].sum()
-        for output in outputs[1:]:
-            total = total + output.sum()
-        total.backward()  # pyright: ignore[reportUnknownMemberType]
+        torch.autograd.backward([output.sum() for output in outputs])
 
     return step
 
@@ -62,12 +59,8 @@ def _answer(request: Request) -> dict[str, Any]:
     step = _build(request)
     step()  # allocates gradients, optimizer state and workspaces
     measured = measure(step, device=request.device, repeats=request.repeats)
-    return {
-        "peak_bytes": measured.peak_bytes,
-        "held_bytes": measured.held_bytes,
-        "seconds": measured.seconds,
-        "cpu_seconds": measured.cpu_seconds,
-    }
+    names = ("peak_bytes", "held_bytes", "seconds", "cpu_seconds")
+    return {name: getattr(measured, name) for name in names}
 
 
 def main(path: str) -> int:

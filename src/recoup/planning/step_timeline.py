@@ -59,8 +59,8 @@ class StepTimeline:
         """Draw the step on a page of HTML that needs no other file, and tells what ran where.
 
         The line under the pointer (or at the slider, by keyboard or touch) is explained: its bytes,
-        the module, and how backward gets what that module needs. Long lines are thinned; their
-        peaks are exact.
+        the module, and how backward gets what that module needs. Every event is drawn: a page
+        of a hundred thousand of them has some megabytes.
 
         Args:
             path: the path of the page, ending in .html.

@@ -10,13 +10,22 @@ Source of all: Griewank and Walther, "Algorithm 799: revolve" (2000).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import comb
 
 from recoup._arguments import check_whole
-from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Drop,
+    Keep,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+    actions_of,
+)
 
 
 def revolve(n: int, slots: int) -> Schedule:
@@ -49,7 +58,9 @@ def revolve(n: int, slots: int) -> Schedule:
 
     Source: Griewank and Walther, "Algorithm 799: revolve" (2000).
     """
-    return _solve(n, slots, _pass_of_revolve, name=f"revolve, {slots} slots")
+    check_whole(n=n, slots=slots)
+    actions = actions_of((0, n, slots), _pass_of_revolve)
+    return Schedule(n, tuple(actions), name=f"revolve, {slots} slots")
 
 
 def binomial(n: int, slots: int) -> Schedule:
@@ -85,7 +96,9 @@ def binomial(n: int, slots: int) -> Schedule:
 
     Source: Griewank and Walther, "Algorithm 799: revolve" (2000).
     """
-    return _solve(n, slots, partial(_pass_of_binomial, n), name=f"binomial, {slots} slots")
+    check_whole(n=n, slots=slots)
+    actions = actions_of((0, n, slots), partial(_pass_of_binomial, n))
+    return Schedule(n, tuple(actions), name=f"binomial, {slots} slots")
 
 
 def log(n: int) -> Schedule:
@@ -120,62 +133,39 @@ def log(n: int) -> Schedule:
     return replace(binomial(n, slots), name="log")
 
 
-# A part of the chain that is to be solved: its first stage, one past its last stage, its slots, and
-# whether its input is kept already.
-_Part = tuple[int, int, int, bool]
+# A part of the chain that is to be solved, whose input is the working state: its first stage, one
+# past its last stage, and its slots.
+_Part = tuple[int, int, int]
 
 
-def _solve(
-    n: int, slots: int, one_pass: Callable[..., list[Action | _Part]], *, name: str
-) -> Schedule:
-    """Solve the whole chain, given the actions of one pass through a part and its further parts."""
-    check_whole(n=n, slots=slots)
-    actions: list[Action] = []
-    # Not recursive, because a chain of 1000 stages nests deeper than Python allows.
-    waiting: list[Action | _Part] = [(0, n, slots, False)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, tuple):
-            waiting += reversed(one_pass(*item))
-        else:
-            actions.append(item)
-    return Schedule(n, tuple(actions), name=name)
-
-
-def _pass_of_revolve(start: int, stop: int, slots: int, kept: bool) -> list[Action | _Part]:
-    """Return one pass through a part whose input is the working state."""
+def _pass_of_revolve(part: _Part) -> list[Action | _Part]:
+    """Return one pass through a part."""
+    start, stop, slots = part
     if stop - start == 1:
-        drop: list[Action | _Part] = [Drop(start)] if kept else []
-        return [*drop, Tape(start), Reverse(start)]
+        return [Tape(start), Reverse(start)]
     middle = start + best_split(stop - start, slots)
-    keep: list[Action | _Part] = [] if kept else [Keep(start)]
-    later = (middle, stop, slots - 1, False)
-    earlier = (start, middle, slots, True)
-    return [*keep, Advance(start, middle), later, Load(start), earlier]
+    later, earlier = (middle, stop, slots - 1), (start, middle, slots)
+    return [Keep(start), Advance(start, middle), later, Load(start), Drop(start), earlier]
 
 
-def _pass_of_binomial(
-    n: int, start: int, stop: int, slots: int, kept: bool
-) -> list[Action | _Part]:
-    """Return one pass through a part without tapes, whose input is the working state.
+def _pass_of_binomial(n: int, part: _Part) -> list[Action | _Part]:
+    """Return one pass through a part without tapes.
 
     The pass tapes its last stage. The part behind that stage is solved first, with one slot less.
     Then the stage is reversed, and the part before it is solved with all slots.
     """
+    start, stop, slots = part
     if start == stop:
         return []
     # A part that does not end with the chain counts one stage more: `best_split` splits a part that
     # ends with a stage that the pass before has taped, and that is reversed by now.
     length = stop - start + (stop < n)
     taped = start + (best_split(length, slots) if length > 1 else 1) - 1
-    later = (taped + 1, stop, slots - 1, False)
+    later, earlier = (taped + 1, stop, slots - 1), (start, taped, slots)
     if taped == start:
-        drop: list[Action | _Part] = [Drop(start)] if kept else []
-        return [*drop, Tape(start), later, Reverse(start)]
-    keep: list[Action | _Part] = [] if kept else [Keep(start)]
-    earlier = (start, taped, slots, True)
-    tape = [Advance(start, taped), Tape(taped)]
-    return [*keep, *tape, later, Reverse(taped), Load(start), earlier]
+        return [Tape(start), later, Reverse(start)]
+    tape = (Advance(start, taped), Tape(taped))
+    return [Keep(start), *tape, later, Reverse(taped), Load(start), Drop(start), earlier]
 
 
 # -- closed forms ----------------------------------------------------------------------------------

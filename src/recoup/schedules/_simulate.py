@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from recoup._arguments import check_real, check_type, check_whole
+from recoup._arguments import check_real, check_type
 from recoup.errors import ScheduleError
 from recoup.schedules.actions import (
     Action,
@@ -116,7 +116,6 @@ def simulate(
         10
     """
     check_type(Schedule, "a Schedule", schedule=schedule)
-    check_whole(**{"schedule.num_stages": schedule.num_stages})
     require_size("in_flight_bytes", in_flight_bytes)
     if costs is not None:
         require_costs(costs)
@@ -144,31 +143,8 @@ def simulate(
         forwards_per_stage=tuple(walk.forwards),
         seconds=walk.seconds,
         peak_offloaded_bytes=walk.peak_host,
-        waiting_seconds=_waits(schedule, costs, bytes_per_second, in_flight_bytes),
+        waiting_seconds=_waiting_seconds(schedule, costs, bytes_per_second, in_flight_bytes),
     )
-
-
-def _waits(
-    schedule: Schedule,
-    costs: Sequence[Cost] | None,
-    bytes_per_second: Mapping[str, float] | None,
-    in_flight_bytes: int,
-) -> float:
-    if bytes_per_second is None:
-        return 0.0
-    if costs is None:
-        raise ValueError(
-            "`bytes_per_second` is given without `costs`, but the time between copies is that of "
-            "the stages. Give a `Cost` for each stage, with times in seconds."
-        )
-    places = {action.to for action in schedule.actions if isinstance(action, Offload)}
-    for place in sorted(places):
-        if not bytes_per_second.get(place, 0) > 0:
-            raise ValueError(
-                f"`bytes_per_second[{place!r}]` is {bytes_per_second.get(place)}, but the schedule "
-                "offloads there: it must be above 0"
-            )
-    return waiting_seconds(schedule, costs, bytes_per_second, in_flight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,29 +251,20 @@ def _sizes(name: str, sizes: int | Sequence[int], length: int) -> Sequence[int]:
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def waiting_seconds(
+def _waiting_seconds(
     schedule: Schedule,
-    costs: Sequence[Cost],
-    bytes_per_second: Mapping[str, float],
+    costs: Sequence[Cost] | None,
+    bytes_per_second: Mapping[str, float] | None,
     in_flight_bytes: int,
 ) -> float:
-    """Return the time that a schedule waits for copies, which run behind the computation.
-
-    Args:
-        schedule: a schedule that can be executed.
-        costs: the cost of each stage; times in seconds.
-        bytes_per_second: the bandwidth of each place that the schedule offloads to, which copies
-            one state at a time.
-        in_flight_bytes: the bound on bytes in flight.
-
-    Example:
-        >>> from recoup.schedules import Cost, offloaded
-        >>> from recoup.schedules._simulate import waiting_seconds
-        >>> costs = [Cost(1.0, 100, 100)] * 8
-        >>> fast, slow = {"host": 100.0}, {"host": 50.0}
-        >>> [waiting_seconds(offloaded(8), costs, speed, 200) for speed in (fast, slow)]
-        [0.0, 4.0]
-    """
+    """Return the time that a schedule waits for copies, which run behind the computation."""
+    if bytes_per_second is None:
+        return 0.0
+    if costs is None:
+        raise ValueError(
+            "`bytes_per_second` is given without `costs`, but the time between copies is that of "
+            "the stages. Give a `Cost` for each stage, with times in seconds."
+        )
     clock = _Clock(costs, bytes_per_second, in_flight_bytes)
     for action in schedule.actions:
         match action:
@@ -310,6 +277,11 @@ def waiting_seconds(
             case Reverse(index):
                 clock.now += _BACKWARD * costs[index].seconds
             case Offload(index, to):
+                if not bytes_per_second.get(to, 0) > 0:
+                    raise ValueError(
+                        f"`bytes_per_second[{to!r}]` is {bytes_per_second.get(to)}, but the "
+                        "schedule offloads there: it must be above 0"
+                    )
                 clock.offload(index, to)
             case Load(index):
                 clock.load(index)

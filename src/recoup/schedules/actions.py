@@ -27,10 +27,13 @@ with a state that is kept anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from textwrap import wrap
+from typing import TypeVar
+
+from recoup._arguments import check_type, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,7 @@ class Reverse(_OnStage):
 
 
 Action = Keep | Offload | Drop | Load | Advance | Tape | Invert | Reverse
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,9 @@ class Schedule:
         num_stages: number of stages of the chain.
         actions: the actions of the sweep, then of backward; see NOTE [ The order of actions ].
         name: the name in reports.
+
+    Raises:
+        ValueError: there is no stage, or `actions` is no tuple or list. `simulate` looks at each.
 
     Example:
         >>> from recoup.schedules import Keep, Reverse, Schedule, Tape
@@ -249,6 +256,10 @@ class Schedule:
     num_stages: int
     actions: tuple[Action, ...]
     name: str = "schedule"
+
+    def __post_init__(self) -> None:
+        check_whole(num_stages=self.num_stages)
+        check_type((tuple, list), "a tuple of actions", actions=self.actions)
 
     def __str__(self) -> str:
         stages = "stage" if self.num_stages == 1 else "stages"
@@ -277,6 +288,38 @@ class Schedule:
                 keeps_output = self.actions[position : position + 1] == (Keep(reached),)
                 return position + keeps_output
         return len(self.actions)
+
+
+def actions_of(part: _Part, expand: Callable[[_Part], Sequence[Action | _Part]]) -> list[Action]:
+    """Return the actions that solve a part of a chain.
+
+    A state that is dropped where it would be kept next stays kept, and runs in a row become one.
+
+    Args:
+        part: the part.
+        expand: a function from a part to actions and further parts, in order.
+
+    Example:
+        >>> from recoup.schedules.actions import Advance, Tape, actions_of
+        >>> actions_of(2, lambda stop: [Advance(0, 1), Advance(1, stop), Tape(stop)])
+        [Advance(start=0, stop=2, results=0), Tape(index=2, variant=0)]
+    """
+    actions: list[Action] = []
+    # Not recursive, because a chain of 1000 stages nests deeper than Python allows.
+    waiting: list[Action | _Part] = [part]
+    while waiting:
+        item = waiting.pop()
+        if not isinstance(item, Action):
+            waiting += reversed(expand(item))
+            continue
+        match (actions[-1] if actions else None), item:
+            case Drop(index), Keep(same) if index == same:
+                actions.pop()
+            case Advance(start, _, 0), Advance(_, stop, 0):
+                actions[-1] = Advance(start, stop)
+            case _:
+                actions.append(item)
+    return actions
 
 
 # -- groups (See NOTE [ Groups ]) ------------------------------------------------------------------

@@ -62,10 +62,6 @@ class Choice(NamedTuple):
     keeps: int
     seconds: float
 
-    def of_stages(self, start: int) -> Iterator[tuple[int, int]]:
-        """Yield each of the first stages with its variant."""
-        return enumerate(self.variants, start)
-
 
 class Chain:
     """A chain of stages with their costs.
@@ -73,18 +69,15 @@ class Chain:
     Args:
         costs: the cost of each stage.
         num_groups: the approximate number of groups; the number of choices is its third power.
-        is_split: whether segments of the sweep may begin and end within groups.
     """
 
-    def __init__(self, costs: Sequence[Cost], num_groups: int, *, is_split: bool) -> None:
-        self._is_split = is_split
+    def __init__(self, costs: Sequence[Cost], num_groups: int) -> None:
         self.costs = costs
         self.num_stages = num_stages = len(costs)
         self.states = [*(cost.state_bytes for cost in costs), 0]
         again = [cost.tape_again for cost in costs]  # the tapes that backward makes
         self.taped = [0, *accumulate(tape.tape_bytes for tape in again)]
         self._seconds_again = [0.0, *accumulate(tape.seconds for tape in again)]
-        self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self._seconds_before = [0.0, *accumulate(cost.seconds for cost in costs)]
         self._passed = list(accumulate(cost.between_bytes for cost in costs))
         lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
@@ -104,25 +97,24 @@ class Chain:
             start: self._taping_bytes(start, stop) for start, stop in pairwise(self.borders)
         }
         # Results that each stage may keep within a segment, and at its end (See Rule 6).
-        self._kept_within = [_numbers_of(cost, is_last=False) for cost in costs]
-        self._kept_last = [
-            _numbers_of(cost, is_last=self._may_hold_output(index))
-            for index, cost in enumerate(costs)
-        ]
-        self._steps_within, self._steps_last = (
-            [_steps_of(index, costs[index], numbers) for index, numbers in enumerate(each)]
-            for each in (self._kept_within, self._kept_last)
-        )
+        self._kept = {
+            is_last: [self._numbers_of(index, is_last=is_last) for index in range(num_stages)]
+            for is_last in (False, True)
+        }
+        self._steps = {
+            is_last: [_steps_of(index, costs[index], each) for index, each in enumerate(numbers)]
+            for is_last, numbers in self._kept.items()
+        }
         self._advance_bytes = [self._advancing(index) for index in range(num_stages)]
 
-    def run(self, start: int, stop: int) -> float:
+    def _run(self, start: int, stop: int) -> float:
         """Return the seconds of one run of a segment."""
         return self._seconds_before[stop] - self._seconds_before[start]
 
-    def taping(self, start: int, stop: int, *, in_backward: bool) -> float:
-        """Return the seconds of taping a segment, which are the least that it takes."""
-        again = self._seconds_again[stop] - self._seconds_again[start] if in_backward else 0.0
-        return self.run(start, stop) + again
+    def _taping_again(self, start: int, stop: int) -> float:
+        """Return the seconds of taping a segment in backward."""
+        again = self._seconds_again[stop] - self._seconds_again[start]
+        return self._run(start, stop) + again
 
     def segments(self) -> Iterator[tuple[int, int]]:
         """Yield all segments, each after the segments within it; those of the sweep come last."""
@@ -145,14 +137,9 @@ class Chain:
         """Return the borders from `start` on and before `stop`."""
         return self.borders[bisect_left(self.borders, start) : bisect_left(self.borders, stop)]
 
-    def choices(self, start: int, stop: int) -> tuple[Choice, ...]:
-        """Return all choices to begin a segment; the first one is to tape."""
-        key = start, stop
-        if key not in self._choices:
-            is_last = stop == self.num_stages
-            found = self._in_sweep(start) if is_last else self._in_backward(start, stop)
-            self._choices[key] = tuple(found)
-        return self._choices[key]
+    def choices(self, start: int, stop: int) -> Iterator[Choice]:
+        """Yield all choices to begin a segment."""
+        return self._in_sweep(start) if stop == self.num_stages else self._in_backward(start, stop)
 
     def _in_backward(self, start: int, stop: int) -> Iterator[Choice]:
         border, behind = self._next_border[start], self._behind[stop]
@@ -164,13 +151,13 @@ class Chain:
             splits = self._borders_between(start + 1, stop)
             running, reversing = self._taped_group[start]
         keeps = self.taped[first] - self.taped[start]
-        seconds = self.taping(start, first, in_backward=True)
+        seconds = self._taping_again(start, first)
         needs = max(running + behind, reversing)
         yield Choice("tape", start, first, (0,) * (first - start), needs, keeps, seconds)
         kept, offloaded, *_ = self._advance_bytes[start]
         state, offload = self.states[start], self.costs[start].offload_seconds
         for split in splits:
-            seconds = self.run(start, split)
+            seconds = self._run(start, split)
             at = split - start - 1
             yield Choice("keep", split, split, (), kept[at] + behind, state, seconds)
             if offload is not None:
@@ -206,8 +193,8 @@ class Chain:
             seconds = cost.seconds + cost.invert_seconds
             yield Choice("invert", start, start + 1, (), needs, 0, seconds)
         *_, kept, offloaded = self._advance_bytes[start]
-        for split in self._ends_in_sweep(start):
-            seconds, at = self.run(start, split), split - start - 1
+        for split in self.ends(start):
+            seconds, at = self._run(start, split), split - start - 1
             yield Choice("keep", split, split, (), kept[at], state, seconds)
             if cost.offload_seconds is not None:
                 seconds += cost.offload_seconds
@@ -238,18 +225,19 @@ class Chain:
                 needs = max(needs, taped + making + self._behind[stop])
                 needs = max(needs, taped + max(reversing, self._behind[index]))
                 taped += tape.tape_bytes
-            seconds = self.taping(start, stop, in_backward=True)
+            seconds = self._taping_again(start, stop)
             seconds += sum(each.seconds for each in results)
             yield Choice("results", start, stop, numbers, needs, held, seconds)
 
     def _selections(self, start: int, stop: int) -> Iterator[tuple[int, ...]]:
         """Yield which results each stage of a segment keeps: all ways, or those that pay most."""
-        options = [*self._kept_within[start : stop - 1], self._kept_last[stop - 1]]
+        last = stop - 1
+        options = [*self._kept[False][start:last], self._kept[True][last]]
         if prod(len(numbers) + 1 for numbers in options) <= _FEW_WAYS:
             yield from filter(any, product(*((0, *numbers) for numbers in options)))
             return
-        steps = [step for each in self._steps_within[start : stop - 1] for step in each]
-        steps += self._steps_last[stop - 1]
+        steps = [step for each in self._steps[False][start:last] for step in each]
+        steps += self._steps[True][last]
         steps.sort(reverse=True)
         numbers = [0] * (stop - start)
         every = -(-len(steps) // _MOST_SELECTIONS)
@@ -258,18 +246,15 @@ class Chain:
             if (len(steps) - place) % every == 0:
                 yield tuple(numbers)
 
-    def _may_hold_output(self, index: int) -> bool:
-        """Whether the stage after one keeps its input, which the stage made (See Rule 6)."""
-        after = self.costs[index + 1] if index + 1 < self.num_stages else None
-        if after is None or not after.is_linked:
-            return False
-        return not after.is_invertible and after.offload_seconds is None
-
-    def _ends_in_sweep(self, start: int) -> list[int]:
-        ends = self.ends(start)
-        if self._is_split:
-            return ends
-        return [stop for stop in ends if {start, stop} <= self._border_set]
+    def _numbers_of(self, index: int, *, is_last: bool) -> list[int]:
+        """Return the numbers of the results that a stage may keep in a segment (See Rule 6)."""
+        keeps_output = False  # whether the stage after it keeps its input, which this one made
+        if is_last and index + 1 < self.num_stages:
+            after = self.costs[index + 1]
+            is_kept = not after.is_invertible and after.offload_seconds is None
+            keeps_output = is_kept and after.is_linked
+        results = enumerate(self.costs[index].results, 1)
+        return [number for number, each in results if keeps_output or not each.holds_output]
 
     def _links(self, index: int) -> bool:
         return index == self.num_stages or self.costs[index].is_linked
@@ -339,11 +324,6 @@ class Chain:
                 most[at] = max(most[at], now)
                 found[at].append(most[at])
         return found
-
-
-def _numbers_of(cost: Cost, *, is_last: bool) -> list[int]:
-    """Return the numbers of the results that a stage may keep in a segment (See Rule 6)."""
-    return [at for at, each in enumerate(cost.results, 1) if is_last or not each.holds_output]
 
 
 def _steps_of(index: int, cost: Cost, numbers: Sequence[int]) -> list[tuple[float, int, int]]:

@@ -154,25 +154,19 @@ class Cost:
         for name in (*sizes, "tape_bytes", "between_bytes", "between_run_bytes"):
             require_size(name, getattr(self, name))
         require_size("invert_bytes", self.invert_bytes or 0)
-        if self.tape_bytes < self.state_bytes:
-            raise ValueError(
-                f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "
-                f"({self.state_bytes}): the stage's input is counted in its tape"
-            )
         for name, kind in (("variants", SelectiveTape), ("results", Results)):
             expected, given = f"a tuple of `{kind.__name__}`", getattr(self, name)
             check_type((tuple, list), expected, **{name: given})
             for each in given:
                 check_type(kind, expected, **{name: each})
         check_type((SelectiveTape, type(None)), "a `SelectiveTape`, or None", again=self.again)
-        tapes = [(f"variants[{number}]", tape) for number, tape in enumerate(self.variants)]
-        if self.again is not None:
-            tapes.append(("again", self.again))
-        for name, tape in tapes:
+        tapes = {f"variants[{at}].tape_bytes": each for at, each in enumerate(self.variants)}
+        tapes |= {"tape_bytes": self.tape(0), "again.tape_bytes": self.tape_again}
+        for name, tape in tapes.items():
             if tape.tape_bytes < self.state_bytes:
                 raise ValueError(
-                    f"`{name}.tape_bytes` is {tape.tape_bytes}, but it must be at least "
-                    f"`state_bytes` ({self.state_bytes}): the stage's input is counted in it"
+                    f"`{name}` is {tape.tape_bytes}, but it must be at least `state_bytes` "
+                    f"({self.state_bytes}): the stage's input is counted in its tape"
                 )
 
     def tape(self, variant: int) -> SelectiveTape:

@@ -1,11 +1,10 @@
-"""The recurrences over the segments of a chain: least bytes, and least seconds for given bytes.
+"""The recurrence over the segments of a chain: the fastest ways to solve each, by bytes.
 
 A schedule is persistent if it keeps each state and tape until it has served its purpose: a stage is
 taped when it is passed and stays taped until it is reversed, or the input of a segment is kept, the
 segment is run without tapes, and later it is solved in the same way. So a choice for each segment
-makes a schedule. Both recurrences try every choice for every segment and look the parts up that the
-choice leaves. `least_bytes` counts bytes exactly; a `Table` has the seconds of each segment by
-level of memory, as Rotor does.
+makes a schedule. The recurrence tries every choice for every segment, and looks up the parts that
+the choice leaves. Bytes are not rounded. Of many solutions of a segment, some are left out.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory" (2019).
@@ -13,11 +12,12 @@ networks with limited memory" (2019).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
-from math import inf
-from operator import itemgetter, neg
-from typing import NamedTuple, TypeGuard
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import partial
+from math import ceil, inf, sqrt
+from operator import itemgetter
+from typing import NamedTuple
 
 from recoup.schedules.actions import (
     Action,
@@ -30,186 +30,111 @@ from recoup.schedules.actions import (
     Reverse,
     Schedule,
     Tape,
+    actions_of,
 )
 from recoup.schedules.choices import Chain, Choice
 
+# How many times as many solutions are kept of a segment of the sweep: there are few of these.
+_IN_SWEEP = 8
 
-def least_bytes(chain: Chain) -> tuple[int, Schedule]:
-    """Return the least peak, in bytes without rounding, and a schedule that has it."""
-    best: dict[tuple[int, int], tuple[int, float]] = {}
-    chosen: dict[tuple[int, int], Choice] = {}
-    nothing = (chain.base, 0.0)
-    for start, stop in chain.segments():
-        options: list[tuple[int, float, Choice]] = []
-        for choice in chain.choices(start, stop):
-            later = best.get((choice.middle, stop), nothing)
-            earlier = best.get((start, choice.earlier_stop), nothing)
-            peak = max(choice.needs, choice.keeps + later[0], earlier[0])
-            options.append((peak, choice.seconds + later[1] + earlier[1], choice))
-        peak, seconds, chosen[start, stop] = min(options, key=itemgetter(0, 1))
-        best[start, stop] = (peak, seconds)
-    schedule = persistent(chain.num_stages, 0, lambda start, stop, _: (chosen[start, stop], 0))
-    return best[0, chain.num_stages][0], schedule
+# The peak of a solution in bytes, its seconds, and the choice that begins it.
+_Solution = tuple[int, float, Choice]
 
 
-class _Row(NamedTuple):
-    """A row of the table: the seconds of a segment by level of memory.
+class Front(NamedTuple):
+    """The fastest solutions of a segment, from the fewest bytes to the least time.
 
     Args:
-        low: the first level at which it is feasible.
-        values: seconds at that level and the following ones, never increasing.
-        rest: seconds at all levels above those.
+        peaks: the peak of each in bytes, without rounding; rising.
+        seconds: the time of each; falling.
+        choices: the choice that begins each.
     """
 
-    low: int
-    values: list[float]
-    rest: float
+    peaks: list[int]
+    seconds: list[float]
+    choices: list[Choice]
 
-    def at(self, level: int) -> float:
-        if level < self.low:
-            return inf
-        above = level - self.low
-        return self.values[above] if above < len(self.values) else self.rest
-
-    def between(self, low: int, high: int) -> list[float]:
-        values = self.values[low - self.low : high - self.low]
-        missing = high - low - len(values)
-        return values + [self.rest] * missing if missing else values
+    def within(self, num_bytes: int) -> tuple[int, Choice]:
+        """Return the peak and the choice of the fastest solution within a number of bytes."""
+        place = bisect_right(self.peaks, num_bytes) - 1
+        return self.peaks[place], self.choices[place]
 
 
-_EMPTY = _Row(0, [], 0.0)  # of a segment without stages
+Fronts = Mapping[tuple[int, int], Front]
 
 
-class Table:
-    """A table with the rows of all segments of a chain, where levels are bytes in units."""
+def fronts_of(chain: Chain, most: int) -> Fronts:
+    """Return the front of each segment of a chain.
 
-    def __init__(self, chain: Chain, unit: int, num_levels: int) -> None:
-        self.chain = chain
-        self.unit = unit
-        self.num_levels = num_levels
-        self._rows: dict[tuple[int, int], _Row] = {}
-        self._peaks: dict[tuple[int, int, int], int] = {}
-        self._choices: dict[tuple[int, int, int], tuple[Choice, int]] = {}
-        self._linear: dict[tuple[int, int], int] = {}
-        for start, stop in chain.segments():
-            self._solve(start, stop)
+    Args:
+        chain: the chain.
+        most: the most solutions that are kept of a segment that is run again. The one with the
+            fewest bytes is always among them.
+    """
+    nothing = Front([chain.base], [0.0], [])
+    fronts = {(index, index): nothing for index in range(chain.num_stages + 1)}
+    for start, stop in chain.segments():
+        found: list[_Solution] = []
+        for choice in chain.choices(start, stop):
+            later, earlier = fronts[choice.middle, stop], fronts[start, choice.earlier_stop]
+            least = choice.seconds + later.seconds[-1] + earlier.seconds[-1]
+            place = bisect_right(found, -least, key=lambda solution: -solution[1])
+            bound = found[place][0] if place < len(found) else inf
+            if solutions := _begun_by(choice, later, earlier, bound):
+                # Of equals the last choice is taken: what runs again early in the sweep does so
+                # late in backward, when there is room.
+                found = _fastest(solutions + found)
+        found = _thinned(found, most * _IN_SWEEP if stop == chain.num_stages else most)
+        peaks, seconds, choices = map(list, zip(*found, strict=True))
+        fronts[start, stop] = Front(peaks, seconds, choices)
+    return fronts
 
-    def _row(self, start: int, stop: int) -> _Row:
-        return self._rows[start, stop] if start < stop else _EMPTY
 
-    def levels(self, first: int) -> list[tuple[int, float]]:
-        """Return the levels from `first` on at which the whole chain gets faster, with seconds."""
-        row = self._row(0, self.chain.num_stages)
-        found: list[tuple[int, float]] = []
-        before = inf
-        for level, value in enumerate([*row.values, row.rest], start=row.low):
-            if value < before and first <= level <= self.num_levels:
-                found.append((level, value))
-                before = value
-        return found
+def _begun_by(choice: Choice, later: Front, earlier: Front, bound: float) -> list[_Solution]:
+    """Return the solutions that a choice begins, with peaks below a bound."""
+    needs, keeps = choice.needs, choice.keeps
+    peak = max(needs, keeps + later.peaks[0], earlier.peaks[0])
+    at, beside = bisect_right(later.peaks, peak - keeps), bisect_right(earlier.peaks, peak)
+    found: list[_Solution] = []
+    while peak < bound:
+        seconds = choice.seconds + later.seconds[at - 1] + earlier.seconds[beside - 1]
+        found.append((int(peak), seconds, choice))
+        # More bytes serve once one of the parts has a faster solution within them.
+        next_later = keeps + later.peaks[at] if at < len(later.peaks) else inf
+        next_earlier = earlier.peaks[beside] if beside < len(earlier.peaks) else inf
+        peak = min(next_later, next_earlier)
+        if peak == inf:
+            break
+        at += next_later == peak
+        beside += next_earlier == peak
+    return found
 
-    def peak(self, start: int, stop: int, level: int) -> int:
-        """Return the bytes, without rounding, that the fastest solution of a segment needs."""
-        # Segments that follow one another are not recursed into: a sweep may have a thousand.
-        passed: list[tuple[tuple[int, int, int], int, int]] = []
-        peak = 0
-        while start < stop:
-            key = start, stop, level
-            if key in self._peaks:
-                peak = self._peaks[key]
-                break
-            choice, later = self.choose(*key)
-            needs = max(choice.needs, self.peak(start, choice.earlier_stop, level))
-            passed.append((key, needs, choice.keeps))
-            start, level = choice.middle, later
-        else:
-            peak = self.chain.base
-        for key, needs, keeps in reversed(passed):
-            peak = self._peaks[key] = max(needs, keeps + peak)
-        return peak
 
-    def choose(self, start: int, stop: int, level: int) -> tuple[Choice, int]:
-        """Return the choice that begins a fastest solution, and the level of its later part."""
-        key = start, stop, level
-        if key not in self._choices:
-            self._choices[key] = self._chosen(*key)
-        return self._choices[key]
+def _fastest(solutions: list[_Solution]) -> list[_Solution]:
+    """Return those solutions than which none with as few bytes is as fast, by bytes."""
+    found: list[_Solution] = []
+    least = inf
+    for solution in sorted(solutions, key=itemgetter(0, 1)):
+        if solution[1] < least:
+            least = solution[1]
+            found.append(solution)
+    return found
 
-    def _chosen(self, start: int, stop: int, level: int) -> tuple[Choice, int]:
-        row = self._row(start, stop)
-        sought = row.at(level)
-        is_linear = level >= row.low + len(row.values)
-        best, seconds = (self.chain.choices(start, stop)[0], 0), inf
-        for choice in self.chain.choices(start, stop):
-            later, low = self._later(choice, start, stop)
-            if is_linear:
-                # After rounding, the level left may be a unit too low to tape the rest.
-                rest = self._row(choice.middle, stop)
-                return choice, max(level - later, rest.low + len(rest.values))
-            if level < low:
-                continue
-            value = self._value(choice, start, stop, level, later)
-            if value < seconds:
-                best, seconds = (choice, level - later), value
-                if value <= sought:
-                    break
-        return best
 
-    def _value(self, choice: Choice, start: int, stop: int, level: int, keeps: int) -> float:
-        later = self._row(choice.middle, stop).at(level - keeps)
-        return choice.seconds + later + self._row(start, choice.earlier_stop).at(level)
-
-    def _units(self, num_bytes: int) -> int:
-        """Return bytes in units, rounded to the nearest."""
-        return (num_bytes + self.unit // 2) // self.unit
-
-    def _level(self, num_bytes: int) -> int:
-        return self._units(num_bytes - self.chain.base)
-
-    def _later(self, choice: Choice, start: int, stop: int) -> tuple[int, int]:
-        """Return the units that a choice keeps, and the first level at which it is feasible."""
-        # Rounded as a difference of running sums of tapes, so that rounding errors do not add up.
-        before = self.chain.taped[start]
-        keeps = self._units(before + choice.keeps) - self._units(before)
-        later = self._row(choice.middle, stop)
-        earlier = self._row(start, choice.earlier_stop)
-        return keeps, max(self._level(choice.needs), keeps + later.low, earlier.low)
-
-    def _solve(self, start: int, stop: int) -> None:
-        chain = self.chain
-        in_backward = stop < chain.num_stages
-        run = chain.taping(start, stop, in_backward=in_backward)
-        row: list[float] = []
-        for number, choice in enumerate(chain.choices(start, stop)):
-            keeps, low = self._later(choice, start, stop)
-            if number == 0:
-                enough = choice.needs
-                if choice.middle < stop:
-                    enough = max(enough, choice.keeps + self._linear[choice.middle, stop])
-                self._linear[start, stop] = enough
-                row = [inf] * min(max(self._level(enough), low), self.num_levels + 1)
-            # The least time of a choice: one run of each stage, and its additional time.
-            paid = choice.seconds
-            if choice.earlier_stop == start:
-                paid -= chain.taping(start, choice.middle, in_backward=in_backward)
-            high = bisect_left(row, -(run + paid), key=neg)
-            if low >= high:
-                continue
-            later = self._row(choice.middle, stop).between(low - keeps, high - keeps)
-            earlier = self._row(start, choice.earlier_stop).between(low, high)
-            row[low:high] = [
-                value if (value := choice.seconds + a + b) < best else best
-                for a, b, best in zip(later, earlier, row[low:high], strict=True)
-            ]
-        first = next((level for level, value in enumerate(row) if value < inf), len(row))
-        self._rows[start, stop] = _Row(first, row[first:], run)
+def _thinned(solutions: list[_Solution], most: int) -> list[_Solution]:
+    """Return the first solution, and the fastest in each of `most - 1` parts of the bytes."""
+    if len(solutions) <= most:
+        return solutions
+    first, last = solutions[0][0], solutions[-1][0]
+    kept: dict[int, _Solution] = {}
+    for solution in reversed(solutions):
+        share = (solution[0] - first) / (last - first)  # small budgets get finer parts
+        kept.setdefault(ceil((most - 1) * sqrt(share)), solution)
+    kept[0] = solutions[0]
+    return sorted(kept.values(), key=itemgetter(0))
 
 
 # -- building a schedule ---------------------------------------------------------------------------
-
-# A function from the start, stop and level of a segment to the choice that begins it and the level
-# of its later part. The earlier part is solved with the level of the segment.
-_Choose = Callable[[int, int, int], tuple[Choice, int]]
 
 
 class _Part(NamedTuple):
@@ -218,72 +143,59 @@ class _Part(NamedTuple):
     Args:
         start: its first stage.
         stop: one past its last stage.
-        level: its level of memory, for the choice.
-        is_kept: whether its input is kept.
-        stays: whether its input, if it is kept, stays kept.
+        num_bytes: the bytes that its solution may take.
+        stays: whether its input is kept, and stays so.
         returns: whether its input is to be the working state again after it is reversed.
     """
 
     start: int
     stop: int
-    level: int
-    is_kept: bool = False
+    num_bytes: int
     stays: bool = False
     returns: bool = False
 
 
-def persistent(num_stages: int, level: int, choose: _Choose) -> Schedule:
-    """Build a persistent schedule from a choice for each segment."""
-    actions: list[Action] = []
-    waiting: list[Action | _Part] = [_Part(0, num_stages, level)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, _Part):
-            waiting += reversed(_begin(item, num_stages, choose))
-        elif _is_plain(item) and actions and _is_plain(before := actions[-1]):
-            actions[-1] = Advance(before.start, item.stop)
-        else:
-            actions.append(item)
+def persistent(fronts: Fronts, num_stages: int, num_bytes: int) -> Schedule:
+    """Build the fastest schedule of a chain within a number of bytes.
+
+    Args:
+        fronts: the front of each segment.
+        num_stages: the number of stages of the chain.
+        num_bytes: the bytes.
+    """
+    actions = actions_of(_Part(0, num_stages, num_bytes), partial(_begin, fronts))
     return Schedule(num_stages, tuple(actions), name="optimal")
 
 
-def _is_plain(action: Action) -> TypeGuard[Advance]:
-    """Whether an action runs stages and keeps none of their results."""
-    return isinstance(action, Advance) and not action.results
-
-
-def _begin(part: _Part, num_stages: int, choose: _Choose) -> list[Action | _Part]:
+def _begin(fronts: Fronts, part: _Part) -> list[Action | _Part]:
     start = part.start
-    back: list[Action | _Part] = [Load(start), Drop(start)] if part.returns else []
+    keep, drop = Keep(start), Drop(start)
     if start == part.stop:
-        return [Keep(start), *back] if part.returns else []
-    choice, level = choose(start, part.stop, part.level)
-    later = _Part(choice.middle, part.stop, level)
-    drop: list[Action | _Part] = [Drop(start)] if part.is_kept else []
-    keep: list[Action | _Part] = [] if part.is_kept else [Keep(start)]
+        return [keep, Load(start), drop] if part.returns else []
+    peak, choice = fronts[start, part.stop].within(part.num_bytes)
+    later = _Part(choice.middle, part.stop, peak - choice.keeps)
+    if choice.kind == "invert":
+        inverse = (Invert(start), Reverse(start))
+        return [Advance(start, start + 1), later._replace(returns=True), *inverse]
+    if part.returns:
+        return [keep, part._replace(stays=True, returns=False), Load(start), drop]
+    # What an enclosing part keeps is neither kept nor dropped here.
+    own_keep, own_drop = ([], []) if part.stays else ([keep], [drop])
+    stages = range(start, start + len(choice.variants))
+    reverses = map(Reverse, reversed(stages))
+    earlier = _Part(start, choice.middle, peak, part.stays)
     match choice.kind:
-        case "invert":
-            inverse = (Invert(start), Reverse(start))
-            return [Advance(start, start + 1), later._replace(returns=True), *inverse]
         case "tape":
-            tapes = [Tape(index, variant) for index, variant in choice.of_stages(start)]
-            reverses = [Reverse(tape.index) for tape in reversed(tapes)]
-            if part.returns:
-                return [*keep, *tapes, later, *reverses, *back]
-            return [*([] if part.stays else drop), *tapes, later, *reverses]
+            return [*map(Tape, stages, choice.variants), later, *reverses]
         case "results":
-            runs = [Advance(index, index + 1, kept) for index, kept in choice.of_stages(start)]
-            tapes = [Tape(run.start) for run in runs]
-            reverses = [Reverse(run.start) for run in reversed(runs)]
-            stays = part.stays or part.returns
-            loaded = [Load(start), *([] if stays else [Drop(start)])]
-            return [*keep, *runs, later, *loaded, *tapes, *reverses, *back]
+            runs = [Advance(index, index + 1, choice.variants[index - start]) for index in stages]
+            return [*own_keep, *runs, later, Load(start), *own_drop, *map(Tape, stages), *reverses]
         case "keep":
-            earlier = _Part(start, choice.middle, part.level, True, part.stays or part.returns)
-            return [*keep, Advance(start, choice.middle), later, Load(start), earlier, *back]
+            run = Advance(start, choice.middle)
+            return [*own_keep, run, later, Load(start), *own_drop, earlier]
         case "offload":
-            stays = part.stays or part.returns
-            again: list[Action | _Part] = [Keep(start)] if stays else []
-            earlier = _Part(start, choice.middle, part.level, stays, stays)
             away = (Offload(start), Advance(start, choice.middle))
-            return [*drop, *away, later, Load(start), Drop(start), *again, earlier, *back]
+            back = (Load(start), drop)
+            if part.stays:
+                return [drop, *away, later, *back, keep, earlier]
+            return [*away, later, *back, earlier]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import ceil, gcd, inf
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -15,12 +15,13 @@ from recoup.schedules._simulate import simulate
 from recoup.schedules.actions import Schedule
 from recoup.schedules.choices import Chain
 from recoup.schedules.costs import Cost, require_costs
-from recoup.schedules.recurrences import Table, least_bytes, persistent
+from recoup.schedules.recurrences import fronts_of, persistent
 from recoup.schedules.segmented import linear
 
-# Bytes are rounded to at least this many levels, and to as many as the work of a search allows.
-_NUM_LEVELS = 160
-_WORK = 3_000_000
+# Of each segment that is run again at least this many solutions are kept, and more in short chains:
+# these over the square of the number of stages.
+_NUM_SOLUTIONS = 16
+_NUM_MORE = 20_000
 # Longer chains are cut into about `_NUM_GROUPS` groups; to find the least bytes, only chains longer
 # than `_NUM_EXACT` are cut.
 _NUM_GROUPS = 64
@@ -66,17 +67,14 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     possible, so that a point with more bytes never runs more forwards and inverses; `optimal` still
     finds them. Of more than 100 points, only every second, third, ... is returned.
 
-    If all sizes are small multiples of one size (at most 256 of them hold everything; more in
-    short chains), every point is the best of these. Otherwise sizes are rounded, to a 160th of the
-    peak of `linear` or finer, then for small budgets to a 160th of a fourth of that, and so on.
-    Then a schedule may leave a few bytes unused, but never exceeds its `peak_bytes`. The least
-    feasible bytes are exact for up to 128 stages in any case.
+    Bytes are never rounded, and the least feasible bytes are exact for up to 128 stages. Of the
+    solutions of a segment at most 16 are kept (eight times as many in the sweep, and in short
+    chains all, or some hundreds), so a schedule may leave a few bytes unused.
 
     Chains of more than 64 stages are cut into about 64 groups of neighbours, at small states. The
     search then lacks segments that begin within one group and end within another, and in backward
-    tapes of a part of a group. Beyond 128 stages it also lacks segments of the sweep within a
-    group, and the least feasible bytes are those of the remaining schedules. The stages that the
-    sweep tapes or inverts are chosen one by one in any case.
+    tapes of a part of a group; beyond 128 stages the least feasible bytes are those of the
+    remaining schedules. The stages that the sweep tapes or inverts are chosen one by one.
 
     Kept: nothing; each point holds its schedule and its peak. The search takes seconds for 1000
     stages.
@@ -157,7 +155,7 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
     all of them where there are at most 16. Bytes are counted as `simulate` counts them: the peak
     never exceeds the budget, and a larger budget never costs more time.
 
-    Kept: what fits in `budget`. Sizes are rounded as in `frontier`.
+    Kept: what fits in `budget`. The search leaves out what that of `frontier` does.
 
     Args:
         costs: the cost of each stage, in order.
@@ -206,56 +204,20 @@ class Candidate(NamedTuple):
 @lru_cache(maxsize=2)  # for calls of `optimal` with several budgets
 def fastest(costs: tuple[Cost, ...]) -> tuple[Candidate, ...]:
     """Return the Pareto-optimal schedules in order of bytes, without `linear`."""
-    # The least bytes are exact where every stage can be a group of its own.
-    num_groups = _NUM_EXACT if len(costs) <= _NUM_EXACT else _NUM_GROUPS
-    least, schedule = least_bytes(Chain(costs, num_groups, is_split=True))
-    seconds = simulate(schedule, costs=costs).seconds
-    found = [Candidate(least, seconds, lambda: schedule)]
-    # Parts of groups of long chains are smaller than the unit of bytes: a choice among them would
-    # seem to cost nothing after rounding.
-    is_long = len(costs) > 2 * _NUM_GROUPS
-    num_groups = _NUM_GROUPS * 3 // 4 if is_long else _NUM_GROUPS
-    chain = Chain(costs, num_groups, is_split=not is_long)
-    for unit, num_levels, first in _units(chain, least):
-        table = Table(chain, unit, num_levels)
-        for level, seconds in table.levels(first):
-            build = partial(persistent, len(costs), level, table.choose)
-            found.append(Candidate(table.peak(0, len(costs), level), seconds, build))
+    num_stages = len(costs)
+    chains = [(_NUM_GROUPS, _NUM_SOLUTIONS + _NUM_MORE // num_stages**2)]
+    if _NUM_GROUPS < num_stages <= _NUM_EXACT:
+        chains.append((num_stages, 1))  # for the least bytes
+    found: list[Candidate] = []
+    for num_groups, most in chains:
+        fronts = fronts_of(Chain(costs, num_groups), most)
+        front = fronts[0, num_stages]
+        found += [
+            Candidate(peak, seconds, partial(persistent, fronts, num_stages, peak))
+            for peak, seconds in zip(front.peaks, front.seconds, strict=True)
+        ]
     best: list[Candidate] = []
     for candidate in sorted(found, key=itemgetter(0, 1)):
         if not best or candidate.seconds < best[-1].seconds:
             best.append(candidate)
     return tuple(best)
-
-
-def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
-    """Yield units of bytes, finest first, each with the number of levels and the first used one."""
-    divisor = gcd(*(size for cost in chain.costs for size in _sizes(cost))) or 1
-    most = simulate(linear(chain.num_stages), costs=chain.costs).peak_bytes
-    size, least = max(most, least) - chain.base, least - chain.base
-    in_backward = (segment for segment in chain.segments() if segment[1] < chain.num_stages)
-    work = sum(len(chain.choices(*segment)) for segment in in_backward) or 1
-    # A tape should have at least one unit, or half of one in the longest chains.
-    num_levels = max(_NUM_LEVELS, chain.num_stages * 2 // 5, min(_WORK // work, 1024))
-    exact = size // divisor
-    if exact <= 256 or exact * work <= _WORK:
-        num_levels = max(num_levels, exact)
-    # Long chains, which are cut into groups, do not get near the least bytes.
-    near = 16 * least if chain.num_stages <= 2 * _NUM_GROUPS else 64 * least
-    ranges = [size]
-    while ranges[-1] > max(num_levels * divisor, near):
-        ranges.append(ranges[-1] // 4)
-    first = 0
-    for size in reversed(ranges):
-        yield divisor * max(1, ceil(size / (num_levels * divisor))), num_levels * 9 // 8, first
-        first = num_levels // 4  # lower levels were covered by finer units
-
-
-def _sizes(cost: Cost) -> Iterator[int]:
-    yield from (cost.state_bytes, cost.run_bytes, cost.left_bytes, cost.between_bytes)
-    yield from (cost.between_run_bytes, cost.invert_bytes or 0)
-    tapes = [cost.tape(variant) for variant in range(len(cost.variants) + 1)]
-    for tape in (*tapes, cost.tape_again):
-        yield from (tape.tape_bytes, tape.tape_run_bytes, tape.reverse_bytes)
-    for results in cost.results:
-        yield from (results.num_bytes, results.taped_bytes)

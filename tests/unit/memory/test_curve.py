@@ -168,16 +168,15 @@ def test_a_function_of_a_script_is_named_by_its_file(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"depths": []}, r"`depths` is \[\]"),
-        ({"depths": [4, 0]}, r"`depths` is \[4, 0\]"),
-        ({"memories": []}, r"`memories` is \[\]"),
+        ({"depths": []}, r"`depths` is \[\], but must be a list"),
+        ({"depths": [4, 0]}, r"`depths` is \[4, 0\], but must hold numbers"),
         ({"memories": "linear"}, "`memories` is 'linear', but must be a list"),
         ({"repeats": -1}, "`repeats` is -1"),
         ({"num_threads": 0}, "`num_threads` is 0"),
         ({"device": "meta"}, '`device` is "meta"'),
         *(
             ({"build": name}, 'must name a function as "module:function"')
-            for name in ("build", "module:", ":build", "module:a.b", "module:a b")
+            for name in ("build", "module:", ":build", "module:a.b")
         ),
     ],
 )

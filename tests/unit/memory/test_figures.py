@@ -48,7 +48,7 @@ PEAK, TIME = "Peak memory of a step", "Time of a step"
     ("curve", "parts", "absent"),
     [
         (made("linear", 3, seconds=0.25), [
-            f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16.0", "3 slots  16.0",
+            f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16", "3 slots  16",
             "linear  250", "3 slots  250"], []),
         (made(seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
         (made(), [PEAK], ["Time"]),
@@ -62,14 +62,12 @@ def test_what_is_drawn_in_which_unit(curve, parts, absent):
     assert [part for part in absent if part in text] == []
 
 
-def test_lines_that_coincide_differ_by_their_markers():
-    assert len(set(figures._MARKERS)) == len(figures._MARKERS)
-
-
 @pytest.mark.parametrize("name", ["curve", "curve.gif", "curve.csv"])
-def test_unknown_format(tmp_path, name):
+def test_what_cannot_be_drawn(tmp_path, name):
     with pytest.raises(ValueError, match=r"must end in one of \.png, \.svg, \.pdf"):
         made().figure(tmp_path / name)
+    with pytest.raises(ValueError, match="`points` is empty"):
+        Curve("chain:build", "cpu", ()).figure(tmp_path / "curve.png")
     assert list(tmp_path.iterdir()) == []
 
 

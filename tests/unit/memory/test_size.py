@@ -1,3 +1,5 @@
+"""Numbers of bytes: what is parsed, what is refused, and what is printed."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,18 +13,11 @@ from recoup.memory import format_bytes, parse_bytes
     ("text", "num_bytes"),
     [
         (0, 0),
-        (1536, 1536),
         ("0", 0),
-        ("17", 17),
         ("17 B", 17),
-        ("64 KiB", 65536),
         ("1.5 GiB", 3 * 2**29),
-        ("1.5gib", 3 * 2**29),
         ("  2GB ", 2_000_000_000),
         ("1 kb", 1000),
-        ("1MB", 10**6),
-        ("1 MiB", 2**20),
-        ("1 TB", 10**12),
         ("1 TiB", 2**40),
         (".5 KiB", 512),
         ("3. KiB", 3072),

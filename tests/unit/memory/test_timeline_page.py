@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -41,14 +40,6 @@ def drawn(text, place=0):
     return [(int(x), round(float(y) * unit)) for x, y in re.findall(r"H(\d+)V([-\d.e]+)", path)]
 
 
-def long_line(num=50_000):
-    draw = random.Random(0)
-    levels = [draw.randrange(10**9) for _ in range(num)]
-    return StepLine(
-        "long", tuple(Stretch(p, p, "m", "keep", levels) for p in ("forward", "backward"))
-    )
-
-
 def test_a_line_has_the_bytes_of_its_stretches():
     found = line(standing=1000)
     assert found.levels("forward") == [1100, 1400, 1300, 1350]
@@ -73,21 +64,6 @@ def test_what_is_drawn_are_the_bytes_in_phases_equally_wide_for_all_lines():
     text = page(found, short)
     assert drawn(text, 1) == [(0, 7), (4, 200), (6, 64)]
     assert 'class="band" d="M4 0H8V' in text
-
-
-def test_a_long_line_is_thinned_and_its_peaks_are_exact():
-    found = long_line()
-    text = page(found)
-    points = drawn(text)
-    assert max(y for _, y in points) == found.peak_bytes
-    forward = found.levels("forward")
-    assert points[0] == (0, forward[0])
-    for start in range(0, len(forward), 50):  # as many as fall together
-        within = [y for x, y in points if start <= x < start + 50]
-        assert max(within) == max(forward[start : start + 50])
-        assert min(within) == min(forward[start : start + 50])
-    assert all(y == forward[x % len(forward)] for x, y in points)
-    assert len(text) < 400_000
 
 
 def test_many_gigabytes_are_exact_and_within_what_browsers_draw():

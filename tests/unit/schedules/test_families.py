@@ -46,14 +46,9 @@ def test_linear_runs_each_stage_once(n):
 
 # Number of forward runs for each number of slots: 1 + rn - C(slots + r, slots + 1), tabulated.
 OPTIMUM = {
-    10: {1: 46, 2: 21, 3: 16, 4: 15, 5: 14, 9: 10},
-    50: {1: 1226, 2: 286, 3: 181, 4: 145, 5: 123, 6: 115, 8: 96, 9: 90, 10: 89, 16: 83}
-    | {25: 74, 49: 50},
-    100: {1: 4951, 2: 846, 3: 491, 4: 375, 5: 317, 6: 281, 7: 256, 8: 246, 10: 223, 12: 196}
-    | {13: 186, 14: 185, 20: 179, 32: 167, 50: 149, 99: 100},
-    1000: {1: 499501, 2: 28821, 3: 12156, 4: 7999, 5: 6285, 6: 5285, 8: 4286, 10: 3637}
-    | {12: 3441, 16: 2861, 20: 2748, 32: 2406, 44: 1955, 64: 1935, 100: 1899, 200: 1799}
-    | {500: 1499, 999: 1000},
+    10: {1: 46, 2: 21, 3: 16, 9: 10},
+    100: {1: 4951, 3: 491, 13: 186, 50: 149, 99: 100},
+    1000: {1: 499501, 3: 12156, 10: 3637, 44: 1955, 200: 1799, 999: 1000},
 }
 ROWS = [(n, slots, runs) for n, row in OPTIMUM.items() for slots, runs in row.items()]
 
@@ -74,7 +69,6 @@ def check_binomial_and_revolve(n, slots, num_forwards):
     assert simulation.peak_bytes <= slots + 2
 
 
-@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("n", "slots", "num_forwards"), ROWS)
 def test_binomial_and_revolve_equal_the_tabulated_optimum(n, slots, num_forwards):
     check_binomial_and_revolve(n, slots, num_forwards)
@@ -97,7 +91,7 @@ def test_binomial_of_a_long_chain_takes_few_actions():
     assert len(binomial(1000, 1).actions) < 4 * 1000
 
 
-@pytest.mark.parametrize("n", [*range(1, 80), 252, 253, 924, 1000, 3432, 3433])
+@pytest.mark.parametrize("n", [*range(1, 25), 69, 70, 252, 253, 924])
 def test_log_is_binomial_with_as_many_slots_as_runs(n):
     slots = next(c for c in range(1, n + 1) if comb(2 * c, c) >= n)
     assert log(n).actions == binomial(n, slots).actions

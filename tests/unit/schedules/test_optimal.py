@@ -34,6 +34,8 @@ from recoup.schedules import (
     optimal,
     simulate,
 )
+from recoup.schedules.choices import Chain
+from recoup.schedules.recurrences import fronts_of
 from recoup.schedules.search import fastest
 
 # -- every schedule, by brute force ----------------------------------------------------------------
@@ -282,17 +284,17 @@ def test_optimal_is_as_good_as_the_known_curve(n, tape, row):
         assert simulation.peak_bytes <= budget
 
 
-@pytest.fixture
-def coarse(monkeypatch):
-    """Count bytes in 128 levels, as for a chain of a hundred stages."""
-    monkeypatch.setattr("recoup.schedules.search._WORK", 0)
+def keeping(monkeypatch, num_solutions):
+    """Keep so many solutions of each segment, whatever the length of the chain."""
+    monkeypatch.setattr("recoup.schedules.search._NUM_SOLUTIONS", num_solutions)
+    monkeypatch.setattr("recoup.schedules.search._NUM_MORE", 0)
+    fastest.cache_clear()
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("seed", range(3))
-def test_budgets_are_kept_and_time_falls_with_them(seed):
-    # Sizes of up to a hundred million bytes are rounded, to finer units for smaller budgets.
+def test_budgets_are_kept_and_time_falls_with_them(seed, monkeypatch):
+    keeping(monkeypatch, 8)
     costs = various(40, seed)
     least, most = least_bytes(costs), peak(linear(40), costs)
     assert most > 8 * least
@@ -306,26 +308,21 @@ def test_budgets_are_kept_and_time_falls_with_them(seed):
     assert optimal(costs, most).actions == linear(40).actions
 
 
-@pytest.mark.usefixtures("coarse")
-def test_rounding_costs_little():
-    # The same chain in units of one and of a million bytes and a little noise.
-    draw = random.Random(0)
-    exact = [Cost(1.0, 1, draw.randint(1, 9)) for _ in range(40)]
-    noisy = [
-        Cost(c.seconds, c.state_bytes * 10**6, c.tape_bytes * 10**6 + draw.randint(0, 999))
-        for c in exact
-    ]
-    for budget in (20, 30, 50, 90, 150):
-        fine = seconds(optimal(exact, budget), exact)
-        assert seconds(optimal(noisy, budget * 10**6), noisy) <= 1.06 * fine
+def test_the_solutions_that_are_left_out_cost_little(monkeypatch):
+    costs = various(24, seed=0)
+    least, most = least_bytes(costs), peak(linear(24), costs)
+    budgets = [least + (most - least) * part // 100 for part in (1, 2, 5, 10, 20, 50, 80)]
+    found = []
+    for num_solutions in (16, 500):
+        keeping(monkeypatch, num_solutions)
+        found.append([seconds(optimal(costs, budget), costs) for budget in budgets])
+    assert all(few <= 1.03 * many for few, many in zip(*found, strict=True))
+    assert found[0] != found[1]
 
 
-@pytest.mark.usefixtures("coarse")
-def test_small_budgets_are_counted_in_fine_units():
-    costs = various(40, seed=0)
-    budget = 5 * least_bytes(costs) // 4
-    assert peak(linear(40), costs) > 10 * budget
-    assert 0.95 * budget <= peak(optimal(costs, budget), costs) <= budget
+def test_the_least_bytes_need_one_solution_of_each_segment():
+    chain = Chain(various(20, seed=0), 20)
+    assert len({fronts_of(chain, most)[0, 20].peaks[0] for most in (1, 2, 200)}) == 1
 
 
 def various_choices(num_stages, seed):

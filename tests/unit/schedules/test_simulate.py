@@ -1,8 +1,6 @@
-"""`simulate` and `trace`: every schedule computes the derivatives, and what it costs, by hand."""
+"""`simulate` and `trace`: what a schedule costs, by hand, and what cannot be executed."""
 
 from __future__ import annotations
-
-from math import prod
 
 import pytest
 
@@ -23,69 +21,13 @@ from recoup.schedules import (
     binomial,
     constant,
     linear,
-    log,
     offloaded,
-    optimal,
     revolve,
     simulate,
     sqrt,
     trace,
 )
-from recoup.schedules._simulate import waiting_seconds
-
-
-def execute(schedule: Schedule, x: float) -> tuple[list[float], int]:
-    """Run a chain of scalar stages, stage i being x -> (x + i)^3, and return the derivative of
-    each stage in the order in which they were reversed, and the number of runs."""
-    kept: dict[int, float] = {}
-    tapes: dict[int, float] = {}
-    derivatives: list[float] = []
-    working, num_runs = x, 0
-    for action in schedule.actions:
-        match action:
-            case Keep(index):
-                kept[index] = working
-            case Drop(index):
-                del kept[index]
-            case Load(index):
-                working = kept[index]
-            case Advance(start, stop):
-                num_runs += stop - start
-                for index in range(start, stop):
-                    working = (working + index) ** 3
-            case Tape(index):
-                num_runs += 1
-                tapes[index] = working
-                working = (working + index) ** 3
-            case Invert(index):
-                working = working ** (1 / 3) - index
-                tapes[index] = working
-            case Reverse(index):
-                derivatives.append(3 * (tapes.pop(index) + index) ** 2)
-    assert not kept
-    assert not tapes
-    return derivatives, num_runs
-
-
-N = 5
-EVERY = [
-    *(make(N) for make in (sqrt, log, constant)),
-    *(make(N, slots) for make in (binomial, revolve) for slots in (1, 2, 3)),
-    *(optimal([Cost(1.0, 1, 3)] * N, budget) for budget in (6, 8, 12)),
-    constant(["invert", "recompute", "keep", "recompute", "invert"]),
-    constant(["keep", "invert", "invert", "keep", "recompute"]),
-]
-
-
-@pytest.mark.parametrize("schedule", EVERY, ids=str)
-def test_every_schedule_computes_the_derivatives(schedule):
-    derivatives, num_runs = execute(schedule, 0.25)
-    assert derivatives == pytest.approx(execute(linear(N), 0.25)[0], rel=1e-9)
-    assert prod(derivatives) > 0
-    assert num_runs == simulate(schedule).num_forwards
-
-
-# -- what they cost --------------------------------------------------------------------------------
+from recoup.schedules.memory import schedule_for
 
 SEGMENT = Schedule(
     3,
@@ -187,9 +129,10 @@ def test_the_peak_with_what_is_in_flight():
     assert simulate(kept, in_flight_bytes=2).peak_bytes == simulate(kept).peak_bytes
 
 
-def waits(speed, in_flight_bytes=200):
+def waits(speed, in_flight_bytes=200, num_stages=16):
     options = {"bytes_per_second": {"host": speed}, "in_flight_bytes": in_flight_bytes}
-    return simulate(offloaded(16), costs=COSTS, **options).waiting_seconds
+    schedule = offloaded(num_stages)
+    return simulate(schedule, costs=COSTS[:num_stages], **options).waiting_seconds
 
 
 def test_copies_cost_what_is_not_hidden():
@@ -203,10 +146,10 @@ def test_copies_cost_what_is_not_hidden():
 
 def test_waiting_for_a_state_by_hand():
     # What left last is still here when it is loaded.
-    assert waiting_seconds(offloaded(2), COSTS[:2], {"host": 1.0}, 200) == 0.0
+    assert waits(1.0, num_stages=2) == 0.0
     # State 1 leaves when state 0 has left, and is still here in backward; state 0 is fetched when
     # that is loaded, 3 seconds before, or, if state 1 is still leaving, when it is asked for.
-    times = [waiting_seconds(offloaded(3), COSTS[:3], {"host": s}, 100) for s in (1e3, 25.0, 10.0)]
+    times = [waits(speed, in_flight_bytes=100, num_stages=3) for speed in (1e3, 25.0, 10.0)]
     assert times == [pytest.approx(0.0), pytest.approx(3.0 + 1.0), pytest.approx(9.0 + 13.0)]
 
 
@@ -233,6 +176,13 @@ BAD = {
     "has no such stage or state": [Tape(2)],
     "of 2 stages has no such stage": [Keep(-1)],
     "chain of 2 stages has no such": [Advance(0, 0)],
+    "action 1, 'tape 1': it is no action of recoup.schedules": [Tape(0), "tape 1"],
+    "action 0, <class .*: it is no action": [Tape, Tape(1)],
+    "action 1, .*1\\.5.*no such stage": [Tape(0), Tape(1.5)],
+    "action 1, .*stop=1\\.5.*no such stage": [Keep(0), Advance(0, 1.5)],
+    "action 0, .*x_0.*no such stage or state": [Keep("x_0")],
+    "action 1, .*True.*no such stage": [Tape(0), Tape(True)],
+    "action 0, .*stage 0 has 0 variants": [Tape(0, "whole"), Tape(1)],
     "incomplete: the sweep ends before x_2": [Tape(0)],
     "incomplete: it never reverses stage 0": [Tape(0), Tape(1), Reverse(1)],
 }
@@ -240,8 +190,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_simulate_refuses_what_cannot_be_executed(message):
+    schedule = Schedule(2, tuple(BAD[message]), name="bad")
     with pytest.raises(ScheduleError, match=message):
-        simulate(Schedule(2, tuple(BAD[message]), name="bad"))
+        simulate(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        schedule_for(schedule, 2)
 
 
 def test_the_output_is_kept_at_once_or_never():
