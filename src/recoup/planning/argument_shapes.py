@@ -29,6 +29,7 @@ class ArgumentShapes(NamedTuple):
         shapes: the shape of each tensor, by its place.
         inputs: the places of the tensors that require gradients.
         parameters: which parameters require gradients.
+        sizes: the bytes of each parameter.
         training: which modules are in training mode; a plan for them serves evaluation, too.
     """
 
@@ -36,6 +37,7 @@ class ArgumentShapes(NamedTuple):
     shapes: dict[str, Shape]
     inputs: frozenset[str]
     parameters: tuple[bool, ...]
+    sizes: tuple[int, ...]
     training: tuple[bool, ...]
 
     def cover(self, other: ArgumentShapes) -> bool:
@@ -44,6 +46,7 @@ class ArgumentShapes(NamedTuple):
             self.family == other.family
             and self.inputs >= other.inputs
             and _cover(self.parameters, other.parameters)
+            and _cover(self.sizes, other.sizes)
             and _cover(self.training, other.training)
             and all(_covers(*pair) for pair in self._pairs(other))
         )
@@ -54,6 +57,7 @@ class ArgumentShapes(NamedTuple):
             self.family == other.family
             and self.inputs == other.inputs
             and self.parameters == other.parameters
+            and self.sizes == other.sizes
         )
 
     @property
@@ -89,16 +93,27 @@ class ArgumentShapes(NamedTuple):
             model: the model.
             room: how many times its bytes a step may take, for shapes that have as many entries.
         """
+        if _num_of(self) != _num_of(other):
+            grows = sum(other.sizes) > sum(self.sizes)
+            return "with other modules than those that it was planned with" if grows else ""
         modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))
+        names = [f"{own}.{key}".lstrip(".") for own, m in modules.items() for key in m._parameters]
         trained = _first_more(self.parameters, other.parameters)
         if trained is not None:
-            names = [f"{own}.{key}" for own, each in modules.items() for key in each._parameters]
-            name = names[trained].lstrip(".")
+            name = names[trained]
             return f"with `{name}` requiring a gradient, which it did not when it was planned"
+        grown = _first_more(self.sizes, other.sizes)
+        if grown is not None:
+            return f"with a `{names[grown]}` of more bytes than when it was planned"
         switched = _first_more(self.training, other.training)
         if switched is not None:
             name = [*modules][switched]
             return f"with `{name}` in training mode, in which it was not when it was planned"
+        if other.inputs - self.inputs:
+            return "with an argument that requires a gradient, where none did when it was planned"
+        others = [shape for place, shape in other.shapes.items() if place not in self.shapes]
+        if others:
+            return f"with an argument of {_shown(others[0])} that it was not planned with"
         larger = [pair for pair in self._pairs(other) if not _covers(*pair)]
         if larger and self.growth_to(other) > room:
             own, theirs = larger[0]
@@ -106,16 +121,19 @@ class ArgumentShapes(NamedTuple):
         return ""
 
 
-def _cover(own: tuple[bool, ...], others: tuple[bool, ...]) -> bool:
+def _num_of(shapes: ArgumentShapes) -> tuple[int, int]:
+    """Return the numbers of parameters and of modules."""
+    return len(shapes.sizes), len(shapes.training)
+
+
+def _cover(own: Sequence[int], others: Sequence[int]) -> bool:
     return len(own) == len(others) and all(map(ge, own, others))
 
 
-def _first_more(own: tuple[bool, ...], others: tuple[bool, ...]) -> int | None:
-    """Return the place of the first flag that is set in `others` alone; None if there is none."""
-    if len(own) != len(others):  # modules were added, and nothing says which
-        return None
+def _first_more(own: Sequence[int], others: Sequence[int]) -> int | None:
+    """Return the first place where `others` have more, or a flag; None if there is none."""
     pairs = zip(own, others, strict=True)
-    return next((place for place, (was, is_now) in enumerate(pairs) if is_now and not was), None)
+    return next((place for place, (was, is_now) in enumerate(pairs) if is_now > was), None)
 
 
 def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> ArgumentShapes:
@@ -137,8 +155,9 @@ def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> Argume
     modules: list[Any] = list(model.modules())
     own = [each for module in modules for each in module._parameters.values()]
     parameters = tuple([each is not None and each.requires_grad for each in own])
+    sizes = tuple([0 if each is None else each.nbytes for each in own])
     training = tuple([each.training for each in modules])
-    return ArgumentShapes(tuple(family), shapes, frozenset(inputs), parameters, training)
+    return ArgumentShapes(tuple(family), shapes, frozenset(inputs), parameters, sizes, training)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
