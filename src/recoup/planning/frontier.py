@@ -439,11 +439,7 @@ def _code(is_compiled: bool, is_tiled: bool) -> str:
 
 
 def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:
-    """Return at most `num` points, the first and the last among them, at even steps of bytes."""
-    least, most = points[0].peak_bytes, points[-1].peak_bytes
-    wanted = [least + (most - least) * place / (num - 1) for place in range(num)]
-    nearest = {
-        min(range(len(points)), key=lambda place, size=size: abs(points[place].peak_bytes - size))
-        for size in wanted
-    }
-    return [points[place] for place in sorted(nearest)]
+    """Return at most `num` points at even steps, the first and the last among them."""
+    most = len(points) - 1
+    places = {round(most * place / (num - 1)) for place in range(num)}
+    return [points[place] for place in sorted(places)]

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, is_real, is_whole
+from recoup._arguments import check_choice, check_flag, is_real, is_whole
 from recoup._core.compile import is_compiled
 from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
 from recoup._core.pytree import flatten, tensors_in
@@ -84,8 +84,7 @@ class PlanOptions:
     headroom: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_of not in ("step", "total"):
-            raise ValueError(f'`budget_of` is {self.budget_of!r}, but must be "step" or "total".')
+        check_choice("step", "total", budget_of=self.budget_of)
         backend_of(self.compile)
         tiles = self.tiles
         if not isinstance(tiles, bool) and not is_whole(tiles, 2):
@@ -133,8 +132,10 @@ class PlanOptions:
 
     def room(self, step: Step) -> Room:
         """Return the room that budgets leave for a step, on the rank that has the least."""
-        headroom = _headroom_of(step.device) if self.headroom is None else self.headroom
-        own = [self._baseline_bytes(step.model), headroom]
+        headroom = self.headroom
+        if headroom is None and is_accelerator(step.device):
+            headroom = _HEADROOM_OF_FIXED_SEGMENTS if has_fixed_segments(step.device) else _HEADROOM
+        own = [self._baseline_bytes(step.model), headroom or 0.0]
         baseline, headroom = largest_among_ranks(step.model, own)
         return Room(int(baseline), float(headroom))
 
@@ -212,13 +213,6 @@ class Room(NamedTuple):
         return budget + (self.of(budget) < step_bytes)  # which rounds down
 
 
-def _headroom_of(device: torch.device) -> float:
-    """Return the part of a budget that an allocator needs for fragmentation."""
-    if not is_accelerator(device):
-        return 0.0
-    return _HEADROOM_OF_FIXED_SEGMENTS if has_fixed_segments(device) else _HEADROOM
-
-
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the state of an optimizer, after its first step."""
     if optimizer.state:
@@ -279,12 +273,11 @@ def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False)
             way_out = "Give a function of the output, such as lambda output: loss(output, target)"
             explain_call(loss, outputs, {}, error, "`loss`", way_out)
             raise
-        is_several = isinstance(losses, (tuple, list))
-        several: list[Any] = list(cast("list[Any]", losses)) if is_several else [losses]
+        several: list[Any] = [*losses] if isinstance(losses, (tuple, list)) else [losses]
         for each in several:
+            shape = getattr(each, "shape", None)
             if not isinstance(each, Tensor) or each.numel() != 1:
-                is_tensor = isinstance(each, Tensor)
-                kind = f"tensor of shape {tuple(each.shape)}" if is_tensor else type(each).__name__
+                kind = type(each).__name__ if shape is None else f"tensor of shape {tuple(shape)}"
                 raise ValueError(
                     f"`loss` returned a {kind}, but must return a scalar tensor or a tuple of them."
                 )
@@ -312,15 +305,11 @@ def _found(output: Any) -> Sequence[Tensor]:
 
 def _differentiable(losses: list[Tensor]) -> Sequence[Tensor]:
     found = [loss for loss in losses if loss.requires_grad]
-    if not found and torch.is_inference_mode_enabled():
-        raise ValueError(
-            "There are no gradients in `torch.inference_mode`, so there is no backward to plan "
-            "for. Call it outside."
-        )
     if not found:
         raise ValueError(
             "`model` returned nothing that requires a gradient for these arguments, so there is no "
-            "backward to plan for. Let its parameters require gradients, or give `loss`."
+            "backward to plan for. Let its parameters require gradients, or give `loss`; and plan "
+            "outside of `torch.inference_mode`."
         )
     return found
 
@@ -373,21 +362,12 @@ def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) ->
     return OffloadPlace(str(folder), _seconds_per_byte(str(folder), device))
 
 
+@functools.cache
 def _seconds_per_byte(to: str, device: torch.device) -> float:
     """Return the time of moving a byte to a place and back."""
-    if is_without_values():
-        return SECONDS_PER_MOVED_BYTE
-    try:
-        return _measured_per_byte(to, device)
-    except torch.OutOfMemoryError:
-        return SECONDS_PER_MOVED_BYTE
-
-
-@functools.cache
-def _measured_per_byte(to: str, device: torch.device) -> float:
     tier = tier_for(to)
     data = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
-    if not tier.takes(data):
+    if is_without_values() or not tier.takes(data):
         return SECONDS_PER_MOVED_BYTE
     seconds = 0.0
     for _ in range(2):  # the first one makes what is pinned, and files

@@ -27,45 +27,7 @@ from recoup.planning.step import Step
 
 
 @overload
-def plan(
-    model: nn.Module,
-    *example_args: Any,
-    budget: int | str,
-    policy: None = ...,
-    loss: Callable[[Any], Any] | None = ...,
-    blocks: str | Iterable[str | nn.Module] | None = ...,
-    budget_of: Literal["step", "total"] = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    holds_output: bool = ...,
-    compile: bool | str = ...,
-    exact: bool = ...,
-    offload_to: str | os.PathLike[str] | None = ...,
-    tiles: bool | int = ...,
-    num_forwards: int = ...,
-    headroom: float | None = ...,
-    replan: bool = ...,
-    **example_kwargs: Any,
-) -> Plan: ...
-
-
-@overload
-def plan(
-    model: nn.Module,
-    *example_args: Any,
-    budget: None = ...,
-    policy: Policy,
-    loss: Callable[[Any], Any] | None = ...,
-    blocks: str | Iterable[str | nn.Module] | None = ...,
-    budget_of: Literal["step", "total"] = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    holds_output: bool = ...,
-    num_forwards: int = ...,
-    **example_kwargs: Any,
-) -> Plan: ...
-
-
-@overload
-def plan(
+def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
     model: nn.Module,
     *example_args: Any,
     budget: None = ...,
@@ -84,6 +46,28 @@ def plan(
     replan: bool = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: int | str | None = ...,
+    policy: Policy | None = ...,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    exact: bool = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
+    num_forwards: int = ...,
+    headroom: float | None = ...,
+    replan: bool = ...,
+    **example_kwargs: Any,
+) -> Plan: ...
 
 
 def plan(
