@@ -15,7 +15,14 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_choice, check_flag, is_real, is_whole
+from recoup._arguments import (
+    check_callable,
+    check_choice,
+    check_flag,
+    check_whole,
+    is_real,
+    is_whole,
+)
 from recoup._core.compile import is_compiled
 from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
 from recoup._core.pytree import flatten, tensors_in
@@ -93,11 +100,7 @@ class PlanOptions:
                 "layer runs in with its loss: an int of at least 2."
             )
         check_flag(exact=self.exact, holds_output=self.holds_output)
-        if not is_whole(self.num_forwards, most=1000):
-            raise ValueError(
-                f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
-                "step calls the model before one backward, 1 to 1000."
-            )
+        check_whole(num_forwards=self.num_forwards)
         headroom = self.headroom
         if headroom is not None and not (is_real(headroom) and 0 <= headroom < 1):
             raise ValueError(
@@ -106,11 +109,8 @@ class PlanOptions:
             )
         if isinstance(self.blocks, Iterator):  # it would serve one plan
             object.__setattr__(self, "blocks", list(self.blocks))
-        if self.loss is not None and (not callable(self.loss) or isinstance(self.loss, type)):
-            raise ValueError(
-                f"`loss` is {self.loss!r}, but must be a function from what the model returns to a "
-                "scalar tensor or a tuple of them."
-            )
+        if self.loss is not None:
+            check_callable(loss=self.loss)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise ValueError(
                 f"`optimizer` is {self.optimizer!r}, but must be a torch.optim.Optimizer, such as "

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import nn
 
-from recoup._arguments import check_flag, is_whole
+from recoup._arguments import check_callable, check_flag, is_whole
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
 from recoup.planning.argument_shapes import shapes_of
@@ -338,11 +338,7 @@ def largest_of(
     most: int | None = None,
 ) -> Largest:
     """Return the largest size, as `largest` does, for a model with options."""
-    if not callable(build_batch):
-        raise ValueError(
-            f"`build_batch` is {build_batch!r}, but must be a function from a size to the "
-            "arguments of the model."
-        )
+    check_callable(build_batch=build_batch)
     if not is_whole(least) or (most is not None and not is_whole(most, least)):
         raise ValueError(
             f"`least` is {least!r} and `most` is {most!r}, but sizes are whole numbers from 1, and "

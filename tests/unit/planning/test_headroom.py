@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ class Events(StorageTracker):
 
 
 @functools.cache
-def events_of_lengths(num_lengths, num_blocks):
+def events_of_lengths(num_lengths=20, num_blocks=2):
     """The events before training, and those of a planned step of each length.
 
     The steps of GPT-2's sizes are run without values. Those in which a plan is made are not among
@@ -99,8 +98,8 @@ def events_of_lengths(num_lengths, num_blocks):
 class Run:
     """The events, in an allocator that has so many bytes for steps after what is there before."""
 
-    def __init__(self, lengths, step_bytes=None, *, expandable):
-        before, events = events_of_lengths(*lengths)
+    def __init__(self, step_bytes=None, *, expandable):
+        before, events = events_of_lengths()
         self.allocator = CachingAllocator(expandable=expandable)
         self._alive = {}
         self._feed(before)
@@ -124,8 +123,8 @@ class Run:
 
 
 @functools.cache
-def peak_of_steps(lengths, *, expandable):
-    run = Run(lengths, expandable=expandable)
+def peak_of_steps(*, expandable):
+    run = Run(expandable=expandable)
     return run.allocator.peak["allocated"] - run.standing
 
 
@@ -133,13 +132,10 @@ def peak_of_steps(lengths, *, expandable):
     ("headroom", "expandable", "fits"),
     [(0.05, True, True), (0.0, True, False), (0.35, False, True), (0.05, False, False)],
 )
-@pytest.mark.parametrize(
-    "lengths", [(20, 2), pytest.param((300, 4), marks=pytest.mark.slow)], ids=["20", "300"]
-)
-def test_what_lengths_reserve_keeps_to_the_budget(lengths, headroom, expandable, fits):
+def test_what_lengths_reserve_keeps_to_the_budget(headroom, expandable, fits):
     """Steps whose peak leaves so much of a budget free can be run in that budget, or cannot."""
-    budget = Room(0, headroom).budget_for(peak_of_steps(lengths, expandable=expandable))
-    run = Run(lengths, budget, expandable=expandable)
+    budget = Room(0, headroom).budget_for(peak_of_steps(expandable=expandable))
+    run = Run(budget, expandable=expandable)
     assert run.allocator.peak["reserved"] <= run.standing + budget
     assert run.fits == fits
 
@@ -163,20 +159,6 @@ def test_the_allocator_holds_what_it_hands_out(expandable):
         allocator.free(block)
     allocator.empty_cache()
     assert set(allocator.now.values()) == {0}
-
-
-def test_segments_are_those_of_cuda():
-    allocator, blocks = CachingAllocator(), []
-    for num_bytes, size, reserved in (  # the last one leaves too little to split
-        (1000, 1024, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 22 * MIB),
-        (21 * MIB, 22 * MIB, 44 * MIB),
-    ):  # fmt: skip
-        blocks.append(allocator.allocate(num_bytes))
-        assert (blocks[-1].size, allocator.now["reserved"]) == (size, reserved)
-    allocator.free(blocks[3])
-    assert allocator.now["reserved"] == 44 * MIB
-    best_fit = blocks[2].address + blocks[2].size
-    assert allocator.allocate(15 * MIB).address == best_fit
 
 
 @pytest.mark.parametrize("headroom", [0.0, 0.05, 0.3])
@@ -204,19 +186,3 @@ def test_a_plan_leaves_its_headroom_free():
         assert "left for fragmentation: 0.25 of the budget" in str(plan)
         assert plan.rehearsed_peaks == (plan.rehearsed_peak_bytes,) * 2 + (None,)
     assert recoup.plan(model, x, budget=budget).headroom == 0
-
-
-def test_the_error_of_one_forward_more_names_a_budget_that_suffices():
-    model, x = dense(), torch.ones(256, 64)
-    optimizer = torch.optim.Adam(model.parameters())
-    options = {"headroom": 0.25, "budget_of": "total", "optimizer": optimizer}
-    plan = recoup.plan(model, x, **options).plan("1 GiB")
-    budget = plan.least_bytes + (plan.rehearsed_peak_bytes - plan.baseline_bytes) // 8
-    with recoup.plan(model, x, budget=budget, **options).applied():
-        first = model(x)
-        with pytest.raises(BudgetError, match="that its budget leaves to a step") as caught:
-            model(x)
-    del first
-    least = caught.value.least_bytes
-    found = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])
-    assert (least - 1) * 0.75 < found + plan.baseline_bytes <= least * 0.75
