@@ -153,10 +153,7 @@ class PlanOptions:
             policy: the policy.
             budget: the budget; None for none.
         """
-        names = get_args(Policy)
-        if policy not in names:
-            shown = ", ".join(f'"{name}"' for name in names)
-            raise ValueError(f"`policy` is {policy!r}, but must be one of {shown}, or None.")
+        check_choice(*get_args(Policy), policy=policy)
         if budget is not None:
             raise ValueError(
                 f"`budget` is {budget!r}, and `policy` {policy!r}, but a plan follows one of them: "

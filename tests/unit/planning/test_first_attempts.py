@@ -269,7 +269,7 @@ ATTEMPTS = {
     **{
         f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
         for options, message in (
-            ({"policy": "half"}, '\'half\', but must be one of "full", .*"save atten.*", "keep"'),
+            ({"policy": "half"}, "'half', but must be one of full, .*save atten.*, keep"),
             ({"budget": "1 GiB"}, "`budget` is '1 GiB', and .* Choose one"),
             ({"tiles": True}, "`tiles` is True, but .* Leave `tiles` out"),
             ({"replan": True}, "`replan` is True without a `budget`"),
