@@ -54,6 +54,7 @@ def test_few_points_are_rehearsed_and_what_is_named_is_found_again():
 
 
 HELD = list(range(100, 200))  # predictions that hold
+ROSE = [peak if peak < 140 else peak + 20 for peak in HELD]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,7 @@ HELD = list(range(100, 200))  # predictions that hold
     [
         (HELD, HELD, 150, (50, 150, 100), [50, 0]),
         (HELD, HELD, 60, (None, 100, 100), [0]),
+        (ROSE, HELD, 150, (39, 139, 100), [50, 25, 38, 44, 41, 40, 39, 0]),
         ([150, 120, 140], [100, 110, 130], 145, (2, 140, 140), [2, 0]),
         ([150, 120, 140], [100, 110, 130], 115, (None, 140, 140), [1, 0, 2]),
         ([105, 160, 130], [100, 120, 140], 129, (0, 105, 105), [1, 0]),
