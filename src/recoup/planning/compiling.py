@@ -25,6 +25,7 @@ Rule 5. Blocks of one structure share a function, which is compiled once. Blocks
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -244,7 +245,8 @@ def backend_of(compile: bool | str) -> str | None:  # noqa: A002
     return compile
 
 
-_GOLDEN = 40503  # of 2**16 by the golden ratio, so that rows are nudged in different places
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_PERIOD = 4099  # a prime number, so that rows of a tensor are nudged in different places
 
 
 class NudgedCode(BlockCode):
@@ -280,7 +282,8 @@ def _nudged(tensor: Tensor) -> Tensor:
     if not is_plain or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         return tensor
     eps = torch.finfo(tensor.dtype).eps
-    places = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int32)
-    is_up = (places.view(tensor.shape) * _GOLDEN) & 0x8000 != 0
-    nudged = torch.where(is_up, tensor * (1 + eps), tensor * (1 - eps))
+    places = torch.arange(_PERIOD, device=tensor.device, dtype=torch.float32)
+    factors = torch.where((places * _GOLDEN).frac() < 0.5, 1 - eps, 1 + eps).to(tensor.dtype)
+    num_periods = -(-tensor.numel() // _PERIOD)
+    nudged = tensor * factors.repeat(num_periods)[: tensor.numel()].view(tensor.shape)
     return torch.where(nudged.isinf(), tensor, nudged)  # the largest number stays finite

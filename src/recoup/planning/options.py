@@ -359,12 +359,16 @@ def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) ->
     return OffloadPlace(str(folder), _seconds_per_byte(str(folder), device))
 
 
-@functools.cache
 def _seconds_per_byte(to: str, device: torch.device) -> float:
     """Return the time of moving a byte to a place and back."""
+    return SECONDS_PER_MOVED_BYTE if is_without_values() else _measured_per_byte(to, device)
+
+
+@functools.cache
+def _measured_per_byte(to: str, device: torch.device) -> float:
     tier = tier_for(to)
     data = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
-    if is_without_values() or not tier.takes(data):
+    if not tier.takes(data):
         return SECONDS_PER_MOVED_BYTE
     seconds = 0.0
     for _ in range(2):  # the first one makes what is pinned, and files
