@@ -41,7 +41,7 @@ from recoup.memory import format_bytes
 from recoup.memory.figures import path_of
 from recoup.memory.size import aligned
 from recoup.planning.arguments import check_plannable
-from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
+from recoup.planning.blocks import Block, name_blocks, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
     kinds_of_blocks,
@@ -341,7 +341,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:
-            return _keeping_all(step, room, error, kinds)
+            return _keeping_all(step, room, error)
         if not priced:
             return _keeping_all(step, room, step.explain_writes())
         if guard is not None:
@@ -379,9 +379,7 @@ def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
 
 
-def _keeping_all(
-    step: Step, room: Room, error: RuntimeError | None, kinds: Sequence[list[Block]] = ()
-) -> Frontier:
+def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:
     """Return the one plan of a model of which nothing can be run again.
 
     Raises:
@@ -395,18 +393,9 @@ def _keeping_all(
         raise error from None
     why = _remedy_for([])
     if error is not None:
-        why = f"Its blocks cannot be run again. {error}{_way_without(kinds, str(error))}"
+        why = f"Its blocks cannot be run again. {error} To run others again, name them as `blocks`."
     reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
     return Frontier([whole], room, why, reason)
-
-
-def _way_without(kinds: Sequence[list[Block]], error: str) -> str:
-    """Return how to leave out the block that an error names; "" if it names none of any kind."""
-    for blocks in kinds:
-        for name, _ in blocks:
-            if f"block `{name}`" in error and (pattern := pattern_without(name, blocks)):
-                return f' To run others again, leave block `{name}` out: `blocks=r"{pattern}"`.'
-    return ""
 
 
 def _remedy_for(blocks: Sequence[Block]) -> str:

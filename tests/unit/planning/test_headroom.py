@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 
 import pytest
@@ -16,7 +15,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import BudgetError
 from recoup.planning.options import Room
-from tests.caching_allocator import MIB, CachingAllocator
+from tests.caching_allocator import CachingAllocator
 from tests.plan_oracle import Made, dense, in_a_row, ways_of
 
 LONGEST, BATCH = 1024, 8
@@ -138,27 +137,6 @@ def test_what_lengths_reserve_keeps_to_the_budget(headroom, expandable, fits):
     run = Run(budget, expandable=expandable)
     assert run.allocator.peak["reserved"] <= run.standing + budget
     assert run.fits == fits
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_the_allocator_holds_what_it_hands_out(expandable):
-    draw, alive = random.Random(0), []
-    allocator = CachingAllocator(150 * MIB, expandable=expandable)
-    for _ in range(20_000):
-        if len(alive) > 40 or (alive and draw.random() < 0.5):
-            allocator.free(alive.pop(draw.randrange(len(alive))))
-        else:
-            block = allocator.allocate(int(2 ** draw.uniform(0, 24.5)))
-            alive += [] if block is None else [block]
-        now = allocator.now
-        assert now["requested"] <= now["allocated"] <= now["reserved"] <= allocator.limit
-    assert allocator.num_retries >= allocator.num_failures > 0
-    places = sorted((block.address, block.size) for block in alive)
-    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
-    for block in alive:
-        allocator.free(block)
-    allocator.empty_cache()
-    assert set(allocator.now.values()) == {0}
 
 
 @pytest.mark.parametrize("headroom", [0.0, 0.05, 0.3])
