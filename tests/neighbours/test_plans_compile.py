@@ -139,18 +139,6 @@ def test_a_planned_model_is_written_down_as_the_plain_one(way: str, is_training:
     assert model.blocks[0].forward.follower is not None
 
 
-@pytest.mark.slow
-def test_what_is_exported_has_no_trace_of_a_plan():
-    model, x = planned()
-    model.eval()
-    plain = Net(num_blocks=2).eval()
-    graphs = []
-    for each in (model, plain):
-        exported = torch.export.export(each, (x,), strict=True)
-        graphs.append([node.target for node in exported.graph.nodes if node.op == "call_function"])
-    assert graphs[0] == graphs[1]
-
-
 def test_scripting_names_the_way_out():
     model, _ = planned()
     with pytest.raises(AttributeError, match=r"Remove the plan before"):

@@ -39,8 +39,6 @@ def seen(value: Any, known: set[int]) -> Any:
         grad = None if value.grad is None else seen(value.grad, known)
         place = id(value), value.data_ptr(), value.requires_grad, value._version
         return place, value.detach().cpu().numpy().tobytes(), grad, sorted(vars(value))
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, np.random.Generator):
@@ -60,13 +58,11 @@ def seen(value: Any, known: set[int]) -> Any:
 
 
 def everything(*values: Any) -> Any:
-    """The values, and the settings and random streams of the process."""
+    """The values, and the random streams of the process."""
     numbers = np.random.get_state()
     return (
         seen(values, set()),
         (torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]),
-        len(nn.modules.module._global_forward_hooks),
-        (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
     )
 
 
@@ -137,17 +133,11 @@ def changes_a_parameter(model: Any, x: Tensor) -> None:
     model.stem[0].weight.data = model.stem[0].weight.data.clone()
 
 
-def changes_settings(model: Any, x: Tensor) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
 def writes(write: Callable[[Tensor], Any]) -> Callable[..., None]:
     def act(model: Any, x: Tensor, beside: dict[str, Any]) -> None:
         write(x)
         write(beside["nested"][0])
         beside["nested"].append(x)
-        beside["array"] += 1.0
 
     return act
 
@@ -155,18 +145,15 @@ def writes(write: Callable[[Tensor], Any]) -> Callable[..., None]:
 # The first value alone would be another one in the first step than in those that follow.
 ONCE: dict[str, Callable[..., Any]] = {
     "hooks": adds_hooks,
-    "global hooks": lambda m, x: nn.modules.module.register_module_forward_hook(nothing),
     "nested": changes_nested,
     "a tensor past torch": lambda m, x: m.plain.numpy().fill(1.0),
     "modules": changes_modules,
     "a class": lambda m, x: setattr(m.head, "__class__", Marked),
     "a parameter": changes_a_parameter,
-    "settings": changes_settings,
 }
 EACH_TIME: dict[str, Callable[..., Any]] = {
     "a list": lambda m, x: m.history.append(x.detach()),
     "a count": lambda m, x: m.nested.update(calls=m.nested["calls"] + 1),
-    "the last": lambda m, x: setattr(m, "last", x),
     "a new attribute": lambda m, x: setattr(m, "cache", x),
     "draws of python": lambda m, x: x * (1 + random.random()),
     "draws of numpy": lambda m, x: x * (1 + float(np.random.rand())),
@@ -177,7 +164,6 @@ EACH_TIME: dict[str, Callable[..., Any]] = {
 }
 WRITES = {
     "in place": writes(lambda x: x.masked_fill_(x > 0, 0.0)),
-    "through data": writes(lambda x: x.data.zero_()),
     "with numpy": writes(lambda x: x.numpy().fill(0.0)),
     "through a view": writes(lambda x: x[1:].mul_(2.0)),
 }
@@ -190,7 +176,7 @@ def test_no_trace_is_left_of_what_a_forward_does(what: str):
     model = Acts((ONCE | EACH_TIME | WRITES)[what], once=what in ONCE)
     x, beside = torch.randn(64, 32), ()
     if what in WRITES:
-        beside = ({"nested": [torch.randn(32, 32)], "array": np.zeros(3)},)
+        beside = ({"nested": [torch.randn(32, 32)]},)
     before = everything(model, x, beside)
     found = recoup.plan(model, x, *beside, loss=loss_of)
     found.plan(found.least_bytes)
@@ -359,43 +345,6 @@ def test_a_plan_made_under_autocast_says_what_it_takes():
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
-def without_parameters() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in range(4)))
-
-
-class Calls(Net):
-    """Calls none of its blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no number": ({"budget": True}, "`budget`"),
-    "a number of a list": ({"blocks": [3]}, "`blocks` has int"),
-    "never called": ({"blocks": ["blocks"]}, "calls none of them"),
-    "no pattern": ({"blocks": "("}, "`blocks`"),
-    "a module": ({"blocks": Block()}, "`blocks`"),
-    "a number": ({"blocks": 3}, "`blocks` is 3"),
-    "no tensor": ({"loss": lambda y: None}, "`loss` returned a NoneType"),
-    "a number as a loss": ({"loss": 3}, "`loss` is 3"),
-    "the name of an optimizer": (
-        {"optimizer": "adam", "budget_of": "total"},
-        "`optimizer` is 'adam'",
-    ),
-    "no call": ({"model": Calls()}, "calls none of them"),
-    "no model": ({"model": lambda x: x}, "`model`"),
-}
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("what", BAD)
-def test_an_argument_that_is_wrong(what: str):
-    options, text = BAD[what]
-    with pytest.raises(ValueError, match=text):
-        planned(options.get("model"), **{k: v for k, v in options.items() if k != "model"})
-
-
 class InPlace(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -415,7 +364,8 @@ def test_steps_that_cannot_run_are_an_error():
 @pytest.mark.slow
 def test_models_that_can_be_planned():
     leaf = torch.randn(64, 32, requires_grad=True)
-    for model in (without_parameters(), Net().requires_grad_(False)):
+    without_parameters = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in "abcd"))
+    for model in (without_parameters, Net().requires_grad_(False)):
         assert planned(model, leaf).least_bytes > 0
     assert planned(Net().eval()).least_bytes > 0
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,47 +87,17 @@ def test_blocks_that_are_wrong_whenever_they_run_again_are_kept_or_refused():
 
 # -- sketches --------------------------------------------------------------------------------------
 
-N = 600_001
-GRADIENT = torch.randn(N, 1, generator=torch.Generator().manual_seed(3))
 
-
-def unchanged(gradient: Tensor) -> None:
-    del gradient
-
-
-def outcome_with(change: Callable[[Tensor], Any]) -> Any:
-    """The outcome of a step whose only gradient is changed."""
-    torch.manual_seed(3)
-    module = nn.Linear(1, N)
-    module.weight.grad = GRADIENT.clone()
-    change(module.weight.grad)
+def outcome_with(weight: float) -> Any:
+    """The outcome of a step whose only gradient has one other entry."""
+    module = nn.Linear(1, 600_001)
+    module.weight.grad = torch.ones(600_001, 1)
+    module.weight.grad[17] = weight
     return outcome_of(module, ())
 
 
-ONE_ENTRY: Callable[[Tensor], Any] = lambda g: g[17].add_(1.0)  # noqa: E731
-
-
-@pytest.mark.parametrize(
-    "change", [ONE_ENTRY, lambda g: g.mul_(1.001), lambda g: g[-1].fill_(float("nan"))]
-)
-def test_a_gradient_that_differs_is_named(change: Callable[[Tensor], Any]):
-    verification = Verification()
-    verification.expect(outcome_with(unchanged), is_plain=True)
-    assert verification.difference(outcome_with(lambda g: g.mul_(1 + 1e-7))) is None
-    found = verification.difference(outcome_with(change))
-    assert "gradient of parameter `weight`" in (found or "")
-
-
-def test_what_a_step_differs_from_itself_by_is_allowed():
-    verification = Verification()
-    verification.expect(outcome_with(unchanged), is_plain=True)
-    verification.expect_again(outcome_with(lambda g: g[17].add_(1.0)))
-    assert verification.difference(outcome_with(lambda g: g[17].add_(2.0))) is None
-    assert verification.difference(outcome_with(lambda g: g[17].add_(100.0))) is not None
-
-
 def test_the_plain_step_takes_the_place_of_the_measured_one():
-    measured, plain = outcome_with(unchanged), outcome_with(ONE_ENTRY)
+    measured, plain = outcome_with(1.0), outcome_with(2.0)
     verification = Verification()
     verification.expect(measured, is_plain=False)
     assert verification.difference(plain) is not None

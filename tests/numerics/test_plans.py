@@ -66,16 +66,6 @@ def numpy_mask() -> nn.Module:
     return Made(forward, up=nn.Linear(32, 32), down=nn.Linear(32, 32))
 
 
-def gru_cells() -> nn.Module:
-    def forward(block: Any, x: Tensor) -> Tensor:
-        state = x[:, 0]
-        for step in x.unbind(1)[:3]:
-            state = block.cell(step, state)
-        return x + state[:, None]
-
-    return Made(forward, cell=nn.GRUCell(32, 32))
-
-
 # -- blocks whose kernels take memory of their own, and what is beside blocks (F5, F6) -------------
 
 
@@ -134,8 +124,6 @@ def of(build: Callable[[], nn.Module], *size: int, num: int = 3) -> Callable[[],
 
 SQUARE = (4, 32, 32)
 SMALL: dict[str, Callable[[], Case]] = {
-    "tanh_": of(lambda: attention(lambda weights: weights.tanh_().mul(5)), *SQUARE),
-    "*=": of(lambda: attention(lambda weights: weights.mul_(0.3)), *SQUARE),
     "+=": of(lambda: attention(with_mask), *SQUARE),
     "numpy": of(lambda: attention(with_numpy), *SQUARE),
     "numpy mask": of(numpy_mask, *SQUARE),
@@ -145,18 +133,16 @@ SMALL: dict[str, Callable[[], Case]] = {
             given=nn.Linear(32, 8), gru=nn.GRU(8, 32, batch_first=True),
         ), 16, 6, 32,
     ),
-    "gru cells": of(gru_cells, *SQUARE),
     "lstms": of(lstm, 8, 16, 32, num=4),
-    "depthwise": of(depthwise, 4, 16, 16, 16, num=4),
     "dropouts": of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)), 8, 16, num=20),
     "frozen stem": of(with_frozen_stem, 2, 3, 64, 64, num=0),
     "much between": of(with_much_between, 64, 16, num=0),
 }  # fmt: skip
 CASES = MODELS | SMALL
-IN_PLACE = ("tanh_", "*=", "+=", "numpy", "numpy mask")
+IN_PLACE = ("+=", "numpy", "numpy mask")
 QUICK = ["sequential", "shared", "numpy", "gru", "dropouts", "frozen stem", "much between"]
 WIDELY = {"sequential", "gpt2", "resnet"}  # at all budgets, the others at some
-PREDICTED = {"depthwise": 0.2, "dropouts": 0.2, "lstms": 0.2} | dict.fromkeys(
+PREDICTED = {"dropouts": 0.2, "lstms": 0.2} | dict.fromkeys(
     # A block is measured when it is run again, beside its input. Where it is kept, that input need
     # not wait beside the temporaries of a convolution.
     ("resnet", "frozen stem", "gru", *IN_PLACE), 0.09,

@@ -203,20 +203,6 @@ def outermost_of(called: Sequence[nn.Module], module: nn.Module, path: str = "")
     return list(_outermost(module, lambda each, _: id(each) in ids, path))
 
 
-def pattern_without(left_out: str, blocks: Sequence[Block]) -> str:
-    """Return a regular expression for `blocks` that matches the others; "" if that is not known.
-
-    Args:
-        left_out: the name of the block that it does not match.
-        blocks: the names and modules of all blocks.
-    """
-    if any(isinstance(module, ModuleGroup) for _, module in blocks):
-        return ""  # their names are none of modules
-    others = [re.escape(name) for name, _ in blocks if name != left_out]
-    alike = "|".join(dict.fromkeys(re.sub(r"\d+", r"\\d+", name) for name in others))
-    return f"(?!{re.escape(left_out)}$)({alike})" if others else ""
-
-
 def named_modules(model: nn.Module) -> Iterator[Block]:
     """Yield the modules of a model with their names, the model first."""
     yield from cast("Iterator[Block]", model.named_modules())

@@ -28,9 +28,9 @@ import logging
 import math
 import time
 import warnings
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -88,7 +88,7 @@ class CompiledCode(BlockCode):
     ) -> None:
         self.share = share
         self.name = f"compiled {share:g}"
-        self.num_graphs = 0
+        self._graphs: list[None] = []  # that were compiled; the compiler keeps it
         self._backend = backend
         self._failed = set() if failed is None else failed
         self._functions: dict[object, Forward] = {}  # by structure
@@ -105,6 +105,11 @@ class CompiledCode(BlockCode):
             return result
 
         return call
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of graphs that were compiled."""
+        return len(self._graphs)
 
     def compiles(self, module: nn.Module) -> bool:
         """Whether a block was compiled."""
@@ -123,8 +128,8 @@ class CompiledCode(BlockCode):
             return _call, forward(*args, **kwargs)
         if structure not in self._functions:
             function = with_own_code(_call, f"block_{self.share:g}")
-            backend = _Backend(self, self._backend)
-            self._functions[structure] = torch.compile(function, backend=backend)
+            compiler = partial(_compiled, self._backend, self.share, self._graphs)
+            self._functions[structure] = torch.compile(function, backend=compiler)
         from torch._dynamo.exc import TorchDynamoException
 
         num_graphs, begin = self.num_graphs, time.perf_counter()
@@ -151,31 +156,6 @@ class CompiledCode(BlockCode):
             kinds = (type(each) for each in module.modules())
             self._structures[module] = (tuple(kinds), tuple(parameters))
         return self._structures[module]
-
-
-class _Backend:
-    """The backend by which the compiler compiles a code, which it keeps for longer than the code.
-
-    Args:
-        code: the code.
-        name: the name of what compiles the graphs of forward and backward.
-    """
-
-    def __init__(self, code: CompiledCode, name: str) -> None:
-        self._code = weakref.ref(code)
-        self._share = code.share
-        self._compile = _BACKENDS[name]
-
-    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        from torch._functorch import config
-
-        from recoup.planning.partitioning import TINY_SHARE
-
-        code = self._code()
-        if code is not None:
-            code.num_graphs += 1
-        with config.patch(activation_memory_budget=max(self._share, TINY_SHARE)):
-            return self._compile(graph, inputs)
 
 
 class CodeByModule(BlockCode):
@@ -221,6 +201,19 @@ def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
         fw_compiler=as_it_is, partition_fn=partitioned, keep_inference_input_mutations=True
     )
     return backend(graph, inputs)
+
+
+def _compiled(
+    name: str, share: float, graphs: list[None], graph: Any, inputs: Sequence[Any]
+) -> Any:
+    """Compile a graph at a share, and count it. The compiler keeps this for longer than a code."""
+    from torch._functorch import config
+
+    from recoup.planning.partitioning import TINY_SHARE
+
+    graphs.append(None)
+    with config.patch(activation_memory_budget=max(share, TINY_SHARE)):
+        return _BACKENDS[name](graph, inputs)
 
 
 _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}

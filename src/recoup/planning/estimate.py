@@ -15,7 +15,6 @@ Rule 4. Kernels of recurrent layers return a workspace whose size nobody knows w
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -247,15 +246,9 @@ class _Building(DispatchMode):
             return func(*args, **kwargs)
 
 
-def _is_no_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR
-
-
 @contextmanager
 def _without_values() -> Generator[FakeTensorMode]:
-    """A context without values, whose errors say so; torch logs none of those that it raises."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_is_no_error)
+    """A context without values, whose errors say so."""
     try:
         with (
             generators_restored(),
@@ -271,5 +264,3 @@ def _without_values() -> Generator[FakeTensorMode]:
     except Exception as error:
         error.add_note("It ran without values, in torch's FakeTensorMode (recoup.estimate).")
         raise
-    finally:
-        logger.removeFilter(_is_no_error)

@@ -27,6 +27,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from recoup.memory import format_bytes
 from recoup.memory.figures import path_of
 from recoup.memory.size import aligned
 from recoup.planning.arguments import check_plannable
-from recoup.planning.blocks import Block, name_blocks, pattern_without, with_links
+from recoup.planning.blocks import Block, name_blocks, with_links
 from recoup.planning.called_blocks import (
     blocks_that_are_called,
     kinds_of_blocks,
@@ -130,26 +131,26 @@ class Frontier:
     @property
     def points(self) -> tuple[FrontierPoint, ...]:
         """The plans, from the least bytes to the most; those that are slower are left out."""
-        whole = self._plain_seconds
-        found = sorted(
-            (
-                FrontierPoint(
-                    self._room.budget_for(point.peak_bytes),
-                    kind.seconds_of(point) / whole if whole else 1.0,
-                    kind.num_forwards(point),
-                    kind.is_compiled,
-                    kind.step.tiled is not None,
-                )
-                for kind in self._kinds
-                for point in kind.points
-            ),
-            key=lambda point: (point.peak_bytes, point.relative_time),
-        )
+        found = [point for kind in self._kinds for point in self._points_of(kind)]
         best: list[FrontierPoint] = []
-        for point in found:
+        for point in sorted(found, key=itemgetter(0, 1)):
             if not best or point.relative_time < best[-1].relative_time:
                 best.append(point)
         return tuple(best)
+
+    def _points_of(self, kind: PricedBlocks) -> list[FrontierPoint]:
+        """Return the plans for a kind of blocks."""
+        whole = self._plain_seconds
+        return [
+            FrontierPoint(
+                self._room.budget_for(point.peak_bytes),
+                kind.seconds_of(point) / whole if whole else 1.0,
+                kind.num_forwards(point),
+                kind.is_compiled,
+                kind.step.tiled is not None,
+            )
+            for point in kind.points
+        ]
 
     @property
     def _plain_seconds(self) -> float:
@@ -239,12 +240,12 @@ class Frontier:
         found: list[tuple[Plan, PricedBlocks]] = []
         least_cost = math.inf
         room = self._room
-        seconds = [kind.seconds_within(room.of(budget_bytes)) for kind in self._kinds]
-        fastest_first = sorted(
-            zip(self._kinds, seconds, strict=True),
-            key=lambda one: (one[1], one[0].points[0].peak_bytes),
-        )
-        for kind, cost in fastest_first:
+        usable_bytes = room.of(budget_bytes)
+        for kind in sorted(
+            self._kinds,
+            key=lambda kind: (kind.seconds_within(usable_bytes), kind.points[0].peak_bytes),
+        ):
+            cost = kind.seconds_within(usable_bytes)
             if found and not (self._is_compiling and cost <= _CLOSE * least_cost):
                 break
             try:
@@ -279,15 +280,12 @@ class Frontier:
             ImportError: matplotlib is missing.
             ValueError: `path` is none, or has another ending.
         """
-        whole = self._plain_seconds or 1.0
-        lines = [
-            Line(
-                _code(kind.is_compiled, kind.step.tiled is not None),
-                [self._room.budget_for(point.peak_bytes) for point in kind.points],
-                [kind.seconds_of(point) / whole for point in kind.points],
+        lines: list[Line] = []
+        for points in map(self._points_of, self._kinds):
+            code = _code(points[0].is_compiled, points[0].is_tiled)
+            lines.append(
+                Line(code, [p.peak_bytes for p in points], [p.relative_time for p in points])
             )
-            for kind in self._kinds
-        ]
         return draw_frontier(lines, path_of(path))
 
     def __str__(self) -> str:
@@ -343,7 +341,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:
-            return _keeping_all(step, room, error, kinds)
+            return _keeping_all(step, room, error)
         if not priced:
             return _keeping_all(step, room, step.explain_writes())
         if guard is not None:
@@ -381,9 +379,7 @@ def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
 
 
-def _keeping_all(
-    step: Step, room: Room, error: RuntimeError | None, kinds: Sequence[list[Block]] = ()
-) -> Frontier:
+def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:
     """Return the one plan of a model of which nothing can be run again.
 
     Raises:
@@ -397,32 +393,18 @@ def _keeping_all(
         raise error from None
     why = _remedy_for([])
     if error is not None:
-        why = f"Its blocks cannot be run again. {error}{_way_without(kinds, str(error))}"
+        why = f"Its blocks cannot be run again. {error} To run others again, name them as `blocks`."
     reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
     return Frontier([whole], room, why, reason)
-
-
-def _way_without(kinds: Sequence[list[Block]], error: str) -> str:
-    """Return how to leave out the block that an error names; "" if it names none of any kind."""
-    for blocks in kinds:
-        for name, _ in blocks:
-            if f"block `{name}`" in error and (pattern := pattern_without(name, blocks)):
-                return f' To run others again, leave block `{name}` out: `blocks=r"{pattern}"`.'
-    return ""
 
 
 def _remedy_for(blocks: Sequence[Block]) -> str:
     """Return what to do if plans for blocks of which none repeats take too many bytes."""
     names = ", ".join(f"`{name}`" for name, _ in blocks[:4]) or "none"
-    if any(isinstance(part, nn.RNNBase) for _, block in blocks for part in block.modules()):
-        return (
-            f"No modules repeat, so its blocks are what its forward calls ({names}), and a "
-            "recurrent layer keeps what it makes in all time steps. Train on segments of the "
-            "sequence (recoup.segments_backward)."
-        )
     return (
         f"No modules repeat, so its blocks are what its forward calls ({names}). Write its layers "
-        "as modules in an nn.Sequential, or name finer `blocks`."
+        "as modules in an nn.Sequential, or name finer `blocks`. A recurrent layer keeps what it "
+        "makes in all time steps: train on segments of the sequence (recoup.segments_backward)."
     )
 
 
@@ -439,11 +421,7 @@ def _code(is_compiled: bool, is_tiled: bool) -> str:
 
 
 def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:
-    """Return at most `num` points, the first and the last among them, at even steps of bytes."""
-    least, most = points[0].peak_bytes, points[-1].peak_bytes
-    wanted = [least + (most - least) * place / (num - 1) for place in range(num)]
-    nearest = {
-        min(range(len(points)), key=lambda place, size=size: abs(points[place].peak_bytes - size))
-        for size in wanted
-    }
-    return [points[place] for place in sorted(nearest)]
+    """Return at most `num` points at even steps, the first and the last among them."""
+    most = len(points) - 1
+    places = {round(most * place / (num - 1)) for place in range(num)}
+    return [points[place] for place in sorted(places)]

@@ -15,7 +15,14 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, is_real, is_whole
+from recoup._arguments import (
+    check_callable,
+    check_choice,
+    check_flag,
+    check_whole,
+    is_real,
+    is_whole,
+)
 from recoup._core.compile import is_compiled
 from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
 from recoup._core.pytree import flatten, tensors_in
@@ -84,8 +91,7 @@ class PlanOptions:
     headroom: float | None = None
 
     def __post_init__(self) -> None:
-        if self.budget_of not in ("step", "total"):
-            raise ValueError(f'`budget_of` is {self.budget_of!r}, but must be "step" or "total".')
+        check_choice("step", "total", budget_of=self.budget_of)
         backend_of(self.compile)
         tiles = self.tiles
         if not isinstance(tiles, bool) and not is_whole(tiles, 2):
@@ -94,11 +100,7 @@ class PlanOptions:
                 "layer runs in with its loss: an int of at least 2."
             )
         check_flag(exact=self.exact, holds_output=self.holds_output)
-        if not is_whole(self.num_forwards, most=1000):
-            raise ValueError(
-                f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
-                "step calls the model before one backward, 1 to 1000."
-            )
+        check_whole(num_forwards=self.num_forwards)
         headroom = self.headroom
         if headroom is not None and not (is_real(headroom) and 0 <= headroom < 1):
             raise ValueError(
@@ -107,11 +109,8 @@ class PlanOptions:
             )
         if isinstance(self.blocks, Iterator):  # it would serve one plan
             object.__setattr__(self, "blocks", list(self.blocks))
-        if self.loss is not None and (not callable(self.loss) or isinstance(self.loss, type)):
-            raise ValueError(
-                f"`loss` is {self.loss!r}, but must be a function from what the model returns to a "
-                "scalar tensor or a tuple of them."
-            )
+        if self.loss is not None:
+            check_callable(loss=self.loss)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise ValueError(
                 f"`optimizer` is {self.optimizer!r}, but must be a torch.optim.Optimizer, such as "
@@ -133,8 +132,10 @@ class PlanOptions:
 
     def room(self, step: Step) -> Room:
         """Return the room that budgets leave for a step, on the rank that has the least."""
-        headroom = _headroom_of(step.device) if self.headroom is None else self.headroom
-        own = [self._baseline_bytes(step.model), headroom]
+        headroom = self.headroom
+        if headroom is None and is_accelerator(step.device):
+            headroom = _HEADROOM_OF_FIXED_SEGMENTS if has_fixed_segments(step.device) else _HEADROOM
+        own = [self._baseline_bytes(step.model), headroom or 0.0]
         baseline, headroom = largest_among_ranks(step.model, own)
         return Room(int(baseline), float(headroom))
 
@@ -152,10 +153,7 @@ class PlanOptions:
             policy: the policy.
             budget: the budget; None for none.
         """
-        names = get_args(Policy)
-        if policy not in names:
-            shown = ", ".join(f'"{name}"' for name in names)
-            raise ValueError(f"`policy` is {policy!r}, but must be one of {shown}, or None.")
+        check_choice(*get_args(Policy), policy=policy)
         if budget is not None:
             raise ValueError(
                 f"`budget` is {budget!r}, and `policy` {policy!r}, but a plan follows one of them: "
@@ -210,13 +208,6 @@ class Room(NamedTuple):
         """Return the least budget in which a step may take so many bytes."""
         budget = math.ceil((self.baseline_bytes + step_bytes) / (1 - self.headroom))
         return budget + (self.of(budget) < step_bytes)  # which rounds down
-
-
-def _headroom_of(device: torch.device) -> float:
-    """Return the part of a budget that an allocator needs for fragmentation."""
-    if not is_accelerator(device):
-        return 0.0
-    return _HEADROOM_OF_FIXED_SEGMENTS if has_fixed_segments(device) else _HEADROOM
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -279,12 +270,11 @@ def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False)
             way_out = "Give a function of the output, such as lambda output: loss(output, target)"
             explain_call(loss, outputs, {}, error, "`loss`", way_out)
             raise
-        is_several = isinstance(losses, (tuple, list))
-        several: list[Any] = list(cast("list[Any]", losses)) if is_several else [losses]
+        several: list[Any] = [*losses] if isinstance(losses, (tuple, list)) else [losses]
         for each in several:
+            shape = getattr(each, "shape", None)
             if not isinstance(each, Tensor) or each.numel() != 1:
-                is_tensor = isinstance(each, Tensor)
-                kind = f"tensor of shape {tuple(each.shape)}" if is_tensor else type(each).__name__
+                kind = type(each).__name__ if shape is None else f"tensor of shape {tuple(shape)}"
                 raise ValueError(
                     f"`loss` returned a {kind}, but must return a scalar tensor or a tuple of them."
                 )
@@ -312,15 +302,11 @@ def _found(output: Any) -> Sequence[Tensor]:
 
 def _differentiable(losses: list[Tensor]) -> Sequence[Tensor]:
     found = [loss for loss in losses if loss.requires_grad]
-    if not found and torch.is_inference_mode_enabled():
-        raise ValueError(
-            "There are no gradients in `torch.inference_mode`, so there is no backward to plan "
-            "for. Call it outside."
-        )
     if not found:
         raise ValueError(
             "`model` returned nothing that requires a gradient for these arguments, so there is no "
-            "backward to plan for. Let its parameters require gradients, or give `loss`."
+            "backward to plan for. Let its parameters require gradients, or give `loss`; and plan "
+            "outside of `torch.inference_mode`."
         )
     return found
 
@@ -375,12 +361,7 @@ def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) ->
 
 def _seconds_per_byte(to: str, device: torch.device) -> float:
     """Return the time of moving a byte to a place and back."""
-    if is_without_values():
-        return SECONDS_PER_MOVED_BYTE
-    try:
-        return _measured_per_byte(to, device)
-    except torch.OutOfMemoryError:
-        return SECONDS_PER_MOVED_BYTE
+    return SECONDS_PER_MOVED_BYTE if is_without_values() else _measured_per_byte(to, device)
 
 
 @functools.cache

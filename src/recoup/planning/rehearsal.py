@@ -19,10 +19,9 @@ Rule 5. Of a module, its class, its attributes (hooks, buffers and children amon
 Rule 6. Of lists, dicts, sets and deques, and of the attributes of users' objects, the entries are
         restored, a few levels deep. The containers stay the same objects, since other code holds
         references to them.
-Rule 7. Of tensors and numpy arrays found on the way, other than parameters, the values are
-        restored, and of tensors the version counter too. Values are compared, because a version
-        counter does not show every change (numpy, `.data` and views with a version counter of
-        their own write past it).
+Rule 7. Of tensors found on the way, other than parameters, the values and the version counter are
+        restored. Values are compared, because a version counter does not show every change (numpy,
+        `.data` and views with a version counter of their own write past it).
 Rule 8. Other parameters are not copied, since a copy of all of them may not fit. A parameter that
         was given other memory gets its own back; a write to one is detected by a sum of its values.
 Rule 9. Of generators of torch, Python and numpy found on the way the states are restored.
@@ -53,6 +52,8 @@ from recoup._core.saved_tensors import set_versions, version_of
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.errors import ReplayError
 
+Undo = Callable[[], object]
+
 
 class ChangedParameterError(ReplayError):
     """A step changed a parameter in a way that planning cannot undo."""
@@ -70,22 +71,9 @@ def is_in_rehearsal() -> bool:
     return _here.num_rehearsals > 0
 
 
-class ParameterCopy:
-    """The value that a parameter had, to be put back.
-
-    Args:
-        parameter: the parameter.
-    """
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
-        self.content = parameter.detach().clone()
-        self.version = version_of(parameter)
-
-
 @contextmanager
 def rehearsal(
-    module: nn.Module, values: Iterable[object] = (), copies: Iterable[ParameterCopy] = ()
+    module: nn.Module, values: Iterable[object] = (), undo: Iterable[Undo] = ()
 ) -> Generator[None]:
     """Return a context in which steps of `module` leave no trace.
 
@@ -93,7 +81,7 @@ def rehearsal(
         module: the model.
         values: the arguments of the step, and functions that it calls: of these the modules,
             tensors and generators that they hold themselves are restored.
-        copies: the parameters that are written to, which are restored from them at the end.
+        undo: what restores the parameters that are written to, called at the end.
 
     Raises:
         ReplayError: another parameter was changed.
@@ -101,7 +89,6 @@ def rehearsal(
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
     check_is_in_its_mode(parameters)
-    versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
     values = list(values)
     arguments = [value for value in values if not _is_function(value)]
     found = StateSnapshot([module, *arguments], _held_by(values))
@@ -109,7 +96,6 @@ def rehearsal(
     with (
         generators_restored(),
         streams_restored(),
-        settings_restored(),
         without_gradients(parameters),
         uncollected(),
     ):
@@ -121,21 +107,17 @@ def rehearsal(
             _reshard(module)
             found.restore()
             with torch.no_grad():
-                for copy in copies:
-                    _put_back(copy.parameter, copy.content, copy.version)
+                for call in undo:
+                    call()
             torch.clear_autocast_cache()
-            _check_unchanged(module, versions, found.changed_parameters())
+            _check_unchanged(module, found)
 
 
-def _check_unchanged(
-    module: nn.Module,
-    versions: Iterable[tuple[str, nn.Parameter, int]],
-    changed: Iterable[nn.Parameter],
-) -> None:
+def _check_unchanged(module: nn.Module, before: StateSnapshot) -> None:
     """Raise if a parameter has changed, also where a step has failed otherwise."""
-    others = set(map(id, changed))
-    for name, parameter, version in versions:
-        if version_of(parameter) != version or id(parameter) in others:
+    changed = set(map(id, before.changed_parameters()))
+    for name, parameter in module.named_parameters():
+        if id(parameter) in changed:
             raise ChangedParameterError(
                 f"Parameter `{name}` of {type(module).__name__} was changed by a step that recoup "
                 "measured, past the operators of torch that it watches (through numpy, or in "
@@ -253,8 +235,8 @@ class StateSnapshot:
 
     def __init__(self, roots: Iterable[object], others: Iterable[object] = ()) -> None:
         self._seen: dict[int, object] = {}  # by id; alive, so that ids are not used again
-        self._calls: list[Callable[[], object]] = []  # each restores something
-        self._totals: list[tuple[nn.Parameter, float]] = []
+        self._undo: list[Undo] = []  # each restores something
+        self._parameters: list[tuple[nn.Parameter, int, float]] = []
         for root in roots:
             self._note(root, 0)
         for other in others:
@@ -263,68 +245,61 @@ class StateSnapshot:
     def restore(self) -> None:
         """Restore the state (See NOTE [ Restored state ])."""
         with torch.no_grad():
-            for call in self._calls:
-                call()
+            for undo in self._undo:
+                undo()
 
     def changed_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose values have changed (See Rule 8)."""
-        return [parameter for parameter, total in self._totals if _total(parameter) != total]
+        """Return the parameters that were written to (See Rule 8)."""
+        return [
+            parameter
+            for parameter, version, total in self._parameters
+            if version_of(parameter) != version or _total(parameter) != total
+        ]
 
-    def _note(self, value: Any, depth: int, *, is_buffer: bool = False) -> None:
+    def _note(self, value: Any, depth: int) -> None:
         if id(value) in self._seen or isinstance(value, _ALONE):
             return
+        generator = _restoring_generator(value)
+        is_searched = generator is not None or isinstance(value, (nn.Module, Tensor))
+        if depth >= _DEEPEST and not is_searched:
+            return
+        self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            for module in value.modules():
-                if id(module) not in self._seen:
-                    self._note_module(module)
+            self._note_module(value)
         elif isinstance(value, Tensor):
             if not value.is_meta and not value.is_inference():
-                self._note_tensor(value, is_buffer=is_buffer)
-        elif (call := _restoring(value)) is not None:
-            self._seen[id(value)] = value
-            self._calls.append(call)
-            self._note_attributes(value, depth)
-        elif depth < _DEEPEST:
-            if _is_a(value, list, dict, set, deque):
+                self._note_tensor(value)
+        elif generator is not None:
+            self._undo.append(generator)
+        else:
+            if _is_a(value, list, dict, set, deque, tuple):
                 self._note_entries(value, depth)
-            elif _is_a(value, tuple):
-                for item in value:
-                    self._note(item, depth + 1)
-            self._note_attributes(value, depth)
+            is_users = type(value).__module__.partition(".")[0] not in _OF_NOBODY
+            if is_users and hasattr(value, "__dict__"):
+                self._note(vars(value), depth)
 
     def _note_module(self, module: nn.Module) -> None:
-        self._seen[id(module)] = module
-        self._calls.append(partial(object.__setattr__, module, "__class__", type(module)))
-        for buffer in module.buffers(recurse=False):
-            self._note(buffer, 0, is_buffer=True)
+        self._undo.append(partial(object.__setattr__, module, "__class__", type(module)))
         if is_gathered(module):  # FSDP2 remembers elsewhere which hooks it has added
             hooks = [value for key, value in vars(module).items() if key.endswith("_hooks")]
             self._seen.update((id(each), each) for each in hooks)
-        self._note_entries(vars(module), 0)
+        self._note(vars(module), 0)
+        for child in module.children():
+            self._note(child, 0)
 
-    def _note_tensor(self, tensor: Tensor, *, is_buffer: bool) -> None:
-        self._seen[id(tensor)] = tensor
-        if isinstance(tensor, nn.Parameter):
-            if _is_plain(tensor):
-                self._totals.append((tensor, _total(tensor)))
-            before = (tensor.detach(), tensor.requires_grad)
-            self._calls.append(partial(_put_parameter_back, tensor, *before))
-            self._note_entries(vars(tensor), 0)
-        elif is_buffer or _is_plain(tensor):
-            content = tensor.detach().clone()
-            self._calls.append(partial(_put_back, tensor, content, version_of(tensor)))
-
-    def _note_attributes(self, value: object, depth: int) -> None:
-        is_users = type(value).__module__.partition(".")[0] not in _OF_NOBODY
-        if is_users and hasattr(value, "__dict__"):
-            self._note_entries(vars(value), depth)
+    def _note_tensor(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            self._undo.append(restoring(tensor))
+            return
+        self._parameters.append((tensor, version_of(tensor), _total(tensor)))
+        before = (tensor.detach(), tensor.requires_grad)
+        self._undo.append(partial(_put_parameter_back, tensor, *before))
+        self._note(vars(tensor), 0)
 
     def _note_entries(self, container: Any, depth: int) -> None:
-        if id(container) in self._seen:
-            return
-        self._seen[id(container)] = container
         entries = _entries_of(container)
-        self._calls.append(partial(_refill, container, entries))
+        if not _is_a(container, tuple):
+            self._undo.append(partial(_refill, container, entries))
         if len(entries) <= _MOST_ENTRIES and not _is_a(container, set):
             for item in entries.values() if isinstance(entries, dict) else entries:
                 self._note(item, depth + 1)
@@ -354,20 +329,16 @@ def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
         (container.update if _is_a(container, set) else container.extend)(entries)
 
 
-def _restoring(value: Any) -> Callable[[], object] | None:
-    """Return what restores an array, or the state of a generator (See Rule 9); None for others."""
+def _restoring_generator(value: Any) -> Undo | None:
+    """Return what restores the state of a generator (See Rule 9); None for other values."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if _is_a(value, random.Random) and not _is_a(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if type(value) is numpy.ndarray and value.flags.writeable:
-        return partial(value.__setitem__, ..., value.copy())
-    if isinstance(value, numpy.random.Generator):
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, numpy.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
+    if numpy is not None and isinstance(value, numpy.RandomState):
         return partial(value.set_state, value.get_state())
     return None
 
@@ -384,8 +355,12 @@ def _put_parameter_back(parameter: nn.Parameter, data: Tensor, requires_grad: bo
         parameter.requires_grad_(requires_grad)
 
 
+def restoring(tensor: Tensor) -> Undo:
+    """Return what puts back the values that a tensor has now, and its version (See Rule 7)."""
+    return partial(_put_back, tensor, tensor.detach().clone(), version_of(tensor))
+
+
 def _put_back(tensor: Tensor, content: Tensor, version: int) -> None:
-    """Restore the values and the version of a tensor (See Rule 7)."""
     if not _is_plain(tensor):
         if version_of(tensor) != version:
             tensor.copy_(content)
@@ -399,26 +374,9 @@ def _put_back(tensor: Tensor, content: Tensor, version: int) -> None:
 
 
 def _total(tensor: Tensor) -> float:
-    """Return the absolute sum of a tensor, computed without a copy; infinity if it is NaN."""
+    """Return the absolute sum of a plain tensor, computed without a copy; infinity if it is NaN."""
+    if not _is_plain(tensor):
+        return 0.0
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     total = float(abs(torch.sum(tensor.detach(), dtype=kind)))
     return total if total == total else float("inf")
-
-
-@contextmanager
-def settings_restored() -> Generator[None]:
-    """Return a context that restores the global settings of torch which a step may change."""
-    of_modules = vars(torch.nn.modules.module)
-    hooks = StateSnapshot([of_modules[key] for key in of_modules if key.startswith("_global_")])
-    grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        yield
-    finally:
-        hooks.restore()
-        torch.set_grad_enabled(grad_mode)
-        if torch.get_default_dtype() is not dtype:
-            torch.set_default_dtype(dtype)
-        if torch.are_deterministic_algorithms_enabled() is not is_deterministic:
-            torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)

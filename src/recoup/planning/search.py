@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import nn
 
-from recoup._arguments import check_flag, is_whole
+from recoup._arguments import check_callable, check_flag, is_whole
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
 from recoup.planning.argument_shapes import shapes_of
@@ -27,45 +27,7 @@ from recoup.planning.step import Step
 
 
 @overload
-def plan(
-    model: nn.Module,
-    *example_args: Any,
-    budget: int | str,
-    policy: None = ...,
-    loss: Callable[[Any], Any] | None = ...,
-    blocks: str | Iterable[str | nn.Module] | None = ...,
-    budget_of: Literal["step", "total"] = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    holds_output: bool = ...,
-    compile: bool | str = ...,
-    exact: bool = ...,
-    offload_to: str | os.PathLike[str] | None = ...,
-    tiles: bool | int = ...,
-    num_forwards: int = ...,
-    headroom: float | None = ...,
-    replan: bool = ...,
-    **example_kwargs: Any,
-) -> Plan: ...
-
-
-@overload
-def plan(
-    model: nn.Module,
-    *example_args: Any,
-    budget: None = ...,
-    policy: Policy,
-    loss: Callable[[Any], Any] | None = ...,
-    blocks: str | Iterable[str | nn.Module] | None = ...,
-    budget_of: Literal["step", "total"] = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    holds_output: bool = ...,
-    num_forwards: int = ...,
-    **example_kwargs: Any,
-) -> Plan: ...
-
-
-@overload
-def plan(
+def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
     model: nn.Module,
     *example_args: Any,
     budget: None = ...,
@@ -84,6 +46,28 @@ def plan(
     replan: bool = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: int | str | None = ...,
+    policy: Policy | None = ...,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    exact: bool = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
+    num_forwards: int = ...,
+    headroom: float | None = ...,
+    replan: bool = ...,
+    **example_kwargs: Any,
+) -> Plan: ...
 
 
 def plan(
@@ -354,11 +338,7 @@ def largest_of(
     most: int | None = None,
 ) -> Largest:
     """Return the largest size, as `largest` does, for a model with options."""
-    if not callable(build_batch):
-        raise ValueError(
-            f"`build_batch` is {build_batch!r}, but must be a function from a size to the "
-            "arguments of the model."
-        )
+    check_callable(build_batch=build_batch)
     if not is_whole(least) or (most is not None and not is_whole(most, least)):
         raise ValueError(
             f"`least` is {least!r} and `most` is {most!r}, but sizes are whole numbers from 1, and "

@@ -32,7 +32,13 @@ from recoup.planning.arguments import explain_model
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks, on_any_rank
-from recoup.planning.rehearsal import ParameterCopy, foreign_leaves, rehearsal, without_gradients
+from recoup.planning.rehearsal import (
+    Undo,
+    foreign_leaves,
+    rehearsal,
+    restoring,
+    without_gradients,
+)
 from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
@@ -114,19 +120,19 @@ class Step:
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
-        return self._restoring([ParameterCopy(parameter) for parameter in self.written])
+        return self._restoring([restoring(parameter) for parameter in self.written])
 
     def knowing_writes(self) -> Step:
         """Run a forward, and return the step with the parameters that it writes to."""
         if any(map(is_compiled, self.model.modules())):
             return self  # the compiler gives up what it meets under a dispatch mode
         watch = _WriteWatch(self.model)
-        with self._restoring(watch.copies), suppress(Exception), InMode(watch):
+        with self._restoring(watch.undo), suppress(Exception), InMode(watch):
             self.observe_forward((), Observer)  # if it fails, so will the measured step
-        return replace(self, written=tuple(copy.parameter for copy in watch.copies))
+        return replace(self, written=tuple(watch.written))
 
-    def _restoring(self, copies: list[ParameterCopy]) -> AbstractContextManager[None]:
-        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses), copies)
+    def _restoring(self, undo: list[Undo]) -> AbstractContextManager[None]:
+        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses), undo)
 
     def unwritten(self, blocks: Sequence[Block]) -> list[Block]:
         """Return the blocks that may run again: forward writes to none of their parameters."""
@@ -184,8 +190,8 @@ class Step:
         """Run a forward, and return an observer of the calls of modules.
 
         There is a graph, which a forward may ask for (hooks of tensors), but nothing is kept for
-        its backward. A forward that fails so runs a backward of its own: it is run once more
-        without a graph, or else (forces) with all that it keeps, each with another observer.
+        its backward. A forward that fails so runs a backward of its own (forces): it is run once
+        more, by another observer, with all that it keeps.
 
         Args:
             modules: the modules.
@@ -193,24 +199,16 @@ class Step:
             seed: the seed of its random draws; None to leave the random streams as they are.
         """
         modules = list(modules)
-        for has_graph in (True, False):
-            with suppress(Exception):
-                keeping = saving(_NotKept) if has_graph else nullcontext()
-                return self._observed(modules, observing(), seed, keeping, has_graph=has_graph)
-        return self._observed(modules, observing(), seed, nullcontext(), has_graph=True)
+        with suppress(Exception), saving(_NotKept):
+            return self._observed(modules, observing(), seed)
+        return self._observed(modules, observing(), seed)
 
     def _observed(
-        self,
-        modules: list[nn.Module],
-        observer: AnyObserver,
-        seed: int | None,
-        keeping: AbstractContextManager[None],
-        *,
-        has_graph: bool,
+        self, modules: list[nn.Module], observer: AnyObserver, seed: int | None
     ) -> AnyObserver:
         quiet: Any = torch.no_grad()
         begins, ends = quiet(observer.begins), quiet(observer.ends)
-        with grad_mode(has_graph), keeping, ExitStack() as hooks:
+        with grad_mode(True), ExitStack() as hooks:
             for module in modules:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
@@ -379,14 +377,16 @@ class _WriteWatch(DispatchMode):
         model: the model.
 
     Attributes:
-        copies: the copies, in the order of the first writes.
+        written: these parameters, in the order of the first writes.
+        undo: what puts the copies back.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.copies: list[ParameterCopy] = []
+        self.written: list[nn.Parameter] = []
+        self.undo: list[Undo] = []
         self._untouched: dict[torch.UntypedStorage, list[nn.Parameter]] = {}
         for parameter in model.parameters():
             for storage in storages_of([parameter]):
@@ -398,7 +398,9 @@ class _WriteWatch(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for storage in storages_of(_written_by(func, args, kwargs)):
-            self.copies += map(ParameterCopy, self._untouched.pop(storage, ()))
+            for parameter in self._untouched.pop(storage, ()):
+                self.written.append(parameter)
+                self.undo.append(restoring(parameter))
         return func(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from recoup._arguments import check_type
 from recoup.memory import format_bytes
 from recoup.memory.figures import path_of, write_whole
 from recoup.memory.size import aligned, shown_beside
@@ -158,11 +159,8 @@ def timeline(
     if plan is None:
         plan = next((each for each in applied_plans(model) if each.model is model), None)
         plan = plan and _serving(plan, example_args, example_kwargs)
-    elif not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(
-            f"`plan` is a {type(plan).__name__}, but must be a plan, such as recoup.plan returns "
-            "for a `budget`."
-        )
+    else:
+        check_type(Plan, "a plan, such as recoup.plan returns for a `budget`", plan=plan)
     if plan is not None and plan.model is not model:
         raise ValueError(
             f"`plan` is for another model, a {type(plan.model).__name__}. Make one for this "

@@ -143,8 +143,7 @@ class Verification:
         self.is_plain = False
         self.compares = True
         self._rounding, self._most, self._least_eps = _ROUNDING, _MOST, 0.0
-        self._spread = 0.0  # relative, of all
-        self._spreads: dict[str, float] = {}  # of those whose own is no rounding
+        self._spread = 0.0  # relative
         self._growth: dict[str, float] = {}  # relative
 
     def allow_other_sums(self, eps: float) -> None:
@@ -173,9 +172,7 @@ class Verification:
             for name, scale in _scales(expected).items():
                 if expected[name].eps and scale:
                     spread = _distance(expected[name], again[name]) / scale
-                    if spread > self._most_noise(expected[name].eps):
-                        self._spreads[name] = spread
-                    else:
+                    if spread <= self._most_noise(expected[name].eps):
                         self._spread = max(self._spread, spread)
 
     def allow_growth(self, outcome: Outcome, nudged: Outcome) -> None:
@@ -233,8 +230,8 @@ class Verification:
         for name, summary in summaries.items():
             norm, scale = expected[name].norm, scales[name]
             eps = max(summary.eps, self._least_eps) if summary.eps else 0.0
-            spread = _OWN_SPREAD * max(self._spread, self._spreads.get(name, 0.0))
-            noise = max(min(self._rounding * eps, self._most), min(spread, self._most_noise(eps)))
+            spread = min(_OWN_SPREAD * self._spread, self._most_noise(eps))
+            noise = max(min(self._rounding * eps, self._most), spread)
             allowed = max(noise if eps else 0.0, tolerance) * scale
             allowed = max(allowed, self._growth.get(name, 0.0) * norm)
             distance = _distance(summary, expected[name])

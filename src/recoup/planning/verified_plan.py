@@ -5,18 +5,11 @@ NOTE [ Few rehearsals ]
 Rule 1. The fastest point that is predicted to fit is rehearsed first, and mostly fits. If it does
         not, the points below it are bisected. A rehearsal may take more or less than predicted, so
         every point that is returned has been rehearsed.
-Rule 2. The bisection halves the whole frontier and skips points that are not below the first one,
-        so that it visits the same points for every budget as long as none fits. Therefore, if a
-        search fails, the bytes that one of its rehearsals took succeed as a budget: a search with
-        them finds that point or a faster one.
-Rule 3. The point with the least bytes is always rehearsed, even if it is predicted not to fit, so
-        its bytes always succeed as a budget. If it took more than the point that keeps everything
-        is predicted to take (where blocks keep less than their recomputation needs), that point is
-        rehearsed, too.
-Rule 4. If none fits and the one with the least bytes took more than was predicted, others may take
-        less: a few are rehearsed that are predicted to take little more than it took, whatever the
-        budget is, for the same reason.
-Rule 5. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
+Rule 2. The point with the least bytes is always rehearsed, even if it is predicted not to fit. So
+        its bytes always succeed as a budget, and an error can name them. If it took more than the
+        point that keeps everything is predicted to take (where blocks keep less than their
+        recomputation needs), that point is rehearsed, too.
+Rule 3. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
         even if it is predicted to take somewhat more than the budget.
 """
 
@@ -42,7 +35,6 @@ from recoup.planning.step import Rehearsed, rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
 _NEAR = 1.25  # budgets; what is predicted to take so much may take less
-_FEW = 3  # further rehearsals
 _NUM_ROUNDS = 3
 _NOISE = 0.03  # a relative difference of times that says nothing
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
@@ -55,33 +47,32 @@ def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
         BudgetError: no plan keeps to the budget.
         DifferentStepError: the results of every plan that was tried differ.
     """
-
-    def planned(kind: PricedBlocks) -> Plan:
-        try:
-            return _rehearsed(kind, budget_bytes, room)
-        except BudgetError as error:
-            if kind.guard is None:
-                raise
-            too_small = error
-        try:  # inverses may take more bytes than was predicted
-            return _rehearsed(_without_inverses(kind), budget_bytes, room)
-        except BudgetError as error:
-            raise min(error, too_small, key=lambda each: each.least_bytes) from None
-
     kind.expect_plain()
     try:
-        return planned(kind)
+        return _planned(kind, budget_bytes, room)
     except DifferentStepError as error:
         difference = error
     kind.expect_again()
     with suppress(DifferentStepError):
-        return planned(kind)
+        return _planned(kind, budget_bytes, room)
     for what, other in _simpler(kind):
         with suppress(DifferentStepError, BudgetError):
-            plan = planned(other)
+            plan = _rehearsed(other, budget_bytes, room)
             warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=6)
             return plan
     raise difference
+
+
+def _planned(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
+    """Return the plan, which inverts nothing where inverses take more bytes than was predicted."""
+    errors: list[BudgetError] = []
+    kinds = [kind] if kind.guard is None else [kind, _without_inverses(kind)]
+    for each in kinds:
+        try:
+            return _rehearsed(each, budget_bytes, room)
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.least_bytes)
 
 
 def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
@@ -148,8 +139,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
         taken = kind.bytes_beside(found.peak_bytes, found.held_bytes)
         return max(taken, point.peak_bytes if is_partly_estimated else 0)
 
-    # What inverts nothing is exact, so it is tried where inverses were predicted to be needed, if
-    # the plain step has shown that there is room for it.
+    # The plain step has shown that there is room for it (See Rule 3).
     within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
     points = kind.points if kind.policy is None else kind.points[:1]
     peaks = [point.peak_bytes for point in points]
@@ -218,7 +208,7 @@ def choose(
 ) -> Choice:
     """Return the fastest point whose rehearsal keeps to the budget.
 
-    At most about ``log2(n) + 3`` of n points are rehearsed, and two if the predictions hold.
+    At most about ``log2(n) + 4`` of n points are rehearsed, and two if the predictions hold.
 
     Args:
         predicted_bytes: the peak of each point, from the slowest with the least bytes to the
@@ -240,37 +230,23 @@ def choose(
             peaks[index] = rehearse(index)
         return peaks[index] <= budget_bytes
 
-    num_fitting = sum(peak <= budget_bytes for peak in predicted_bytes)
-    found = num_fitting - 1 if num_fitting and fits(num_fitting - 1) else None
-    fastest = len(predicted_bytes) - 1
-    is_near = predicted_bytes[fastest] <= fastest_within * budget_bytes
-    if fastest >= num_fitting and is_near and fits(fastest):  # See Rule 5
-        found = fastest
-    visited: list[int] = []
-    if found is None:
-        low, high = 0, len(predicted_bytes)
-        while low < high:
-            middle = (low + high) // 2
-            if middle and middle >= num_fitting:  # See Rule 2
-                high = middle
-                continue
-            visited.append(middle)
-            if fits(middle):
-                found, low = middle, middle + 1
-            else:
-                high = middle
-    # See Rule 3
-    fits(0)
-    ends, last = [0], len(predicted_bytes) - 1
-    if predicted_bytes[last] < peaks[0]:
-        ends.append(last)
+    found: int | None = None
+    last = len(predicted_bytes) - 1
+    low, high = 0, sum(peak <= budget_bytes for peak in predicted_bytes)
+    is_near = predicted_bytes[last] <= fastest_within * budget_bytes
+    if high <= last and is_near and fits(last):  # See Rule 3
+        found, low = last, high
+    index = high - 1
+    while low < high:
+        if fits(index):
+            found, low = index, index + 1
+        else:
+            high = index
+        index = (low + high) // 2
+    if fits(0) and found is None:  # See Rule 2
+        found = 0
+    least = peaks[0]
+    if predicted_bytes[last] < least:
         found = last if fits(last) else found
-    if found is None:  # See Rule 4
-        most = _NEAR * peaks[0] if peaks[0] > predicted_bytes[0] else 0
-        near = [at for at, peak in enumerate(predicted_bytes) if at and peak <= most]
-        ends += near[:: -(-len(near) // _FEW) or 1]
-        found = max((index for index in ends if fits(index)), default=None)
-    if found is None:
-        least = min(peaks[index] for index in (*visited, *ends))
-        return Choice(None, least, least)
-    return Choice(found, peaks[found], min(peaks[index] for index in ends))
+        least = min(least, peaks[last])
+    return Choice(found, least if found is None else peaks[found], least)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,6 +17,7 @@ from recoup._core.operators import DispatchMode, InMode
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
+from recoup._core.tensors import is_without_values
 from recoup.errors import RecoupError
 
 # The approximate number of floating-point operations in the time in which one byte is moved. It
@@ -187,8 +187,17 @@ class WorkCounter(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator and count it."""
+        """Run the operator and count it.
+
+        Raises:
+            RecoupError: it runs without values, and keeps a workspace.
+        """
         kwargs = {} if kwargs is None else kwargs
+        if getattr(func, "_overloadpacket", None) in _WITH_WORKSPACE and is_without_values():
+            raise RecoupError(
+                f"`{func}` runs a recurrent layer, which keeps a workspace whose size is not known "
+                "without running it. Use recoup.plan, where it can run."
+            )
         result = func(*args, **kwargs)
         outputs = tensors_in(result)  # none of a question, such as of the device of a tensor
         if outputs and not getattr(func, "is_view", False):
@@ -208,23 +217,8 @@ class WorkCounter(DispatchMode):
         self._outputs.append(WeakSet(storages_of(outputs)))
 
 
-class _Clock(WorkCounter):
-    """A counter for operators that run without values, which refuses what it cannot count."""
-
-    @never_compiled
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "_overloadpacket", None) in _WITH_WORKSPACE:
-            raise RecoupError(
-                f"`{func}` runs a recurrent layer, which keeps a workspace whose size is not known "
-                "without running it. Use recoup.plan, where it can run."
-            )
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 class _Here(threading.local):
-    clock: _Clock | None = None
+    clock: WorkCounter | None = None
 
 
 _here = _Here()
@@ -233,7 +227,7 @@ _here = _Here()
 @contextmanager
 def timed_by_work() -> Generator[None]:
     """Return a context without values in which `counted_seconds` goes on as operators run."""
-    around, _here.clock = _here.clock, _Clock()
+    around, _here.clock = _here.clock, WorkCounter()
     try:
         with InMode(_here.clock):
             yield
@@ -246,30 +240,16 @@ def counted_seconds() -> float:
     return 0.0 if _here.clock is None else _here.clock.work / _BYTES_PER_SECOND
 
 
-@functools.cache
-def _flop_registry() -> dict[Any, Any]:
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+    """Return the floating-point operations of an operator; 0 if torch cannot count them."""
     # Imported late, because this module of torch imports triton where that is installed.
     from torch.utils.flop_counter import flop_registry
 
-    return flop_registry
-
-
-def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
-    """Return the floating-point operations of an operator; 0 if torch cannot count them."""
-    count = _flop_registry().get(getattr(func, "_overloadpacket", func))
+    count = flop_registry.get(getattr(func, "_overloadpacket", func))
     if count is None:
         return 0.0
-    try:
+    with suppress(AssertionError):  # torch 2.11 counts no attention whose heads share keys
         return float(count(*args, **kwargs, out_val=result))
-    except AssertionError:
-        if not is_attention(func):
-            raise
-    # torch 2.11 refuses heads that share keys. It is given the shapes of heads that do not.
-    at = 1 if "backward" in _name_of(func) else 0
-    q, *pair = args[at : at + 3]
-    shapes = (torch.Size((*q.shape[:2], *each.shape[2:])) for each in pair)
-    with suppress(AssertionError):
-        return float(count(*args[:at], q, *shapes, *args[at + 3 :], **kwargs, out_val=result))
     return 0.0
 
 

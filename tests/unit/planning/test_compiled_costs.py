@@ -59,25 +59,6 @@ def test_a_plan_keeps_its_budget_with_the_gradients_of_compiled_blocks():
     assert "compiled" in str(plan)
 
 
-@pytest.mark.slow
-def test_every_budget_is_kept_and_a_plan_that_is_removed_leaves_no_compiled_block():
-    model, x, step = of_net()
-    plain, wanted = result_of(model, step), compiled_plainly(model, step)
-    whole = plan_at(model, x)
-    least, most = whole.least_bytes, whole.most_bytes
-    peaks, forwards, seen = [], [], set()
-    for third in range(4):
-        plan = plan_at(model, x, least + (most - least) * third // 3)
-        peaks.append(assert_as_plain(plan, step, wanted))
-        forwards.append(sum(row.num_forwards for row in plan.blocks))
-        seen |= ways_of(plan)
-    assert peaks == sorted(peaks)
-    assert forwards == sorted(forwards, reverse=True)
-    assert len([way for way in seen if way.startswith("keep, compiled")]) > 1
-    assert any(way.startswith("recompute, compiled") for way in seen)
-    assert_same(result_of(model, step), plain)
-
-
 def normed(width):
     return Made(
         lambda block, x: x + torch.relu(block.norm(block.linear(x))),

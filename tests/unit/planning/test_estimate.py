@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from recoup.errors import BudgetError, RecoupError
@@ -24,14 +23,9 @@ def small():
     return dense(), torch.randn(256, 64)
 
 
-def noisy(width=64, num=6, rows=256):
+def noisy():
     """Noise on weights costs nothing there either, if they are large and drawn in threads, too."""
-    return recoup.weight_dropout(dense(num, width), r".*weight", p=0.3), torch.randn(rows, width)
-
-
-def of_copied_layers():
-    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
-    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(8, 32, 128)
+    return recoup.weight_dropout(dense(3, 1024), r".*weight", p=0.3), torch.randn(512, 1024)
 
 
 def that_reads_its_rates(dtype=torch.float32):
@@ -48,8 +42,6 @@ def that_reads_its_rates(dtype=torch.float32):
 
 BUILDS = {  # and how near an estimate is
     "noisy": (noisy, 0.05),
-    "large and noisy": (lambda: noisy(1024, 3, 512), 0.05),
-    "copied layers": (of_copied_layers, 0.02),
     "rates": (that_reads_its_rates, 0.05),
     "converted": (lambda: that_reads_its_rates(torch.bfloat16), 0.05),
 }
@@ -93,13 +85,6 @@ def test_a_plan_for_its_budget_takes_the_bytes_that_it_says(share):
     assert "Within" in str(found)
 
 
-def test_it_takes_a_twentieth_of_the_plain_peak():
-    large = lambda: (dense(4, 512), torch.empty(8192, 512))  # noqa: E731
-    found = recoup.estimate(large)  # what is cached
-    measured = recoup.measure(lambda: recoup.estimate(large), repeats=0)
-    assert measured.peak_bytes < 0.05 * found.plain_peak_bytes
-
-
 def test_no_memory_is_asked_for_what_does_not_fit_anywhere():
     huge = lambda: (dense(4, 8192), torch.empty(2**24, 8192))  # noqa: E731
     found = recoup.estimate(huge)
@@ -125,15 +110,6 @@ def test_bytes_that_stand_count_with_total():
     weights = sum(p.nbytes for p in dense().parameters())
     standing = of_all.plain_peak_bytes - of_step.plain_peak_bytes
     assert 3 * weights <= standing < 3.1 * weights  # with two moments, and the numbers of steps
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (256, 256)])
-def test_noisy_weights_run_in_a_mode_of_the_user(shape):
-    recoup.weight_dropout(nn.Linear(*shape), "weight", p=0.3)(torch.ones(2, shape[0]))  # caches
-    with FakeTensorMode():
-        model = recoup.weight_dropout(nn.Linear(*shape), "weight", p=0.3)
-        model(torch.ones(2, shape[0])).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_model_that_was_there_before_and_random_streams_stay_as_they_were():
@@ -183,13 +159,6 @@ def test_an_error_of_the_model_says_where_it_ran():
     with pytest.raises(RuntimeError, match="8") as error:
         recoup.estimate(lambda: (nn.Linear(4, 4), torch.randn(2, 8)))
     assert "FakeTensorMode" in error.value.__notes__[0]
-
-
-def test_a_measurement_without_values_is_that_of_the_storages():
-    with FakeTensorMode():
-        x = torch.zeros(1024, requires_grad=True)
-        measured = recoup.measure(lambda: x.exp().sin())
-    assert (measured.peak_bytes, measured.held_bytes, measured.seconds) == (8192, 8192, None)
 
 
 def test_what_an_estimate_saw_of_a_model_is_not_taken_for_what_it_does_with_values():

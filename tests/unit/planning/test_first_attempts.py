@@ -15,7 +15,7 @@ import recoup
 from recoup.errors import BudgetError
 from recoup.planning.options import PlanOptions
 from tests.neighbours.planned import loss_of
-from tests.plan_oracle import dense, ways_of
+from tests.plan_oracle import dense
 
 BUDGET = "1 MiB"
 X = torch.ones(8, 4)
@@ -42,17 +42,6 @@ class OfOneDict(OfBatches):
         return super().forward(features["input_ids"], features["labels"])
 
 
-class Wrapper(nn.Module):
-    """Passes on what it gets, as models of peft do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = OfBatches()
-
-    def forward(self, *args, **kwargs):
-        return self.base(*args, **kwargs)
-
-
 def supplying(forward):
     """Give a forward an argument that its signature still asks for."""
 
@@ -72,35 +61,16 @@ Scaled = taking(lambda self, x, scale: self.layers(x) * scale)
 Called = type("Called", (Scaled,), {"__call__": lambda self, x: nn.Module.__call__(self, x, 2.0)})
 
 
-class WithoutForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = dense(3, 4)
-
-    def __call__(self, x):
-        return self.layers(x)
-
-
 @functools.wraps(lambda output, target: None)
 def loss_of_two(output):
     """A loss whose signature asks for more than it takes."""
     return output.norm()
 
 
-def scaled_by_hook(register):
-    def planned():
-        model = Scaled()
-
-        def hook(module, args):
-            return (*args, 2.0) if module is model else None
-
-        handle = register(model)(hook)
-        try:
-            return recoup.plan(model, X, budget=BUDGET)
-        finally:
-            handle.remove()
-
-    return planned
+def scaled_by_hook():
+    model = Scaled()
+    model.register_forward_pre_hook(lambda module, args: (*args, 2.0))
+    return recoup.plan(model, X, budget=BUDGET)
 
 
 def planned_for(build, *args, **kwargs):
@@ -108,22 +78,13 @@ def planned_for(build, *args, **kwargs):
 
 
 TAKEN = {
-    "a decorator that gives more": planned_for(taking(supplying(Scaled.forward)), X),
     "a decorator that takes more": planned_for(
         taking(supplying(Scaled.forward)), X, return_dict=True
     ),
     "a call of its own": planned_for(Called, X),
-    "a call alone": planned_for(WithoutForward, X),
-    "a hook": scaled_by_hook(lambda model: model.register_forward_pre_hook),
-    "a hook of all modules": scaled_by_hook(
-        lambda model: nn.modules.module.register_module_forward_pre_hook
-    ),
+    "a hook": scaled_by_hook,
     "a dict with a name of a parameter": planned_for(
         taking(lambda self, batch, labels=None: self.layers(batch["x"])), {"x": X, "labels": X}
-    ),
-    "a dict with other keys than strings": planned_for(
-        taking(lambda self, input_ids=None, **others: self.layers(input_ids["input_ids"])),
-        {"input_ids": X, 3: X},
     ),
     "a loss that gives more": planned_for(lambda: dense(3, 4), X, loss=loss_of_two),
     "blocks that can be read once": planned_for(
@@ -140,7 +101,7 @@ def test_what_a_call_takes_is_taken_whatever_a_signature_says(attempt):
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_dict_alone_is_the_batch(kind):
     wanted = recoup.plan(OfBatches(), **BATCH, budget=BUDGET)
-    for model in (OfBatches(), OfOneDict(), Wrapper()):
+    for model in (OfBatches(), OfOneDict()):
         found = recoup.plan(model, kind(BATCH), budget=BUDGET)
         assert len(found.blocks) == len(wanted.blocks)
         assert found.most_bytes == wanted.most_bytes
@@ -172,13 +133,6 @@ def test_a_model_that_writes_into_its_batch_is_given_a_new_one_at_each_call():
     )
     kept = sum(row.keeps_bytes for row in once.blocks)
     assert sum(row.keeps_bytes for row in twice.blocks) >= 2 * kept > 0
-
-
-def test_a_planned_model_may_be_planned_again():
-    with recoup.plan(MODEL, X, budget=BUDGET).applied():
-        again = recoup.plan(MODEL, X, budget="40GB")
-    assert again.budget_bytes == 40 * 10**9
-    assert ways_of(again) == {"keep"}
 
 
 @pytest.mark.parametrize("function", [recoup.plan, recoup.largest])
@@ -216,6 +170,11 @@ def largest(build=lambda size: torch.ones(size, 4), **options):
     return lambda: recoup.largest(build, MODEL, **{"budget": BUDGET, "least": 2} | options)
 
 
+def in_inference_mode():
+    with torch.inference_mode():
+        recoup.plan(MODEL, X)
+
+
 def never_runs(size):
     pytest.fail("it ran")
 
@@ -249,6 +208,22 @@ ATTEMPTS = {
         of(X, blocks="h\\.[0-9]"), r"`blocks` is 'h\\\\\.\[0-9\]', which matches the name of no mod"
     ),
     "blocks of others": (of(X, blocks=[nn.Linear(2, 2)]), "`blocks` has Linear, which is no modu"),
+    "blocks of a number": (of(X, blocks=[3]), "`blocks` has int"),
+    "blocks of no pattern": (of(X, blocks="("), "`blocks`"),
+    "blocks that nothing calls": (
+        of(X, model=taking(lambda self, x: self.layers[0](x))(), blocks=["layers"]),
+        "calls none of them",
+    ),
+    "a model that returns None": (
+        of(X, model=taking(lambda self, x: None)()), "returned None"
+    ),
+    "a model that is not initialized": (
+        of(X, model=nn.Sequential(nn.LazyLinear(8))), r"not initialized.*torch\.no_grad\(\)"
+    ),
+    "a chain that is not initialized": (
+        lambda: recoup.Sequential(nn.LazyLinear(8), memory=BUDGET)(X), "not initialized"
+    ),
+    "a step in inference": (in_inference_mode, r"outside of `torch\.inference_mode`"),
     "no blocks": (of(X, blocks=[]), "`blocks` is empty"),
     "blocks in blocks": (
         of(X, blocks=["0", "0.0"]), "`blocks` contains `0` and `0.0`, which is part of it"
@@ -264,18 +239,9 @@ ATTEMPTS = {
     "a loss that is no number": (
         of(X, loss=lambda y: y), r"`loss` returned a tensor of shape \(8, 4\)"
     ),
-    "a training step": (
-        of(X, model=Trained()), "`model` is a Trained without a `forward`.*callback .*MemoryBudget"
-    ),
     "a training step of Lightning": (
         of(X, model=PassedOn()),
         "`model` is a PassedOn without a `forward`.*callback .*MemoryBudget",
-    ),
-    "a timeline of nothing": (lambda: recoup.timeline(MODEL), "but got nothing"),
-    "an estimate of nothing": (lambda: recoup.estimate(lambda: (MODEL,)), "but got nothing"),
-    "a traced model": (
-        lambda: recoup.plan(torch.jit.trace(MODEL, X), X),
-        "A Sequential that torch.jit has scripted or traced .* Plan the model as it was before",
     ),
     "scripted blocks": (
         lambda: recoup.plan(nn.Sequential(*map(torch.jit.script, MODEL)), X),
@@ -283,9 +249,8 @@ ATTEMPTS = {
     ),
     **{
         f"a budget of {budget}": (of(X, budget=budget), f"`budget` is {budget!r}")
-        for budget in ("40 G", "2 GiBBB", "much", -1)
+        for budget in ("2 GiBBB", -1, True)
     },
-    "a budget of a frontier": (lambda: FRONTIER().plan("much"), "`budget` is 'much'"),
     "an optimizer of a step": (
         of(X, budget=BUDGET, optimizer=torch.optim.SGD(MODEL.parameters())),
         'counts only with budget_of="total"',
@@ -296,39 +261,28 @@ ATTEMPTS = {
             lambda pending=pending: FRONTIER().plan("1 GiB", pending=pending),
             f"`pending` is {pending!r}, but must be a number",
         )
-        for pending in (-1, 1.5, True, "1")
+        for pending in (-1, True)
     },
     "offload to a host": (
         of(X, offload_to="host"), '`offload_to` is "host", but the model is on the cpu'
     ),
     "offload to a number": (of(X, offload_to=3), "`offload_to` is 3, which is no folder"),
-    "offload to nowhere": (
-        of(X, offload_to="/nowhere"), "`offload_to` is '/nowhere', which is no folder"
-    ),
     **{
         f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
         for options, message in (
-            ({"policy": "half"}, '\'half\', but must be one of "full", .*"save atten.*", "keep"'),
-            ({"policy": ["full"]}, r"\['full'\], but must be one of"),
+            ({"policy": "half"}, "'half', but must be one of full, .*save atten.*, keep"),
             ({"budget": "1 GiB"}, "`budget` is '1 GiB', and .* Choose one"),
             ({"tiles": True}, "`tiles` is True, but .* Leave `tiles` out"),
-            ({"exact": False}, "`exact` is False, but"),
             ({"replan": True}, "`replan` is True without a `budget`"),
             ({"policy": "save attention"}, "'save attention', but no block was seen to call a ker"),
         )
     },
     "least and most": (largest(least=3, most=2), "`least` is 3 and `most` is 2"),
-    "a string for least": (largest(least="1"), "`least` is '1'"),
-    "a fraction for least": (largest(least=1.5), "`least` is 1.5"),
     "a number for a function": (largest(3), "`build_batch` is 3, but must be a function"),
     "a batch of nothing": (largest(lambda size: None), "`build_batch` returned None for size 2"),
     "a batch that does not grow": (
         largest(lambda size: torch.ones(20, 4)[:size]), "must return larger arguments"
     ),
-    "a batch that does not grow to most": (
-        largest(lambda size: torch.ones(20, 4)[:size], most=40), "must return larger arguments"
-    ),
-    "much for the largest": (largest(budget="much"), "`budget` is 'much'"),
     **{
         f"{name} of {function.__name__}": (
             functools.partial(function, *given, budget=BUDGET, **{name: value}),
@@ -353,7 +307,7 @@ def test_a_size_of_which_no_step_fits_is_said():
         largest(budget=100)()
 
 
-def test_a_batch_that_does_not_fit_the_model_is_shown(caplog):
+def test_a_batch_that_does_not_fit_the_model_is_shown():
     for attempt in (
         largest(lambda size: torch.ones(size, 7)),
         lambda: recoup.estimate(lambda: (MODEL, X), BUDGET, build_batch=lambda n: torch.ones(n, 7)),
@@ -362,7 +316,6 @@ def test_a_batch_that_does_not_fit_the_model_is_shown(caplog):
             attempt()
         assert "`build_batch` returned these arguments for size" in caught.value.__notes__[0]
         assert " x 7" in caught.value.__notes__[0]
-    assert not caplog.records  # torch's log of an operator that runs without values
 
 
 def test_an_error_of_a_dict_that_was_not_taken_apart_says_so():

@@ -26,16 +26,6 @@ def of_net(num_blocks=5, **options):
     return model, step_of(model, x, loss=loss_of), x, frontier
 
 
-@pytest.mark.exhaustive
-def test_plans_are_those_that_are_made_for_each_budget():
-    model, _, x, frontier = of_net()
-    for share in (0, 1 / 3, 2 / 3, 1):
-        budget = between(frontier, share)
-        made, wanted = frontier.plan(budget), recoup.plan(model, x, budget=budget, loss=loss_of)
-        assert made.actions == wanted.actions
-        assert made.rehearsed_peak_bytes == wanted.rehearsed_peak_bytes <= budget
-
-
 def test_points_are_what_plans_take():
     _, _, _, frontier = of_net()
     points = frontier.points
@@ -66,22 +56,8 @@ def test_a_plan_after_training_is_compared_with_the_parameters_of_now():
     assert_as_plain(frontier.plan(between(frontier, 0.5)), step)
 
 
-def test_a_plan_while_another_is_applied():
-    model, _, x, frontier = of_net()
-    first, budget = frontier.plan(frontier.least_bytes).apply(), between(frontier, 0.5)
-    second = frontier.plan(budget)
-    assert first.is_applied
-    assert second.actions == recoup.plan(model, x, loss=loss_of, budget=budget).actions
-
-
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.eval(),
-        lambda model: model.double(),
-        lambda model: model.requires_grad_(False),
-        lambda model: model.blocks.append(torch.nn.Linear(32, 32)),
-    ],
+    "change", [lambda model: model.eval(), lambda model: model.requires_grad_(False)]
 )
 def test_another_state_of_the_model(change):
     model, _, _, frontier = of_net()
@@ -91,15 +67,13 @@ def test_another_state_of_the_model(change):
 
 
 def test_an_error_of_too_few_bytes_has_the_frontier_with_it():
-    model, _, x, frontier = of_net()
+    _, _, _, frontier = of_net()
     with pytest.raises(BudgetError) as info:
         frontier.plan(10)
     assert info.value.frontier is frontier
     sent = pickle.loads(pickle.dumps(info.value))
     assert (sent.least_bytes, sent.frontier) == (info.value.least_bytes, None)
-    with pytest.raises(BudgetError) as info:
-        recoup.plan(model, x, loss=loss_of, budget="1 B")
-    assert info.value.frontier.plan(info.value.least_bytes).rehearsed_peak_bytes
+    assert frontier.plan(info.value.least_bytes).rehearsed_peak_bytes
 
 
 def test_the_table(tmp_path):

@@ -7,7 +7,6 @@ from torch import nn
 
 import recoup
 from recoup.planning import options
-from recoup.planning.options import OffloadPlace
 from recoup.schedules import Offload
 from tests.plan_oracle import Made, assert_as_plain, stack, step_of
 
@@ -49,9 +48,3 @@ def test_a_slow_folder_is_not_used_where_recomputing_is_faster(tmp_path, monkeyp
     monkeypatch.setattr(options, "_seconds_per_byte", lambda to, device: 0.1)
     plan = recoup.plan(net, x, budget=least, offload_to=tmp_path)
     assert not offloads_of(plan.schedule)
-
-
-def test_the_schedule_names_the_place():
-    moved = OffloadPlace("/scratch", 1.0).of(recoup.schedules.offloaded(3))
-    assert offloads_of(moved) == ["/scratch", "/scratch"]
-    assert moved.num_stages == 3

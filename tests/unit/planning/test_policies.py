@@ -77,25 +77,14 @@ def test_attention_is_kept_and_the_rest_runs_again():
     assert ran.of("addmm") >= 2 * 6 + 2
 
 
-@pytest.mark.parametrize("policy", ["full", "every 2nd block"])
-def test_a_plan_with_its_bytes_is_at_least_as_fast(policy):
+def test_a_plan_with_its_bytes_is_at_least_as_fast():
     model, x, _ = of_net(is_attending=True)
-    by_policy = recoup.plan(model, x, policy=policy, loss=loss_of)
+    by_policy = recoup.plan(model, x, policy="every 2nd block", loss=loss_of)
     budget = max(by_policy.rehearsed_peak_bytes, by_policy.predicted_peak_bytes)
     plan = recoup.plan(model, x, budget=budget, loss=loss_of)
     seconds = [simulate(each.schedule, costs=plan.costs).seconds for each in (plan, by_policy)]
     assert seconds[0] <= seconds[1]
     assert plan.rehearsed_peak_bytes <= budget
-
-
-def test_two_forwards_treat_a_block_alike():
-    model, x, _ = of_net()
-    model.blocks = model.blocks[:5]
-    plan = recoup.plan(
-        model, x, policy="every 2nd block", num_forwards=2, loss=lambda a, b: loss_of(a + b)
-    )
-    ways = [row.way for row in plan.blocks]
-    assert ways == ["recompute", "keep", "recompute", "keep", "recompute"] * 2
 
 
 def test_it_has_no_budget():
