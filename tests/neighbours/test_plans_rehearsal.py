@@ -39,6 +39,8 @@ def seen(value: Any, known: set[int]) -> Any:
         grad = None if value.grad is None else seen(value.grad, known)
         place = id(value), value.data_ptr(), value.requires_grad, value._version
         return place, value.detach().cpu().numpy().tobytes(), grad, sorted(vars(value))
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, np.random.Generator):
@@ -138,6 +140,7 @@ def writes(write: Callable[[Tensor], Any]) -> Callable[..., None]:
         write(x)
         write(beside["nested"][0])
         beside["nested"].append(x)
+        beside["array"] += 1.0
 
     return act
 
@@ -176,7 +179,7 @@ def test_no_trace_is_left_of_what_a_forward_does(what: str):
     model = Acts((ONCE | EACH_TIME | WRITES)[what], once=what in ONCE)
     x, beside = torch.randn(64, 32), ()
     if what in WRITES:
-        beside = ({"nested": [torch.randn(32, 32)]},)
+        beside = ({"nested": [torch.randn(32, 32)], "array": np.zeros(3)},)
     before = everything(model, x, beside)
     found = recoup.plan(model, x, *beside, loss=loss_of)
     found.plan(found.least_bytes)

@@ -19,9 +19,10 @@ Rule 5. Of a module, its class, its attributes (hooks, buffers and children amon
 Rule 6. Of lists, dicts, sets and deques, and of the attributes of users' objects, the entries are
         restored, a few levels deep. The containers stay the same objects, since other code holds
         references to them.
-Rule 7. Of tensors found on the way, other than parameters, the values and the version counter are
-        restored. Values are compared, because a version counter does not show every change (numpy,
-        `.data` and views with a version counter of their own write past it).
+Rule 7. Of tensors and numpy arrays found on the way, other than parameters, the values are
+        restored, and of tensors the version counter too. Values are compared, because a version
+        counter does not show every change (numpy, `.data` and views with a version counter of
+        their own write past it).
 Rule 8. Other parameters are not copied, since a copy of all of them may not fit. A parameter that
         was given other memory gets its own back; a write to one is detected by a sum of its values.
 Rule 9. Of generators of torch, Python and numpy found on the way the states are restored.
@@ -259,8 +260,8 @@ class StateSnapshot:
     def _note(self, value: Any, depth: int) -> None:
         if id(value) in self._seen or isinstance(value, _ALONE):
             return
-        generator = _restoring_generator(value)
-        is_searched = generator is not None or isinstance(value, (nn.Module, Tensor))
+        undo = _restoring(value)
+        is_searched = undo is not None or isinstance(value, (nn.Module, Tensor))
         if depth >= _DEEPEST and not is_searched:
             return
         self._seen[id(value)] = value
@@ -269,8 +270,8 @@ class StateSnapshot:
         elif isinstance(value, Tensor):
             if not value.is_meta and not value.is_inference():
                 self._note_tensor(value)
-        elif generator is not None:
-            self._undo.append(generator)
+        elif undo is not None:
+            self._undo.append(undo)
         else:
             if _is_a(value, list, dict, set, deque, tuple):
                 self._note_entries(value, depth)
@@ -329,16 +330,20 @@ def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
         (container.update if _is_a(container, set) else container.extend)(entries)
 
 
-def _restoring_generator(value: Any) -> Undo | None:
-    """Return what restores the state of a generator (See Rule 9); None for other values."""
+def _restoring(value: Any) -> Undo | None:
+    """Return what restores an array, or the state of a generator (See Rule 9); None for others."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if _is_a(value, random.Random) and not _is_a(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(value, numpy.Generator):
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if type(value) is numpy.ndarray and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    if isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.RandomState):
+    if isinstance(value, numpy.random.RandomState):
         return partial(value.set_state, value.get_state())
     return None
 

@@ -1,11 +1,13 @@
-"""The counted work of operators."""
+"""The counted work of operators; some counters of torch refuse heads that share keys."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
 
+from recoup.planning import work
 from recoup.planning.work import WorkCounter
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention
@@ -31,7 +33,21 @@ def counted(num_shared):
     return found
 
 
-def test_heads_that_share_keys_work_as_those_that_do_not():
+@pytest.mark.parametrize("refuses", [False, True])
+def test_heads_that_share_keys_work_as_those_that_do_not(refuses, monkeypatch):
+    if refuses:
+
+        def counts(q, k, v, *args, out_shape, **kwargs):
+            assert q[1] == k[1] == v[1]
+            return flop_counter.sdpa_flop_count(q, k, v)
+
+        def counts_backward(gradient, *args, **kwargs):
+            return 2.5 * counts(*args, **kwargs)
+
+        registry = dict(flop_counter.flop_registry)
+        registry[FORWARD] = flop_counter.shape_wrapper(counts)
+        registry[BACKWARD] = flop_counter.shape_wrapper(counts_backward)
+        monkeypatch.setattr(work, "_flop_registry", lambda: registry)
     few, all_ = counted(2), counted(8)
     of_keys = 2 * (2 * 6 * LENGTH * 64) * 2  # the bytes of keys and values that are not there
     assert all_[0] - few[0] == pytest.approx(of_keys)
