@@ -8,14 +8,18 @@ thread, while this one waits: they share the turn in which they were made.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from recoup._core.saved_tensors import set_versions, version_of
+from recoup._core.sketch import Sketch, sketch_of
+from recoup._core.sketch import are_equal as are_alike
 from recoup._core.tensors import has_values
 
 # The buffers of a module, or its attributes, and what they were at some time.
@@ -71,6 +75,25 @@ def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         for each in tensors
         if each.layout is torch.strided and not each.is_nested and has_values(each)
     ]
+
+
+def others_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module, and the tensors that are plain attributes of it."""
+    values = (*vars(module).values(), *module._parameters.values())
+    return [each for each in values if isinstance(each, Tensor) and not is_lazy(each)]
+
+
+def have_changed(
+    tensors: Iterable[tuple[object, Tensor]], before: Sequence[Sketch | None]
+) -> list[bool]:
+    """Return which tensors, each of a module, have other values than when they were sketched."""
+    now = [
+        None if a is None else sketch_of(each) for (_, each), a in zip(tensors, before, strict=True)
+    ]
+    pairs = [[] if a is None or b is None else [(a, b)] for a, b in zip(before, now, strict=True)]
+    if are_alike(chain.from_iterable(pairs)):  # which waits once for a device
+        return [False] * len(pairs)
+    return [not are_alike(each) for each in pairs]
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -38,7 +38,7 @@ import operator
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
@@ -55,7 +55,9 @@ from recoup._core.buffers import (
     assign,
     copies_of,
     copies_of_buffers,
+    have_changed,
     having_turn,
+    others_of,
     put_values,
     turn_here,
 )
@@ -66,8 +68,7 @@ from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import is_there, set_versions, version_of, versions_of
 from recoup._core.settings import settings_now, with_settings
-from recoup._core.sketch import Sketch, sketch_of
-from recoup._core.sketch import are_equal as are_alike
+from recoup._core.sketch import sketch_of
 from recoup._core.tensors import is_without_values
 
 Code = weakref.ref[Any]
@@ -199,11 +200,11 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        written = [each for _, each in self._parameters_and_attributes(_writes)]
+        written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
         with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
-            before, others = copies_of_buffers(found), copies_of(written)
-            sketched = self._parameters_and_attributes() if self._is_looking else ()
-            sketches = [(ref, each, sketch_of(each)) for ref, each in sketched]
+            before, others = copies_of_buffers(found), copies_of(each for _, each in written)
+            looked_at = self._may_write(self._code) if self._is_looking else []
+            sketches = [sketch_of(each) for _, each in looked_at]
             self.counted = [*before]
             with self._finding(before, found) as called, self.recording(), mode:
                 yield
@@ -212,7 +213,9 @@ class Surroundings(Draws):
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
             self.counted += [pair for pair in others if not are_equal(*pair)]
-            self._note_written(sketches)
+            for ref, each in compress(looked_at, have_changed(looked_at, sketches)):
+                _add(_writes, [ref])
+                self.counted.append((each, None))
 
     def has_run(self) -> None:
         """Note what the first run has left, and did otherwise than when it was looked at."""
@@ -257,29 +260,10 @@ class Surroundings(Draws):
             if self._is_looking or ref in _counts
         ]
 
-    def _parameters_and_attributes(
-        self, codes: Container[Code] | None = None
-    ) -> Iterator[tuple[Code, Tensor]]:
-        """Yield parameters, and tensors that are plain attributes, with their modules.
-
-        Args:
-            codes: the modules; None for all.
-        """
-        for module, ref in zip(self._modules, self._code[1:], strict=True):
-            if codes is None or ref in codes:
-                for value in (*vars(module).values(), *module._parameters.values()):
-                    if isinstance(value, Tensor):
-                        yield ref, value
-
-    def _note_written(self, before: Iterable[tuple[Code, Tensor, Sketch | None]]) -> None:
-        """Note the tensors that the run has changed, whatever their versions say (See Rule 2)."""
-        now = [(ref, each, sketch, sketch_of(each)) for ref, each, sketch in before]
-        if are_alike((a, b) for _, _, a, b in now if a is not None and b is not None):
-            return
-        for ref, each, a, b in now:
-            if a is not None and b is not None and not are_alike([(a, b)]):
-                _add(_writes, [ref])
-                self.counted.append((each, None))
+    def _may_write(self, codes: Container[Code]) -> list[tuple[Code, Tensor]]:
+        """Return the parameters and attributes of modules that are in `codes`, with the module."""
+        pairs = zip(self._modules, self._code[1:], strict=True)
+        return [(ref, e) for each, ref in pairs if ref in codes for e in others_of(each)]
 
     @contextmanager
     def _finding(

@@ -36,7 +36,6 @@ class PlannedStage(NamedTuple):
         module: the block.
         executor: runs the schedule of its chain; None if all stages of that keep their residuals.
         step: its index in that chain.
-        is_kept: whether it keeps its residuals when it is first called.
         chosen: the operators whose results it keeps for its second run; None if it keeps none.
         code: the code that it runs by.
     """
@@ -45,7 +44,6 @@ class PlannedStage(NamedTuple):
     module: nn.Module
     executor: Executor | None
     step: int
-    is_kept: bool
     chosen: Products | None
     code: BlockCode
 
@@ -80,9 +78,7 @@ def planned_stages(
                 funcs = frozenset(product.func for product in call.products if numbers)
                 saved = {i for i in numbers if call.products[i].is_residual}
                 chosen = Products(funcs, numbers, saved, selection.held)
-            stages.append(
-                PlannedStage(call.name, call.module, executor, step, is_kept, chosen, code)
-            )
+            stages.append(PlannedStage(call.name, call.module, executor, step, chosen, code))
     return stages
 
 

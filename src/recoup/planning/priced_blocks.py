@@ -314,7 +314,7 @@ def price_whole(step: Step) -> PricedBlocks:
     (seconds,) = largest_among_ranks(step.model, [seconds_of(step)])
     costs = [Cost(0.0, 0, 0, tape_run_bytes=found.peak_bytes, is_fixed=True)]
     measured = Measured([], Span(), Span(), found.outcome)
-    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], seconds)
+    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], [], seconds)
     return kind.with_costs(costs)
 
 
