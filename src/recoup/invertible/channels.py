@@ -167,13 +167,13 @@ class InvertibleConv1x1(_OfChannels):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
+        log_abs_det: Tensor = _linalg.slogdet(wide(self.weight))[1]
         y = _mix(x, self.weight)
         return y, at_each_position(log_abs_det, x).to(y.dtype)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        weight = _wide(self.weight)
+        weight = wide(self.weight)
         log_abs_det: Tensor = _linalg.slogdet(weight)[1]
         x = _mix(y, _linalg.inv(weight).to(self.weight.dtype))
         return x, at_each_position(-log_abs_det, y).to(x.dtype)
@@ -243,9 +243,9 @@ class InvertibleConv1x1LU(_OfChannels):
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
         lower, upper = self._triangles()
         undone: Tensor = _linalg.solve_triangular(
-            _wide(lower), _wide(self.permutation).T, upper=False, unitriangular=True
+            wide(lower), wide(self.permutation).T, upper=False, unitriangular=True
         )
-        undone = _linalg.solve_triangular(_wide(upper), undone, upper=True)
+        undone = _linalg.solve_triangular(wide(upper), undone, upper=True)
         return _mix(y, undone.to(upper.dtype)), at_each_position(-self.log_s.sum(), y)
 
     def _triangles(self) -> tuple[Tensor, Tensor]:
@@ -288,7 +288,7 @@ def _rotation(num_channels: int, like: Tensor) -> Tensor:
     return rotation.contiguous().to(like)
 
 
-def _wide(matrix: Tensor) -> Tensor:
+def wide(matrix: Tensor) -> Tensor:
     """Cast a half-precision matrix to single precision: half precision has no factorisations."""
     return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 

@@ -34,6 +34,7 @@ from recoup._core.saved_tensors import Pair, grad_mode, pair_in_force, saving
 from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
+from recoup.invertible.channels import wide
 from recoup.invertible.contract import InvertibleModule, check_within
 from recoup.invertible.lipschitz import one_weight_a_call
 
@@ -253,7 +254,7 @@ def exact_log_det(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = [_pulled_back(column, alias, None, wants_grad).flatten(1) for column in columns]
         jacobian = torch.stack(rows, dim=1)
         unit = torch.eye(len(rows), device=x.device, dtype=x.dtype)
-        log_det: Tensor = _linalg.slogdet(unit + jacobian)[1]
+        log_det: Tensor = _linalg.slogdet(wide(unit + jacobian))[1].to(x.dtype)
     return _given(value, log_det, wants_grad)
 
 

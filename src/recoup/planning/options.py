@@ -232,7 +232,9 @@ def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, An
         empty = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
         for parameter in empty:
             parameter.grad = torch.empty_like(parameter)
-        other.param_groups.append({**group, "params": empty})
+        # No fused kernel runs without memory; others make the same state.
+        own = {name: False if name == "fused" else value for name, value in group.items()}
+        other.param_groups.append({**own, "params": empty})
     type(optimizer).step(other)
     return other.state
 

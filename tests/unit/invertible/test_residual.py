@@ -242,6 +242,15 @@ def test_value_is_the_same_with_and_without_gradients(mode, log_det):
     torch.testing.assert_close(back, x, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_determinant_of_half_precision_is_computed_in_single_precision(dtype):
+    block, x = InvertibleResidual(dense(), log_det="exact"), double(3, 2)
+    _, expected = block(x)
+    _, log_det = block.to(dtype)(x.to(dtype))
+    assert log_det.dtype is dtype
+    torch.testing.assert_close(log_det.double(), expected, rtol=0, atol=0.05)
+
+
 def test_weights_are_normalised_once_a_call(monkeypatch):
     layers = [m for m in dense(3).modules() if isinstance(m, LipschitzLinear)]
     block = InvertibleResidual(nn.Sequential(*layers))

@@ -56,10 +56,11 @@ def test_blocks_that_are_named(blocks):
     assert names_of(plan) == ["0", "2"]
 
 
-def test_a_total_counts_what_is_alive_before():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_total_counts_what_is_alive_before(fused):
     model, x = stack(), batch()
     parameters = list(model.parameters())
-    optimizer, step = torch.optim.Adam(parameters), step_of(model, x)
+    optimizer, step = torch.optim.Adam(parameters, fused=fused), step_of(model, x)
     standing = 3 * sum(p.nbytes for p in parameters) + 4 * len(parameters)  # the numbers of steps
     of_step = recoup.plan(model, x, loss=square).least_bytes
     for _ in range(2):  # before there are states, and then
