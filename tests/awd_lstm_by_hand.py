@@ -2,7 +2,8 @@
 
 Nothing of recoup is used. What is random (lengths of windows, masks) is given, so that two programs
 can be compared step by step; everything else is here: reading, columns, the LSTM cell by its gates,
-one step of time after the other, the penalties, clipping, and SGD with a rate for each length.
+one step of time after the other, the penalties, clipping, SGD with a rate for each length, and the
+average that begins once validation no longer improves.
 
 Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182; the penalties of Merity, McCann and
 Socher, https://arxiv.org/abs/1708.01009.
@@ -29,6 +30,7 @@ class Settings:
     clip: float
     activation_penalty: float
     temporal_penalty: float
+    num_patient: int
     input_dropout: float
     hidden_dropout: float
     output_dropout: float
@@ -85,6 +87,9 @@ class PlainTraining:
         self.settings = settings
         self.num_layers = sum(name.endswith("weight_ih_l0") for name in weights)
         self.gradients: dict[str, Tensor] = {}
+        self.losses: list[float] = []  # in validation
+        self.sums: dict[str, Tensor] | None = None  # of the weights after each step
+        self.num_averaged = 0
         self.state: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, num_columns: int) -> list[tuple[Tensor, Tensor]]:
@@ -110,12 +115,27 @@ class PlainTraining:
             with torch.no_grad():
                 weight = self.weights[name]
                 weight -= rate * (share * gradient + self.settings.weight_decay * weight)
+        if self.sums is not None:
+            self.num_averaged += 1
+            for name, total in self.sums.items():
+                total += self.weights[name].detach()
         return float(loss.detach())
 
+    def validate(self, columns: Tensor) -> float:
+        """Return the perplexity of a text ``(T, N)``, and begin to average if that is due."""
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        if self.num_averaged and self.sums is not None:
+            weights = {name: total / self.num_averaged for name, total in self.sums.items()}
+        perplexity = self.perplexity(columns, weights)
+        before = self.losses[: max(0, len(self.losses) - self.settings.num_patient)]
+        if before and perplexity > min(before) and self.sums is None:
+            self.sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.losses.append(perplexity)
+        return perplexity
+
     @torch.no_grad()
-    def perplexity(self, columns: Tensor) -> float:
+    def perplexity(self, columns: Tensor, weights: dict[str, Tensor]) -> float:
         """Return the exponential of the mean loss of all words of a text but the first row."""
-        weights = self.weights
         state, total = self.begin(columns.shape[1]), 0.0
         for time in range(len(columns) - 1):
             x = weights["embedding.weight"][columns[time]]

@@ -155,6 +155,7 @@ WEIGHTS = OURS | {"torch's norm": parametrizations.weight_norm}
 
 # A norm of torch that is applied after planning keeps copies, of which the first step warns.
 @pytest.mark.filterwarnings("ignore:The first step of a Net under its plan took")
+@pytest.mark.filterwarnings("ignore:.*with more parameters than it was planned with")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_before", [True, False])
 @in_shares

@@ -7,6 +7,7 @@ thread, while this one waits: they share the turn in which they were made.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup._core.sketch import Sketch, sketch_of
 from recoup._core.sketch import are_equal as are_alike
-from recoup._core.tensors import has_values
+from recoup._core.tensors import PLAIN, has_values
 
 # The buffers of a module, or its attributes, and what they were at some time.
 Buffers = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
@@ -78,9 +79,9 @@ def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def others_of(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of a module, and the tensors that are plain attributes of it."""
-    values = (*vars(module).values(), *module._parameters.values())
-    return [each for each in values if isinstance(each, Tensor) and not is_lazy(each)]
+    """Return the plain parameters of a module, and the tensors that are attributes of it."""
+    values: Iterable[Any] = (*vars(module).values(), *module._parameters.values())
+    return [each for each in values if type(each) in PLAIN and not is_lazy(each)]
 
 
 def have_changed(
@@ -90,10 +91,18 @@ def have_changed(
     now = [
         None if a is None else sketch_of(each) for (_, each), a in zip(tensors, before, strict=True)
     ]
-    pairs = [[] if a is None or b is None else [(a, b)] for a, b in zip(before, now, strict=True)]
+    pairs = [
+        [(a, b)] if a is not None and b is not None and not _has_nan(a) else []
+        for a, b in zip(before, now, strict=True)
+    ]
     if are_alike(chain.from_iterable(pairs)):  # which waits once for a device
         return [False] * len(pairs)
     return [not are_alike(each) for each in pairs]
+
+
+def _has_nan(sketch: Sketch) -> bool:
+    """Whether a sketch that is not on a device is unlike itself."""
+    return isinstance(sketch, list) and any(map(math.isnan, sketch))
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

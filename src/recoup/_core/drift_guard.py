@@ -28,9 +28,6 @@ Rule 2. A state that was too far off and is computed again from a kept one must 
 Rule 3. A state is compared before autograd uses anything computed from it.
 Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
         that stage, but before the first stage that changes it, whose inverse returns it.
-Rule 5. Values that are not finite count as 0, so that a row of NaN does not hide another that
-        drifted; one that was finite and no longer is, is an error without bound. In a device's
-        memory nobody looks at the numbers in forward, and a state with such values is not compared.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ import math
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -218,7 +215,7 @@ class DriftComparison:
     def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
         self._guard, self._inverted = guard, inverted
         self._not_inverted: tuple[int, ...] = ()
-        self._sketches: dict[int, tuple[_StateSketch | None, ...]] = {}
+        self._sketches: dict[int, tuple[Sketch | None, ...]] = {}
         self._errors: dict[int, float] = {}
         self._sum = 0.0
         self._least = 0.0  # the largest machine epsilon of the states
@@ -333,31 +330,17 @@ def check_can_run_alone(name: str, modules: Sequence[nn.Module], drifted: str) -
         )
 
 
-class _StateSketch(NamedTuple):
-    """The sketch of a state, and whether it has values that are not finite (See Rule 5)."""
-
-    sketch: Sketch
-    has_gaps: bool
-
-
-def _sketch_of(value: Tensor) -> _StateSketch | None:
+def _sketch_of(value: Tensor) -> Sketch | None:
     """Return the sketch of a state: an inverse may deliver it in another layout in memory."""
-    if value.layout is torch.strided and not value.is_contiguous():
-        value = value.detach().contiguous()
-    sketch = sketch_of(value)
-    has_gaps = isinstance(sketch, list) and not math.isfinite(sum(sketch))
-    if has_gaps and type(value) is Tensor:
-        sketch = sketch_of(value.detach().nan_to_num(0.0, 0.0, 0.0))
-    return None if sketch is None else _StateSketch(sketch, has_gaps)
+    is_plain = value.layout is torch.strided and not value.is_contiguous()
+    return sketch_of(value.detach().contiguous() if is_plain else value)
 
 
-def _distance(before: _StateSketch, value: Tensor) -> float:
+def _distance(sketch: Sketch, value: Tensor) -> float:
     """Return the distance of a tensor from the sketched one, over the length of that."""
-    after = _sketch_of(value) or before
-    if after.has_gaps and not before.has_gaps:
-        return math.inf
-    old, new = numbers_of(before.sketch), numbers_of(after.sketch)
-    was, distance = math.hypot(*old), math.dist(old, new)
+    again = _sketch_of(value)
+    before, after = numbers_of(sketch), numbers_of(sketch if again is None else again)
+    was, distance = math.hypot(*before), math.dist(before, after)
     if not math.isfinite(was):
         return 0.0
     error = distance / was if was > 0 else distance

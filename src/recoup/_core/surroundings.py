@@ -10,8 +10,9 @@ Rule 2. A buffer of the modules that the first run changed counts once: a second
         versions, since fused kernels leave versions alone. The same goes for buffers and parameters
         that it assigned anew, or for the first time: a module has the ones again that it had.
         Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
-        the second time on that the code runs. In the first one, sketches of them show that it does,
-        and what its second run writes to them is taken back; there is no copy to begin with.
+        the second time on that the code runs, and so do all attributes of their modules (a flag
+        that says when to write). In the first one, sketches of them show that it does, and what
+        its second run writes to them is taken back; there is no copy to begin with.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
         But what a second run sets as attributes of modules, and the hooks that it adds to
@@ -203,6 +204,8 @@ class Surroundings(Draws):
         written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
         with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
             before, others = copies_of_buffers(found), copies_of(each for _, each in written)
+            writers = {ref() for ref, _ in written}
+            attributes = [(vars(each), vars(each).copy()) for each in writers]
             looked_at = self._may_write(self._code) if self._is_looking else []
             sketches = [sketch_of(each) for _, each in looked_at]
             self.counted = [*before]
@@ -213,6 +216,7 @@ class Surroundings(Draws):
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
             self.counted += [pair for pair in others if not are_equal(*pair)]
+            self._assigned += filter(are_assigned, attributes)
             for ref, each in compress(looked_at, have_changed(looked_at, sketches)):
                 _add(_writes, [ref])
                 self.counted.append((each, None))

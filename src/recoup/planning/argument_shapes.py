@@ -95,7 +95,7 @@ class ArgumentShapes(NamedTuple):
         """
         if _num_of(self) != _num_of(other):
             grows = sum(other.sizes) > sum(self.sizes)
-            return "with other modules than those that it was planned with" if grows else ""
+            return "with more parameters than it was planned with" if grows else ""
         modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))
         names = [f"{own}.{key}".lstrip(".") for own, m in modules.items() for key in m._parameters]
         trained = _first_more(self.parameters, other.parameters)
@@ -109,8 +109,6 @@ class ArgumentShapes(NamedTuple):
         if switched is not None:
             name = [*modules][switched]
             return f"with `{name}` in training mode, in which it was not when it was planned"
-        if other.inputs - self.inputs:
-            return "with an argument that requires a gradient, where none did when it was planned"
         others = [shape for place, shape in other.shapes.items() if place not in self.shapes]
         if others:
             return f"with an argument of {_shown(others[0])} that it was not planned with"

@@ -208,13 +208,12 @@ class PlanFollower:
         is_counted = not passes and enclosing_checkpoints() == (0, None)
         pending = self._pending.alive() if is_counted else []
         if bound is not None and is_counted:
-            model = cast("nn.Module", self._model)
-            pending = bound.check(model)
-            if not pending:
-                bound.pending.watch(bound, model)
+            pending = bound.check(cast("nn.Module", self._model))
         if self._arguments is not None and self._model is not None:
             self._arguments.warn_if_larger(self._model, args, kwargs)
             self._warn_of_drift()
+        if bound is not None and is_counted and not pending:
+            bound.pending.watch(bound, cast("nn.Module", self._model))
         own = pending[len(pending) - len(pending) % self._num_forwards :]
         now = _Pass(max((each.latest for each in own), default=-1))  # See Rule 6
         passes.append(now)

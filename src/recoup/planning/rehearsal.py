@@ -40,6 +40,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -266,7 +267,8 @@ class StateSnapshot:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
-            self._note_module(value)
+            (module,) = islice(value.modules(), 1)  # of a weak reference that stands in for it
+            self._note_module(module)
         elif isinstance(value, Tensor):
             if not value.is_meta and not value.is_inference():
                 self._note_tensor(value)
