@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
