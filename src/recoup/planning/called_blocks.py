@@ -13,11 +13,13 @@ Rule 3. A block that none of them called is not a stage. If it is called later, 
 
 NOTE [ Stages ]
 
-Rule 4. A stage is a block with a list of blocks in it. The outermost modules that a forward calls
-        within it can be blocks in its place (the layers of a Swin stage and its downsampling), if
-        several of them that have submodules are of one class.
-Rule 5. Whether that is better, the costs of both kinds of blocks say: for experts in a list, or
-        layers with a residual connection around them, it may not be.
+Rule 4. A stage is a block whose forward passes its input from one submodule to the next and
+        returns the output of the last one. All of these submodules can be blocks in its place (the
+        layers of a Swin stage and its downsampling), if several of them that have submodules are
+        of one class.
+Rule 5. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
+        but none receives the output of the one before; and a residual connection around a list of
+        layers belongs to none of the layers. Such a block is not divided.
 Rule 6. If a stage is divided, its other computations, such as further outputs, are outside blocks.
 
 NOTE [ Stems ]
@@ -37,9 +39,10 @@ from dataclasses import replace
 from itertools import dropwhile
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
     ModuleGroup,
@@ -52,6 +55,7 @@ from recoup.planning.blocks import (
     repeated_calls,
     repeats,
 )
+from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.ranks import is_sharded
@@ -259,17 +263,16 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
         step: the step.
         blocks: the names and modules of the blocks.
     """
-    stages = [
-        block
-        for _, block in blocks
-        if has_list_of_blocks(block) and not any(map(is_compiled, block.modules()))
-    ]
-    if not stages:
+    parts: dict[int, nn.Module] = {}
+    for _, block in blocks:
+        if has_list_of_blocks(block) and not any(map(is_compiled, block.modules())):
+            parts.update((id(each), each) for each in block.modules())
+    if not parts:
         return [blocks]
     with step.rehearsed():
-        called = _sequence(step, list(dict.fromkeys(part for s in stages for part in s.modules())))
+        chains = step.observe_forward(parts.values(), _CallObserver).chains
     names = {id(module): name for name, module in named_modules(step.model)}
-    found = [inner for _, block in blocks for inner in _expanded(block, called)]
+    found = [inner for _, module in blocks for inner in _expanded(module, chains)]
     if len(found) == len(blocks) or not _are_apart(found):
         return [blocks]
     return [[(names[id(module)], module) for module in found], blocks]
@@ -282,18 +285,51 @@ def _are_apart(modules: Sequence[nn.Module]) -> bool:
     return len(ids) == len(modules) and ids.isdisjoint(within)
 
 
+class _Call:
+    """One call of a module within a stage."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.latest = CallOutputs(given)
+        self.is_chain = True
+        self.modules: list[nn.Module] = []
+
+
+_Chains = dict[int, list[_Call]]
+
+
 class _CallObserver(Observer):
-    """An observer of the modules that a forward calls, in order."""
+    """An observer of the modules that a forward calls, in order, and of what each calls itself."""
 
     def __init__(self) -> None:
         self.called: list[nn.Module] = []
+        self.chains: _Chains = {}
+        self._calls: list[_Call] = []
 
     def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.called.append(module)
+        given, _ = flatten((args, kwargs))
+        if self._calls:
+            around = self._calls[-1]
+            around.is_chain &= bool(around.latest.indices_in(given, module)[0])
+            around.modules.append(module)
+        self._calls.append(_Call(given))
+
+    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del args, kwargs
+        call, (outputs, _) = self._calls.pop(), flatten(output)
+        call.is_chain &= bool(call.latest.indices_in(outputs, module)[0])
+        self.chains.setdefault(id(module), []).append(call)
+        if self._calls:
+            self._calls[-1].latest = CallOutputs(outputs)
 
 
-def _expanded(module: nn.Module, called: Sequence[nn.Module]) -> list[nn.Module]:
+def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
     """Return the blocks within a stage, recursively; if `module` is no stage, the module itself."""
-    parts = [part for _, part in outermost_of(called, module)]
-    found = [inner for part in parts for inner in _expanded(part, called)]
+    calls = chains.get(id(module), [])
+    if not calls or not all(call.is_chain for call in calls):
+        return [module]
+    called = [list(dict.fromkeys(call.modules)) for call in calls]
+    if any(each != called[0] for each in called):
+        return [module]
+    found = [inner for part in called[0] for inner in _expanded(part, chains)]
     return found if repeats(found) else [module]
