@@ -80,7 +80,7 @@ def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def others_of(module: nn.Module) -> list[Tensor]:
     """Return the plain parameters of a module, and the tensors that are attributes of it."""
-    values: Iterable[Any] = (*vars(module).values(), *module._parameters.values())
+    values: list[Any] = [*vars(module).values(), *module._parameters.values()]
     return [each for each in values if type(each) in PLAIN and not is_lazy(each)]
 
 
