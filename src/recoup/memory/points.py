@@ -111,7 +111,8 @@ def _reason(returncode: int, stderr: str) -> str:
     """Return why a process ended without an answer: its signal, or the last line that it wrote."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        return f"the process was ended by {name} (SIGKILL: memory of the machine exhausted?)."
+        hint = " (memory of the machine exhausted?)" if name == "SIGKILL" else ""
+        return f"the process was ended by {name}{hint}."
     return stderr.strip().rpartition("\n")[2] or f"the process ended with code {returncode}."
 
 
