@@ -26,7 +26,6 @@ Rule 7. Residuals that are made from what an inverse returned differ by more tha
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -166,9 +165,8 @@ class Region(Residuals):
                 self.outcome = recording.ended()
         parameters = surroundings.parameters
         held = filter(is_there, chain.from_iterable(map(values_of, surroundings.spaces)))
-        is_written = bool(parameters) and not (
-            versions_of(parameters) == surroundings.versions
-            and all(map(operator.is_, held, parameters))
+        is_written = [*map(id, held)] != [*map(id, parameters)] or (
+            bool(parameters) and versions_of(parameters) != surroundings.versions
         )
         if is_written or surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()

@@ -164,8 +164,8 @@ class Surroundings(Draws):
         spaces: list[dict[str, Any]] = []
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
+            spaces.append(own["_parameters"])
             if own["_parameters"]:
-                spaces.append(own["_parameters"])
                 parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
             if own["_buffers"]:
                 buffers.append((own["_buffers"], own["_buffers"].copy()))

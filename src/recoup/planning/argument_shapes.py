@@ -93,6 +93,19 @@ class ArgumentShapes(NamedTuple):
             model: the model.
             room: how many times its bytes a step may take, for shapes that have as many entries.
         """
+        if excess := self._excess_of_model(other, model):
+            return excess
+        others = [shape for place, shape in other.shapes.items() if place not in self.shapes]
+        if others:
+            return f"with an argument of {_shown(others[0])} that it was not planned with"
+        larger = [pair for pair in self._pairs(other) if not _covers(*pair)]
+        if larger and self.growth_to(other) > room:
+            own, theirs = larger[0]
+            return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
+        return ""
+
+    def _excess_of_model(self, other: ArgumentShapes, model: nn.Module) -> str:
+        """Return what a step needs more bytes for, of the parameters and modes of a model."""
         if _num_of(self) != _num_of(other):
             grows = sum(other.sizes) > sum(self.sizes)
             return "with more parameters than it was planned with" if grows else ""
@@ -109,13 +122,6 @@ class ArgumentShapes(NamedTuple):
         if switched is not None:
             name = [*modules][switched]
             return f"with `{name}` in training mode, in which it was not when it was planned"
-        others = [shape for place, shape in other.shapes.items() if place not in self.shapes]
-        if others:
-            return f"with an argument of {_shown(others[0])} that it was not planned with"
-        larger = [pair for pair in self._pairs(other) if not _covers(*pair)]
-        if larger and self.growth_to(other) > room:
-            own, theirs = larger[0]
-            return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
         return ""
 
 

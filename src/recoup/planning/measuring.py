@@ -291,7 +291,6 @@ _MOST_ROUNDS = 10
 _ENOUGH_SECONDS = 2.0  # for all rounds
 _SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
 _SECONDS_OF_PRODUCT = 60e-6  # of keeping a product: its copy, and giving it to the second run
-_KEEPING = "products "  # how the steps that keep them are named
 _NUM_PARTS = 3  # of what may be kept for second runs (See Rule 6)
 
 
@@ -351,7 +350,8 @@ def times_of(
         with planned.followed(again_all, timed):
             yield
 
-    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
+    # Steps that keep a part of the products are named by its number.
+    ways: dict[str | int, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
     if is_accelerator(step.device) and not is_without_values():
         ways = {"again": partial(planned.followed, again_all), "each": recomputing}
     if has_room and plain_seconds is None:
@@ -360,7 +360,7 @@ def times_of(
         chosen = [selection_of_part(call, part, _NUM_PARTS)[0] for call in calls]
         if any(chosen):
             kept = [c if call.until_again else None for c, call in zip(chosen, calls, strict=True)]
-            ways[f"{_KEEPING}{part}"] = partial(planned.followed, each_alone(kept))
+            ways[part] = partial(planned.followed, each_alone(kept))
     seconds = _in_turn(step, ways)
     shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
     again = medians_of_alike(calls, shortest)
@@ -377,7 +377,10 @@ def times_of(
 
 
 def _share(
-    part: int, calls: Sequence[MeasuredCall], again: Sequence[float], seconds: Mapping[str, float]
+    part: int,
+    calls: Sequence[MeasuredCall],
+    again: Sequence[float],
+    seconds: Mapping[str | int, float],
 ) -> float:
     """Return which part of its counted work is saved where a part of all is kept."""
     chosen = [selection_of_part(call, part, _NUM_PARTS)[1] for call in calls]
@@ -385,16 +388,16 @@ def _share(
     counted = sum(second * saved for second, saved in zip(again, fractions, strict=True))
     num_products = sum(len(selection.products) for selection in chosen if selection)
     saved = counted - _SECONDS_OF_PRODUCT * num_products
-    if (kept := f"{_KEEPING}{part}") in seconds:
-        saved = seconds["again"] - seconds[kept]
+    if part in seconds:
+        saved = seconds["again"] - seconds[part]
     return min(max(saved / counted, -1.0), 1.0) if counted else 0.0
 
 
 def _in_turn(
-    step: Step, ways: dict[str, Callable[[], AbstractContextManager[Any]]]
-) -> dict[str, float]:
+    step: Step, ways: dict[str | int, Callable[[], AbstractContextManager[Any]]]
+) -> dict[str | int, float]:
     """Return the shortest time of the step in each way (See Rule 7)."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str | int, float] = {}
     spent = 0.0
     for _ in range(1 if is_without_values() else _MOST_ROUNDS):
         if spent > _ENOUGH_SECONDS:
@@ -404,7 +407,7 @@ def _in_turn(
                 with entered():
                     taken = seconds_of(step)
             except (ChangedError, ReplayError):
-                if not name.startswith(_KEEPING):
+                if isinstance(name, str):
                     raise
                 taken = math.inf
             (taken,) = largest_among_ranks(step.model, [taken])

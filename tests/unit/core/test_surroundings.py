@@ -54,6 +54,13 @@ def assign_parameter(module, mean):
     module.frozen = nn.Parameter(0.9 * module.frozen + mean, requires_grad=False)
 
 
+def register_parameter(module, mean):
+    if "begun" in module._parameters:
+        module.begun = nn.Parameter(0.9 * module.begun + mean, requires_grad=False)
+    else:
+        module.begun = nn.Parameter(mean, requires_grad=False)
+
+
 def write_to_parameter(module, mean):
     module.frozen.mul_(0.9).add_(mean)
 
@@ -84,7 +91,10 @@ def counts_of(model):
     return found | {f"{place}.plain": module.plain for place, module in enumerate(model)}
 
 
-AT_ANY_TIME = assign, write, assign_first, register, assign_parameter, write_to_parameter
+AT_ANY_TIME = (
+    assign, write, assign_first, register, assign_parameter, register_parameter,
+    write_to_parameter,
+)  # fmt: skip
 FROM_THE_FIRST_STEP = write_to_data, assign_data, write_to_attribute
 
 
