@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -210,6 +211,22 @@ def test_a_loss_outside_of_the_model_that_does_not_fit_is_said_once():
     with plan.applied():
         loss_of(model(x)).backward()  # the first step fits
         large(model(x)).backward()
+
+
+@pytest.mark.parametrize("replan", [False, True])
+def test_a_graph_in_a_reference_cycle_is_not_pending(replan):
+    model, x = net(), batch()
+    budget = budget_between(0.0, model, x)
+    plan = recoup.plan(model, x, budget=budget, replan=replan).apply()
+    gc.disable()
+    try:
+        output = [model(x)]
+        output.append(output)
+        del output
+        model(x).abs().sum().backward()
+    finally:
+        gc.enable()
+    assert plan.family == (plan,)
 
 
 def test_the_watch_leaves_nothing_behind():

@@ -206,9 +206,10 @@ class PlanFollower:
         passes, bound = self._of_thread.passes, self._bound
         self._of_thread.outside.end_chain()
         is_counted = not passes and enclosing_checkpoints() == (0, None)
-        pending = self._pending.alive() if is_counted else []
-        if bound is not None and is_counted:
-            pending = bound.check(cast("nn.Module", self._model))
+        pending: Sequence[Any] = ()
+        if is_counted:
+            model = cast("nn.Module", self._model)
+            pending = self._pending.alive() if bound is None else bound.check(model)
         if self._arguments is not None and self._model is not None:
             self._arguments.warn_if_larger(self._model, args, kwargs)
             self._warn_of_drift()

@@ -170,6 +170,12 @@ class StepBound:
         """Whether a step with one more forward than these keeps to the budget."""
         return self.bytes_with(pending) <= self.step_bytes
 
+    def waiting(self) -> list[_Forward]:
+        """Return the forwards that are pending; a graph in a reference cycle is not."""
+        if not self.fits(self.pending.alive()):  # nobody holds them while garbage is collected
+            gc.collect()
+        return self.pending.alive()
+
     def check(self, model: nn.Module) -> list[_Forward]:
         """Return the forwards that are pending before one more forward of the model.
 
@@ -185,9 +191,7 @@ class StepBound:
                     "evaluation mode, in which it keeps less. Call `model.train()` before "
                     "recoup.plan, or give `replan=True`."
                 )
-        if not self.fits(self.pending.alive()):  # held by nothing while garbage is collected
-            gc.collect()  # a graph in a reference cycle is pending no more
-        pending = self.pending.alive()
+        pending = self.waiting()
         if not self.fits(pending):
             raise self.error(model, pending)
         return pending

@@ -287,8 +287,12 @@ def draw(plan: PlanReport, path: Path) -> Path:
         least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
         times = [1 + (point.seconds - least) / whole for point in plan.frontier]
         place = plan.frontier.index(plan.point)
-        panels[1].plot(sizes[place] / unit, times[place], "o", color=_AFTER, label="this plan")
         _frontier(panels[1], [Line("all plans", sizes, times)], unit, name)
+        panels[1].plot(
+            sizes[place] / unit, times[place], "o", color=_AFTER, markersize=9,
+            markeredgecolor="white", zorder=5, clip_on=False, label="this plan",
+        )  # fmt: skip
+        panels[1].legend(loc="upper right", frameon=False, fontsize=9.5)
 
     path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
     return path
@@ -305,10 +309,11 @@ def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> No
     colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
     for line, color in zip(lines, colors, strict=False):
         sizes = [size / unit for size in line.sizes]
-        axes.step(
-            sizes, line.times, where="post", color=color, linewidth=2.2, label=line.name,
-            marker="o", markevery=[-1],
-        )  # fmt: skip
+        axes.step(sizes, line.times, where="post", color=color, linewidth=2.2, label=line.name)
+    times = [time for line in lines for time in line.times]
+    low, high = min(times), max(times)
+    height = (high - low) or 0.1
+    axes.set_ylim(low - 0.05 * height, high + 0.25 * height)  # room for the legend
     axes.set_xlim(0, None)
     axes.legend(loc="upper right", frameon=False, fontsize=9.5)
     finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({unit_name})")

@@ -216,7 +216,7 @@ class PlansByShape:
         return entry.plan if lost < math.inf else None
 
     def _served(self, group: WrappedForwards, args: Args, kwargs: Kwargs) -> _Entry:
-        shapes, pending = shapes_of(self._model, args, kwargs), self._pending.alive()
+        shapes, pending = shapes_of(self._model, args, kwargs), self._entry.bound.waiting()
         begin = time.perf_counter()
         if pending:
             entry = self._served_beside(shapes, pending)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -181,11 +182,15 @@ def test_threads_that_share_a_module_find_all_its_attributes(way):
         except Exception as error:  # noqa: BLE001 - whatever a module without attributes raises
             errors.append(error)
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    threads, interval = [threading.Thread(target=train) for _ in range(2)], sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert errors == []
 
 

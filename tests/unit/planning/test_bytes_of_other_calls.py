@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -176,3 +177,41 @@ def test_what_begins_to_take_memory_is_said_once_by_name(before, now, then, word
         with pytest.warns(UserWarning, match=words):
             model(tokens(8, 16)).backward()
         model(tokens(8, 16)).backward()
+
+
+class Biased(nn.Module):
+    """Blocks that take a bias for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Attention() for _ in range(4)))
+
+    def forward(self, x, bias=0.0):
+        return self.blocks(x + bias)
+
+
+def wider(model):
+    model.blocks[0].up, model.blocks[0].down = nn.Linear(DIM, 640), nn.Linear(640, DIM)
+
+
+# What is changed before a call, its arguments beside the batch, and what the warning names.
+OTHERWISE = {
+    "another argument": (lambda model: None, {"bias": rows(8, 16)}, "an argument of 8 x 16 x 16"),
+    "wider layers": (wider, {}, "`blocks.0.up.weight` of more bytes"),
+    "more layers": (lambda model: model.blocks.append(Attention()), {}, "with more parameters"),
+    "another type": (lambda model: model.double(), {}, "`blocks.0.mix.weight` of more bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_a_planned_model_says_what_it_was_not_planned_with(kind):
+    change, others, words = OTHERWISE[kind]
+    model, x = Biased(), rows(8, 16)
+    frontier = recoup.plan(model, x)
+    with frontier.plan(frontier.least_bytes).applied():
+        model(x).sum().backward()
+        change(model)
+        x = x.to(next(model.parameters()).dtype)
+        with pytest.warns(UserWarning, match=re.escape(words)):
+            model(x, **others)
