@@ -170,6 +170,33 @@ def test_what_a_forward_sets_on_a_module_is_of_the_first_run(way):
         assert len(found._backward_hooks or ()) == len(wanted._backward_hooks or ())
 
 
+class Codebook(nn.Module):
+    """A layer without buffers that reads a parameter, and then assigns another in its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.code = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        y = (self.linear(x) * self.code).sin()
+        self.code = nn.Parameter(0.9 * self.code + y.detach().mean(0), requires_grad=False)
+        return y
+
+
+@pytest.mark.parametrize("way", [planned, checkpointed])
+def test_a_forward_may_read_what_it_then_assigns(way):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Codebook(), Codebook())
+    other, x = copy.deepcopy(plain), torch.randn(3, 4)
+    for run in (plain, way(other, x)):
+        for _ in range(2):
+            run(x).sum().backward()
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(one.code, two.code)
+        assert torch.equal(one.linear.weight.grad, two.linear.weight.grad)
+
+
 @pytest.mark.parametrize("way", [planned, checkpointed])
 def test_threads_that_share_a_module_find_all_its_attributes(way):
     model, x, errors = nn.Sequential(Keeping(), Keeping()), torch.randn(3, 4), []
