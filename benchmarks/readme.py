@@ -119,9 +119,12 @@ def _summary(found: dict) -> str:
             f"{mib(long_windows[1]['peak_bytes'])}."
         ),
     }
-    couplings = found["couplings"]
+    names = dict.fromkeys(
+        found[suite]["device_name"]
+        for suite in ("compiled", "tiles", "flows", "weights", "language_model")
+    )
     conditions = (
-        f"<sub>{couplings['device_name']}, two cores, torch {couplings['versions']['torch']}, "
+        f"<sub>{' and '.join(names)}, two cores, torch {found['flows']['versions']['torch']}, "
         "peaks by the allocator's events; no figure here is from a GPU. `make bench` measures "
         "again; [all tables and their conditions](docs/benchmarks.md).</sub>"
     )

@@ -133,7 +133,7 @@ def weights_table(weights: dict) -> str:
     )
     conditions = (
         "<sub>Kept beyond the plain layer; time of a step over plain, wall time on "
-        f"{weights['num_threads']} threads, median of 9 interleaved rounds. {weights['date']}, "
+        f"{num_threads(weights)}, median of 9 interleaved rounds. {weights['date']}, "
         f"torch {versions['torch']}, returnn {versions['returnn']}, pytorch-nlp "
         f"{versions['pytorch-nlp']}.</sub>"
     )
@@ -179,7 +179,7 @@ def language_model_table(found: dict, curve: dict) -> str:
     )
     conditions = (
         "<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
-        f"{found['num_threads']} threads, the fastest of 8 rounds in turn; peaks by the "
+        f"{num_threads(found)}, the fastest of 8 rounds in turn; peaks by the "
         f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
     )
     return "\n".join([*lines, "", sentence, "", conditions])
@@ -267,7 +267,7 @@ def tiles_table(found: dict) -> str:
     conditions = (
         "<sub>Forward and backward, gradients with them; float32, a tenth of the targets ignored. "
         "Other libraries' ways are written down in `benchmarks/tiles.py` in torch's operators. "
-        f"Wall time on {found['num_threads']} threads, the fastest round of each. "
+        f"Wall time on {num_threads(found)}, the fastest round of each. "
         f"{found['device_name']}, {found['date']}, torch {versions['torch']}; "
         "`make bench ARGS=tiles`.</sub>"
     )
@@ -386,7 +386,7 @@ def offload_table(found: dict) -> str:
     conditions = (
         "<sub>The state before each block is 4 MiB; simulated with twice that in flight. The file "
         f"takes {speeds[0]:.2f} GB/s and gives {speeds[1]:.2f}, through the system's cache. Wall "
-        f"time on {found['num_threads']} threads, medians of ratios in turn. "
+        f"time on {num_threads(found)}, medians of ratios in turn. "
         f"{found['device_name']}, {found['date']}, torch {versions['torch']}; "
         "`make bench ARGS=offload`.</sub>"
     )
@@ -454,6 +454,10 @@ def flows_table(found: dict) -> str:
         "</sub>"
     )
     return "\n".join([*lines, "", conditions])
+
+
+def num_threads(found: dict) -> str:
+    return "one thread" if found["num_threads"] == 1 else f"{found['num_threads']} threads"
 
 
 def mib(num_bytes: int, digits: int = 0) -> str:
