@@ -74,7 +74,8 @@ def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [
         (each, each.detach().clone())
         for each in tensors
-        if each.layout is torch.strided and not each.is_nested and has_values(each)
+        if not is_lazy(each) and each.layout is torch.strided
+        if not each.is_nested and has_values(each)
     ]
 
 
@@ -121,7 +122,7 @@ def are_assigned(found: Attributes) -> bool:
 
 def are_own(found: Attributes) -> bool:
     """Whether its parameters are plain, so that FSDP2 has not put others in their places."""
-    return {type(each) for own in found for each in own.values()} <= {nn.Parameter, type(None)}
+    return {type(each) for own in found for each in own.values()} <= {*PLAIN, type(None)}
 
 
 def assign(found: Iterable[Attributes]) -> None:

@@ -272,8 +272,8 @@ def _can_move(tensor: Tensor, min_bytes: int) -> bool:
     """Whether `tensor` may be away: it is an ordinary, large one, and nothing else keeps it."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return False  # a parameter is alive anyway; other subclasses have memory of their own
-    if tensor.is_conj() or tensor.is_neg():
-        return False  # the storage holds other numbers
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return False  # the storage holds other numbers, or there is none
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return False

@@ -8,7 +8,8 @@ Rule 1. A second run is given back the settings of operators (autocast, the kern
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
         versions, since fused kernels leave versions alone. The same goes for buffers and parameters
-        that it assigned anew, or for the first time: a module has the ones again that it had.
+        that it assigned anew, or for the first time, or that were replaced since: a module has the
+        ones again that it had, and is in the mode in which it was.
         Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
         the second time on that the code runs, and so do all attributes of their modules (a flag
         that says when to write). In the first one, sketches of them show that it does, and what
@@ -17,7 +18,7 @@ Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a s
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
         But what a second run sets as attributes of modules, and the hooks that it adds to
         parameters, are taken away: a module has those of the first run, in whose graph they are.
-Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
+Rule 4. Versions of parameters, submodules and hooks are noted. They decide nothing: where a
         residual differs, they tell an error what has changed.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
         each run. So code is looked at in its first run in each mode (training or
@@ -42,12 +43,14 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
-from operator import attrgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from recoup._core.buffers import (
+    Attributes,
     Buffers,
     all_of,
     are_assigned,
@@ -71,9 +74,11 @@ from recoup._core.saved_tensors import is_there, set_versions, version_of, versi
 from recoup._core.settings import settings_now, with_settings
 from recoup._core.sketch import sketch_of
 from recoup._core.tensors import is_without_values
+from recoup.errors import RecoupError
 
 Code = weakref.ref[Any]
 _training: Callable[[nn.Module], bool] = attrgetter("training")
+_first: Callable[[Any], Any] = itemgetter(0)
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
 values_of: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -125,6 +130,8 @@ class Surroundings(Draws):
         self._hooks: list[object] = []
         self.spaces: list[dict[str, Any]] = []  # of the parameters of each module
         self._spaces_before: list[dict[str, Any]] = []
+        self._holders: list[dict[str, Any]] = []  # these, and those of buffers
+        self._found: list[int] = []  # the ids of what is in them
         self._is_unsure = False
         self._turn = turn_here.turn
         if modules:
@@ -186,6 +193,8 @@ class Surroundings(Draws):
         self.spaces, self._spaces_before = spaces, list(map(_copy, spaces))
         self.buffers = buffers
         self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
+        self._holders = [*spaces, *map(_first, buffers)]
+        self._found = list(map(id, chain.from_iterable(map(values_of, self._holders))))
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -199,6 +208,12 @@ class Surroundings(Draws):
     @contextmanager
     def _looking(self) -> Generator[None]:
         """A context for a first run that is looked at, or that decides or counts."""
+        if self._is_looking and any(map(is_lazy, self.parameters)):
+            raise RecoupError(
+                f"{self.name} has parameters without a shape (nn.LazyLinear, for example), which "
+                "its first run makes, and its second run would not. Call it once before, outside "
+                "of a region: `with torch.no_grad(): module(x)`."
+            )
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
         written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
@@ -363,11 +378,18 @@ class Surroundings(Draws):
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
-        is_any = self.counted or self._assigned or self.kept_outputs
+        assigned = self._assigned
+        if self._found != list(map(id, chain.from_iterable(map(values_of, self._holders)))):
+            found = chain(zip(self.spaces, self._spaces_before, strict=True), self.buffers)
+            assigned = [*assigned, *filter(are_own, filter(are_assigned, found))]
+        is_any = self.counted or assigned or self.kept_outputs
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
-        run = self._restored() if is_any else self.replaying()
+        run = self._restored(assigned) if is_any else self.replaying()
         modules, parameters = self._modules, self.parameters
         attributes = list(map(_copy, map(vars, modules)))
+        if list(map(_training, modules)) != self._modes:
+            for module, training in zip(modules, self._modes, strict=True):
+                module.training = training
         hooks: list[tuple[Any, ...]] = list(map(_hooks_of, parameters))
         if hooks.count((None, None)) < len(hooks):
             hooks = [tuple(own if own is None else dict(own) for own in each) for each in hooks]
@@ -387,13 +409,13 @@ class Surroundings(Draws):
                     assign([] if own is None else [(own, before or {})])
 
     @contextmanager
-    def _restored(self) -> Generator[None]:
+    def _restored(self, assigned: list[Attributes]) -> Generator[None]:
         mode: AbstractContextManager[object] = nullcontext()
         if self.kept_outputs is not None:
             mode = self.kept_outputs.repeating()
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(OperatorMode(run_plainly))
-        buffers, assigned = [buffer for buffer, _ in self.counted], self._assigned
+        buffers = [buffer for buffer, _ in self.counted]
         turn = having_turn(self._turn, is_needed=bool(buffers or assigned))
         with with_settings(self._settings), turn:
             after = [buffer.detach().clone() for buffer in buffers]
@@ -414,33 +436,24 @@ class Surroundings(Draws):
     # -- what has changed ------------------------------------------------------------------
 
     def culprit(self) -> str:
-        """Return what has changed since the first run, of what can be named; "" if nothing has."""
-        for module, training in zip(self._modules, self._modes, strict=True):
-            if module.training is not training:
-                was = "training" if training else "evaluation"
-                return f"{self._name_of(module)} was in {was} mode in forward, and no longer is"
+        """Return what has changed since the first run, of what can be named; else ""."""
         for value, version in zip(self.parameters, self.versions, strict=True):
             if version_of(value) != version:
                 return f"{self._name_of(value)} was changed in place"
         now = Surroundings(self.name, self._modules, self, keeps_outputs=False)
         if now._modules != self._modules:
             return "a module in it was replaced, added or removed"
-        if list(map(id, now.parameters)) != list(map(id, self.parameters)):
-            return "a parameter in it was replaced"
         if now._hooks != self._hooks:
             return "hooks of its modules were added or removed, or a `forward` was replaced"
         return unrepeated()
 
-    def _name_of(self, found: nn.Module | Tensor) -> str:
-        """Return the name of a module or parameter, in the first module that has it."""
+    def _name_of(self, found: Tensor) -> str:
+        """Return the name of a parameter, in the first module that has it."""
         for root in self._modules:
-            parts: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
-            for name, part in parts:
-                if part is found and isinstance(found, nn.Module):
-                    return f"{type(found).__name__} `{name}`" if name else type(found).__name__
-                if part is found:
+            for name, parameter in root.named_parameters():
+                if parameter is found:
                     return f"`{name}` of {type(root).__name__}"
-        return f"a {type(found).__name__}"
+        return "a parameter"
 
 
 def _add(known: set[Code], parts: Iterable[Code]) -> None:

@@ -283,4 +283,4 @@ def _place_of(tensor: Tensor) -> tuple[int, Any]:
 def _covers(tensor: Tensor, num_bytes: int) -> bool:
     """Whether `tensor` covers every one of `num_bytes` exactly once."""
     dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(*dims).is_contiguous() and tensor.nbytes == num_bytes
+    return tensor.permute(dims).is_contiguous() and tensor.nbytes == num_bytes

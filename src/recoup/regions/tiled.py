@@ -33,7 +33,7 @@ from recoup.regions.tiles import (
     Reduction,
     Tiles,
     check_all_rows,
-    check_once,
+    check_few_rows,
     joined,
     tile_value,
 )
@@ -217,7 +217,7 @@ class Tiled(Generic[P, T]):
         """Call the function in tiles, in a graph of the compiler or outside of any."""
         tiles = Tiles(args, kwargs, self._cut)
         if not is_followed():
-            check_once(self._name, self._fn, tiles)
+            check_few_rows(self._name, self._fn, tiles)
         if self._cut.reduction != "none":
             return cast("T", self._loss(tiles))
         outputs = [self._tile(tiles, index, piece) for index, piece in _pieces(tiles)]

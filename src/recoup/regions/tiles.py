@@ -10,10 +10,12 @@ Rule 2. A tensor that has as many by chance must not be split, and one that is n
 Rule 3. Tiles differ by at most one row. There are fewer where there are fewer rows, and one where
         there are none.
 
-NOTE [ Checked once ]
+NOTE [ When a function is checked ]
 
-Its code and what it holds, one level deep, tell which function it is. A check that could show
-nothing (rows that are all alike, a loss without targets) is made again.
+Rule 4. A loss is checked in each call: whether a mean weights its rows may depend on their values.
+Rule 5. Another function is checked in the first call of its kind. Its code, what it holds, one
+        level deep, and the arguments that are no tensors tell which one it is. A check that could
+        show nothing (rows that are all alike) is made again.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ class Tiles:
     def kind(self) -> Hashable:
         """The same for two calls that are cut alike."""
         ids = set(map(id, self.others))
-        return (self.cut.reduction, self.dim, *((t.dim(), id(t) in ids) for t in self._tensors))
+        values = map(_mark, (*self._args, *self._kwargs, *self._kwargs.values()))
+        return (self.dim, *values, *((t.dim(), id(t) in ids) for t in self._tensors))
 
     def given(self, parts: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `parts` in the places of the tensors that are split."""
@@ -254,6 +257,7 @@ def tile_value(output: Any, name: str, reduction: Reduction) -> Tensor:
 
 
 _checked: set[Hashable] = set()
+_NUMBERS = (bool, int, float, str, type(None))
 
 
 def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
@@ -265,8 +269,8 @@ def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
     _demand(name, _check_of(name, fn, tiles, takes_gradients=True).mixes(tiles.counted_rows()))
 
 
-def check_once(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
-    """Check a function on a few rows, in the first call of its kind.
+def check_few_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
+    """Check a function on a few rows (See Rules 4 and 5).
 
     Raises:
         ValueError: if the function does not treat rows independently.
@@ -275,7 +279,7 @@ def check_once(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
     if len(tiles.sizes) == 1 or not is_plain or is_transformed():
         return
     kind = (tiles.kind, _mark(fn), *map(_mark, captured_by(fn)))
-    if kind in _checked:
+    if tiles.cut.reduction == "none" and kind in _checked:
         return
     rows, check = tiles.counted_rows(), _check_of(name, fn, tiles)
     try:
@@ -313,13 +317,18 @@ def _check_of(
 
 def _mark(value: Any) -> Hashable:
     """Return what tells a function, or a value that it holds, from another one."""
+    if isinstance(value, _NUMBERS):
+        return type(value), value
     if isinstance(value, functools.partial):
-        value = cast("Any", value).func
+        found = cast("functools.partial[Any]", value)
+        return (_mark(found.func), *found.keywords)
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if code is not None or not callable(value):
         return code or type(cast("object", value))
-    modes = tuple(m.training for m in value.modules()) if isinstance(value, nn.Module) else ()
+    modules = value.modules() if isinstance(value, nn.Module) else ()
+    held = [each for module in modules for each in vars(module).items()]
+    numbers = tuple((name, each) for name, each in held if isinstance(each, _NUMBERS))
     try:
-        return (weakref.ref(value), modes, hash(value))
+        return (weakref.ref(value), numbers, hash(value))
     except TypeError:  # a function of C, which stays, or what cannot be hashed
         return value if cast("Any", value).__hash__ else type(cast("object", value))
