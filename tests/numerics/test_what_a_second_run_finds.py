@@ -1,4 +1,6 @@
-"""What was replaced between forward and backward, or is in another mode: a second run has the old."""
+"""What is replaced, or is in another mode, before backward: a second run has what was there."""
+
+from __future__ import annotations
 
 from functools import partial
 

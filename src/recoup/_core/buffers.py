@@ -85,6 +85,15 @@ def others_of(module: nn.Module) -> list[Tensor]:
     return [each for each in values if type(each) in PLAIN and not is_lazy(each)]
 
 
+def name_of_parameter(parameter: Tensor, modules: Iterable[nn.Module]) -> str:
+    """Return the name of a parameter, in the first module that has it."""
+    for module in modules:
+        for name, each in module.named_parameters():
+            if each is parameter:
+                return f"`{name}` of {type(module).__name__}"
+    return "a parameter"
+
+
 def have_changed(
     tensors: Iterable[tuple[object, Tensor]], before: Sequence[Sketch | None]
 ) -> list[bool]:

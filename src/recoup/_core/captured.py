@@ -13,6 +13,7 @@ import copy
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
@@ -102,6 +103,17 @@ def joint_code(codes: Sequence[object]) -> object:
 def _joint(*codes: object) -> _Joint:
     del codes
     return _Joint()
+
+
+Code = weakref.ref[Any]
+
+
+def note(known: set[Code], parts: Iterable[Code]) -> None:
+    """Add code to a set, for as long as it is there."""
+    for part in parts:
+        value = part()
+        if value is not None and part not in known:
+            known.add(weakref.ref(value, known.discard))
 
 
 _DEEPEST = 6

@@ -61,10 +61,12 @@ from recoup._core.buffers import (
     copies_of_buffers,
     have_changed,
     having_turn,
+    name_of_parameter,
     others_of,
     put_values,
     turn_here,
 )
+from recoup._core.captured import Code, note
 from recoup._core.devices import unrepeated
 from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.kept_products import Products
@@ -76,7 +78,6 @@ from recoup._core.sketch import sketch_of
 from recoup._core.tensors import is_without_values
 from recoup.errors import RecoupError
 
-Code = weakref.ref[Any]
 _training: Callable[[nn.Module], bool] = attrgetter("training")
 _first: Callable[[Any], Any] = itemgetter(0)
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
@@ -210,9 +211,8 @@ class Surroundings(Draws):
         """A context for a first run that is looked at, or that decides or counts."""
         if self._is_looking and any(map(is_lazy, self.parameters)):
             raise RecoupError(
-                f"{self.name} has parameters without a shape (nn.LazyLinear, for example), which "
-                "its first run makes, and its second run would not. Call it once before, outside "
-                "of a region: `with torch.no_grad(): module(x)`."
+                f"{self.name} has parameters without a shape (of nn.LazyLinear, for example). Call "
+                "it once before, outside of a region: `with torch.no_grad(): module(x)`."
             )
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
@@ -233,7 +233,7 @@ class Surroundings(Draws):
             self.counted += [pair for pair in others if not are_equal(*pair)]
             self._assigned += filter(are_assigned, attributes)
             for ref, each in compress(looked_at, have_changed(looked_at, sketches)):
-                _add(_writes, [ref])
+                note(_writes, [ref])
                 self.counted.append((each, None))
 
     def has_run(self) -> None:
@@ -264,11 +264,11 @@ class Surroundings(Draws):
         versions = dict(zip(map(id, buffers), self._buffer_versions, strict=True))
         for module in self._modules:  # one that has begun to count since it was looked at
             if any(own is module._buffers for own, _ in begun):
-                _add(_counts, [weakref.ref(module)])
+                note(_counts, [weakref.ref(module)])
             own = [each for each in module._buffers.values() if each is not None]
             changed = [e for e in own if version_of(e) != versions.get(id(e), version_of(e))]
             if changed and counted.isdisjoint(map(id, own)):
-                _add(_counts, [weakref.ref(module)])
+                note(_counts, [weakref.ref(module)])
                 self.counted += [(buffer, None) for buffer in own]
 
     def _buffers_that_may_count(self) -> list[Buffers]:
@@ -312,7 +312,7 @@ class Surroundings(Draws):
                 self._code.append(ref)
                 self._seen[0 if module.training else 1][1].append(ref)
                 if module._parameters or module._buffers or module._modules:  # else a function
-                    _add(_finds, self._root)
+                    note(_finds, self._root)
             is_copied = is_held and (self._is_looking or ref in _counts)
             is_seen = ref in (training if module.training else evaluated)
             if not is_copied and (not is_seen or ref in _counts):
@@ -331,23 +331,23 @@ class Surroundings(Draws):
             if not module._buffers:
                 continue
             if not changed.isdisjoint(map(id, (module._buffers, *module._buffers.values()))):
-                _add(_counts, [ref])
+                note(_counts, [ref])
             elif called is not None and id(module) not in called and ref not in self._root:
                 left.add(ref)
         kept = self.kept_outputs
         if kept is None or kept.may_draw or (self.has_foreign and not self._is_looking):
-            _add(_draws, self._root)
+            note(_draws, self._root)
         else:  # another thread has moved the generators, if they were
             self.has_foreign, self.start = False, None
         if kept is not None and kept.may_decide_otherwise:
-            _add(_decides, self._root)
+            note(_decides, self._root)
         elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
             self._has_mode |= self._is_looking
         if self.buffers and is_without_values():
             return  # it is not seen which of them the run has changed
         for known, parts in self._seen:
-            _add(known, [part for part in parts if part not in left])
+            note(known, [part for part in parts if part not in left])
 
     def look_again(self) -> None:
         """Forget what is known of this code, since it has done otherwise."""
@@ -439,25 +439,10 @@ class Surroundings(Draws):
         """Return what has changed since the first run, of what can be named; else ""."""
         for value, version in zip(self.parameters, self.versions, strict=True):
             if version_of(value) != version:
-                return f"{self._name_of(value)} was changed in place"
+                return f"{name_of_parameter(value, self._modules)} was changed in place"
         now = Surroundings(self.name, self._modules, self, keeps_outputs=False)
         if now._modules != self._modules:
             return "a module in it was replaced, added or removed"
         if now._hooks != self._hooks:
             return "hooks of its modules were added or removed, or a `forward` was replaced"
         return unrepeated()
-
-    def _name_of(self, found: Tensor) -> str:
-        """Return the name of a parameter, in the first module that has it."""
-        for root in self._modules:
-            for name, parameter in root.named_parameters():
-                if parameter is found:
-                    return f"`{name}` of {type(root).__name__}"
-        return "a parameter"
-
-
-def _add(known: set[Code], parts: Iterable[Code]) -> None:
-    for part in parts:
-        value = part()
-        if value is not None and part not in known:
-            known.add(weakref.ref(value, known.discard))
