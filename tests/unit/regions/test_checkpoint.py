@@ -18,7 +18,7 @@ from recoup._core.operators import num_dispatch_modes
 from tests.oracle import assert_same_step, run_step
 from tests.zoo import chain_of, leaf
 
-NORM = nn.BatchNorm1d(4).double()
+NORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def call_it(module, x):
@@ -37,26 +37,11 @@ def within(trainer):
     return lambda x: trainer.step(x)
 
 
-HELD = {
-    "module": lambda norm: norm,
-    "closure": lambda norm: lambda x: norm(x).sin(),
-    "list": lambda norm: lambda x, group=[norm]: group[0](x).sin(),
-    "partial": lambda norm: functools.partial(call_it, norm),
-    "argument": lambda norm: lambda x: recoup.checkpoint(call_it, norm, x),
-    "method": lambda norm: norm.forward,
-    "object": lambda norm: Trainer(norm).step,
-    "within an object": lambda norm: within(Trainer(norm)),
-    "global": lambda norm: lambda x: NORM(x).sin(),
-}
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_norms_are_counted_once(held):
-    NORM.reset_running_stats()
-    norm = NORM if held == "global" else nn.BatchNorm1d(4).double()
-    for num_steps in (1, 2):
-        recoup.checkpoint(HELD[held](norm), leaf(5, 4)).square().sum().backward()
-        assert int(norm.num_batches_tracked) == num_steps
+def of_a_global(model, call, x):
+    NORM.load_state_dict(model.norms[0].state_dict())
+    y = call(lambda x: NORM(x).sin(), x)
+    model.norms[0].load_state_dict(NORM.state_dict())
+    return y
 
 
 def plainly(fn, *args, **kwargs):
@@ -89,11 +74,18 @@ WAYS = {
     "a module": lambda m, call, x: call(m.norms[1], call(lambda x: m.first(x), x)),
     "a loop": lambda m, call, x: call(m.at, 1, call(m.at, 0, x)),
     "one alone": lambda m, call, x: call(m.first, x),
+    "a list": lambda m, call, x: call(lambda x, group=[*m.norms]: group[0](x).sin(), x),
+    "a partial": lambda m, call, x: call(functools.partial(call_it, m.norms[0]), x),
+    "an argument": lambda m, call, x: call(call_it, m.norms[0], x),
+    "a method": lambda m, call, x: call(m.norms[0].forward, x),
+    "an object": lambda m, call, x: call(Trainer(m.norms[0]).step, x),
+    "within an object": lambda m, call, x: call(within(Trainer(m.norms[0])), x),
+    "a global": of_a_global,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_modules_that_a_region_holds_and_did_not_call_are_looked_at_later(way):
+def test_buffers_count_once_however_code_holds_its_modules(way):
     for _ in range(3):  # models, which share the code
         models, x = [Norms(), Norms()], leaf(8, 4).float()
         models[1].load_state_dict(models[0].state_dict())
@@ -152,8 +144,8 @@ def test_modules_that_a_helper_finds_are_exact_without_a_dispatch_mode():
     assert [ours.num_modes for _, ours in pairs] == [[1, 1, 0, 0], [0] * 4, [0] * 2]
 
 
-def attend(attention, *args, **given):
-    return attention(*args, **given)[0]
+def attend(attention, *args, **named):
+    return attention(*args, **named)[0]
 
 
 class Attends(nn.Module):
@@ -173,15 +165,16 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
     """Code may ask: an attention has another projection for a query that is its key."""
     blocks, x, other = [Attends() for _ in range(4)], torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     x = nn.Parameter(x) if how == "parameters" else x.requires_grad_()
-    for given in ((x, x, x), (x, other, other), (other, x, other)):
-        named = dict(zip(("query", "key", "value"), given, strict=True))
-        args, kwargs = ((), named) if how == "keywords" else (given, {})
+    attention = blocks[0].attention
+    for query, key, value in ((x, x, x), (x, other, other), (other, x, other)):
+        named = {"query": query, "key": key, "value": value}
         if how in ("sqrt", "log", 1):
             chains = nn.Sequential(*blocks), recoup.Sequential(*blocks, memory=how)
-            made = [chain(given)[0] for chain in chains]
+            made = [chain((query, key, value))[0] for chain in chains]
+        elif how == "keywords":
+            made = [call(attend, attention, **named) for call in CALLS]
         else:
-            attention = blocks[0].attention
-            made = [call(attend, attention, *args, **kwargs) for call in CALLS]
+            made = [call(attend, attention, query, key, value) for call in CALLS]
         found = [torch.autograd.grad(each.square().sum(), x) for each in made]
         assert torch.equal(*found[0], *found[1])
 

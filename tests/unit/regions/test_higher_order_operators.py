@@ -27,21 +27,12 @@ class ChoiceOfParameters(Choice):
         return torch.cond(x.sum() > 0, lambda x: self.first(x), lambda x: self.last(x), (x,))
 
 
-MATCH = r"torch\.cond.*torch\.utils\.checkpoint"
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_condition_in_a_region_names_itself():
+def test_a_condition_in_a_region_or_in_a_planned_model_names_itself():
     """N10"""
-    with pytest.raises(RecoupError, match=MATCH):
-        recoup.checkpoint(ChoiceOfParameters(), torch.randn(4, DIM).requires_grad_())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_condition_in_a_planned_model_names_itself():
-    """N10"""
-    model = nn.Sequential(*(Choice() for _ in range(3)))
-    with pytest.raises(RecoupError, match=MATCH):
-        recoup.plan(model, torch.randn(4, DIM), policy="full")
+    x, says = torch.randn(4, DIM).requires_grad_(), r"torch\.cond.*torch\.utils\.checkpoint"
+    with pytest.raises(RecoupError, match=says):
+        recoup.checkpoint(ChoiceOfParameters(), x)
+    with pytest.raises(RecoupError, match=says):
+        recoup.plan(nn.Sequential(*(Choice() for _ in range(3))), x.detach(), policy="full")

@@ -24,10 +24,9 @@ def step(model, loss, change=lambda value: value):
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "a tile", "all"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize(("reduction", "tiles"), [("mean", 1), ("mean", 4), ("sum", 4)])
 @both
-def test_a_loss_is_that_of_all_rows(call, tiles, reduction, ignored):
+def test_a_loss_is_that_of_all_rows(call, reduction, tiles, ignored):
     model, labels = Model(), targets(ignored)
 
     def fn(hidden, labels):
@@ -54,12 +53,10 @@ HEADS = {  # how the head makes logits of (rows, D)
     "twice": lambda m, x: (
         F.linear(F.linear(x, m.body.weight), m.body.weight.t()) @ m.embedding.weight.t()
     ),
-    # Of transformers' GPT-2: the weight is not transposed.
     "Conv1D": lambda m, x: torch.addmm(m.head.bias, x @ m.body.weight, m.head.weight.t()),
     "alpha": lambda m, x: torch.addmm(m.head.bias, x, m.head.weight.t(), alpha=0.5),
     "beta": lambda m, x: torch.addmm(m.head.bias, x, m.head.weight.t(), beta=0.5),
     "batched": lambda m, x: torch.bmm(x[None], m.head.weight.t()[None])[0],
-    "expanded": lambda m, x: x.sum(1, keepdim=True).expand(-1, D) @ m.head.weight.t(),
     "frozen": lambda m, x: F.linear(x, m.head.weight.detach(), m.head.bias),
     "parts": lambda m, x: F.linear(x, torch.cat(m.head.weight.split([4, 7])), m.head.bias),
     "complex": lambda m, x: F.linear(x.to(torch.complex128), m.head.weight + 0j).abs(),
@@ -77,13 +74,12 @@ def hooked(model):
 
 
 STEPS = {  # arguments of the model, what is called, tolerance
-    **{f"tied={tied}, bias={bias}": ((tied, bias), lambda m: m.loss, 1e-10)
-       for tied in (True, False) for bias in (True, False)},
+    "tied, no bias": ((True, False), lambda m: m.loss, 1e-10),
+    "a bias": ((False, True), lambda m: m.loss, 1e-10),
     **{f"head, {name}": ((), head(name), 1e-10) for name in HEADS},
     "a region within": ((True,), lambda m: lambda *xy: recoup.checkpoint(m.loss, *xy), 1e-10),
     "hooks of parameters": ((True,), hooked, 1e-10),
     "noise": ((), lambda m: recoup.weight_noise(m, "head.weight", 0.5).loss, 1e-10),
-    "bfloat16": ((), lambda m: m.bfloat16().loss, 5e-2),
     "float16": ((), lambda m: m.half().loss, 5e-2),
 }  # fmt: skip
 
@@ -122,8 +118,7 @@ def test_a_mean_in_16_bits_whose_sum_is_too_large():
         assert torch.equal(torch.autograd.grad(value, x)[0], torch.full_like(x, 1 / 1024))
 
 
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("used_before", [True, False])
+@pytest.mark.parametrize(("used_before", "cache"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("is_off_within", [False, True])
 def test_autocast(is_off_within, used_before, cache):
     model, labels = Model(tied=True).float(), targets()
@@ -212,17 +207,17 @@ def test_a_retained_graph_and_a_gradient_of_the_gradient():
         value.backward()
 
 
-@pytest.mark.parametrize("asked", ["body.weight", "head.bias", "norm.weight", ""])
+@pytest.mark.parametrize("asked", ["body.weight", "head.bias", "norm.weight"])
 def test_only_some_gradients(asked):
     model, labels = Model(), targets()
-    model.requires_grad_(not asked.startswith("norm") and bool(asked))
-    value = recoup.tiled_loss(model.loss)(model.hidden(), labels)
-    assert value.requires_grad == model.head.bias.requires_grad
-    if asked:
-        leaf = model.get_parameter(asked).requires_grad_()
-        value = recoup.tiled_loss(model.loss)(model.hidden(), labels)
-        wanted = torch.autograd.grad(model.loss(model.hidden(), labels), leaf)
-        assert_same(torch.autograd.grad(value, leaf), wanted)
+    model.requires_grad_(asked != "norm.weight")
+    leaf = model.get_parameter(asked)
+    tiled = recoup.tiled_loss(model.loss)
+    assert tiled(model.hidden(), labels).requires_grad == leaf.requires_grad
+    leaf.requires_grad_()
+    value = tiled(model.hidden(), labels)
+    wanted = torch.autograd.grad(model.loss(model.hidden(), labels), leaf)
+    assert_same(torch.autograd.grad(value, leaf), wanted)
 
 
 @pytest.mark.parametrize("how", ["argument", "closure", "hidden"])
@@ -257,6 +252,5 @@ def test_hooks_around_see_the_gradients_alone():
         value = recoup.tiled_loss(model.loss)(hidden, targets())
     used = [*model.norm.parameters(), *model.head.parameters()]
     assert sorted(seen) == sorted([(N, L, D), *(tuple(each.shape) for each in used)])
-    store = recoup.GradStore([hidden, *used])
-    store.backward(value)
+    store = recoup.GradStore.from_backward(value, [hidden, *used])
     assert_same([store[hidden]], torch.autograd.grad(model.loss(hidden, targets()), hidden))
