@@ -85,6 +85,6 @@ def test_the_peak_grows_with_the_inputs_alone(memory, most):
     assert growth("linear") >= 1.9
 
 
-@pytest.mark.parametrize("num_segments", [1, 2, 16, 256])
+@pytest.mark.parametrize("num_segments", [1, 2, 16])
 def test_each_segment_but_the_last_runs_twice(num_segments):
     assert run_segments(num_segments, "inputs", torch.ones(2, 32)) == 2 * num_segments - 1

@@ -45,16 +45,13 @@ def of_parts(y, w):
 CONSUMERS = {
     "matmul": lambda y, w: y @ w,
     "linear": lambda y, w: F.linear(y, w.t()),
-    "einsum": lambda y, w: torch.einsum("bi,io->bo", y, w),
     "bmm": lambda y, w: torch.bmm(y.view(2, 32, 256), w.expand(2, -1, -1)),
     "itself": lambda y, w: y * y,
     "sine": lambda y, w: y.sin(),
     "two": lambda y, w: (y @ w, y.sin()),
-    "one after the other": lambda y, w: [y @ w for _ in range(5)],
     "transposed": lambda y, w: w.t() @ y.t(),
     "views": of_views,
     "parts": of_parts,
-    "a row": lambda y, w: y[3] * y[5],
 }
 in_consumers = pytest.mark.parametrize("consume", CONSUMERS.values(), ids=CONSUMERS)
 

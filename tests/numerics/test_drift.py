@@ -52,11 +52,6 @@ def error(chain, x):
     return float((gradients(chain, x) - expected).norm() / expected.norm())
 
 
-def test_without_a_guard_the_gradient_is_wrong():
-    """What the guard is for; so that the tests below can fail."""
-    assert error(couplings(200, drift="ignore"), data()) > 0.5
-
-
 def test_an_ordinary_net_is_let_alone():
     chain = couplings(30, scale=1.0)
     assert "nothing was inverted" in str(chain.drift)
@@ -68,6 +63,7 @@ def test_an_ordinary_net_is_let_alone():
 
 
 def test_a_stiff_net_is_right_and_what_is_printed_says_what_was_kept():
+    assert error(couplings(60, drift="ignore"), data()) > 0.05  # what the guard is for
     guard, runs = DriftGuard(), [0]
     chain = couplings(60, drift=guard)
     chain[0].register_forward_hook(lambda *_: runs.append(runs.pop() + 1))
@@ -116,11 +112,11 @@ class OffByATenth(InvertibleModule):
 def test_the_error_that_is_reported_is_the_one_that_is_there():
     off = OffByATenth()  # shared: its own gradient needs its input
     chain = Chain(off, Flip(), off, memory="constant", drift=DriftGuard("warn", 0.5))
-    with pytest.warns(UserWarning, match="Inverses drifted"):
+    with pytest.warns(UserWarning, match="Inverses drifted"):  # once
         gradients(chain, torch.randn(8, 40))
-    assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
-    gradients(chain, torch.randn(8, 16, 32, 32))
-    assert 0.02 < chain.drift.errors[2] < 0.5
+    for size in ((8, 40), (8, 16, 32, 32)):
+        gradients(chain, torch.randn(size))
+        assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
 
 
 class Off(AdditiveCoupling):

@@ -65,19 +65,6 @@ def test_one_entry_and_the_order_of_two_are_seen_and_rounding_is_not(size, dtype
     assert off(first, first * (1 + rounding)) < 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # See Rule 3
-def test_two_rows_that_change_places(dtype):
-    """Far beyond the tolerance, so that an unlucky pair of weights is no excuse."""
-    for width in (3, 8, 16):
-        for _ in range(50):
-            first = torch.randn(600, width).to(dtype)
-            one, other = torch.randperm(600)[:2].tolist()
-            second = first.clone()
-            second[[one, other]] = first[[other, one]]
-            by = (first.double() - second.double()).norm() / first.double().norm()
-            assert off(first, second) > 1 or by < 6 * tolerance_of(dtype)
-
-
 SKETCHES = [(sketch_of, size) for size in SIZES[2:]]
 SKETCHES += [(_sums_of_rows, size) for size in (32_769, 2**18 + 77)]
 
@@ -99,13 +86,13 @@ def test_the_length_of_a_difference(make, size):
 
 
 @pytest.mark.parametrize("number", [0.0, -3.5, 1e-30, 1e30])
-@pytest.mark.parametrize("size", [5, 4096, 70000])
-def test_constants(number, size):
-    first = torch.full((size,), number)
-    second = torch.full((size,), 1.01 * number if number else 1e-6)
-    assert off(first, first.clone()) == 0
-    assert off(first, second) > 1
-    assert difference(sketch_of(first), sketch_of(second), 1e3 * float(second.norm())) < 0.1
+def test_constants(number):
+    """Where entries are alike, a sketch may be far shorter than the tensor."""
+    for size in (5, 4096, 70000):
+        first = torch.full((size,), number)
+        second = torch.full((size,), 1.01 * number if number else 1e-6)
+        assert off(first, second) > 1
+        assert difference(sketch_of(first), sketch_of(second), 1e3 * float(second.norm())) < 0.1
 
 
 @torch.inference_mode()
@@ -134,23 +121,19 @@ def test_any_place_in_memory(dtype):
             assert off(first, way(base + (base == base[7, 4]).to(dtype))) > 1, name
 
 
-def test_what_has_no_sketch():
+def test_what_has_no_sketch_or_is_not_finite():
+    """Where the first run has made it, nothing can be said; where the second has, it differs."""
     eye, nothing = torch.eye(3), torch.ones(3)
     nothing.untyped_storage().resize_(0)
     for tensor in (torch.empty(0, 4), eye.to_sparse(), eye.to("meta"), nothing):
         assert sketch_of(tensor) is None
-
-
-@pytest.mark.parametrize("size", [5, 70000])
-def test_what_is_not_finite(size):
-    """Where the first run has made it, nothing can be said; where the second has, it differs."""
-    finite = values(size, torch.float32)
-    for number in (math.nan, math.inf):
-        other = finite.clone()
-        other[3] = number
-        assert off(other, finite) == 0
-        assert off(other, other.clone()) == 0
-        assert off(finite, other) == math.inf
+    for size in (5, 70000):
+        finite = values(size, torch.float32)
+        for number in (math.nan, math.inf):
+            other = finite.clone()
+            other[3] = number
+            assert off(other, finite) == off(other, other.clone()) == 0
+            assert off(finite, other) == math.inf
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

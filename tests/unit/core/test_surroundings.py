@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 import recoup
+from recoup._core.operators import InMode
 from recoup.errors import ChangedError, ReplayError
+from tests.plan_oracle import Made
+from tests.zoo import Fn
 
 
 class Counting(nn.Module):
@@ -199,22 +207,20 @@ def test_a_hook_on_a_parameter_that_had_one_is_set_by_the_first_run_alone():
     assert not linear.weight._backward_hooks
 
 
-class Decaying(nn.Module):
+def decaying(after):
     """A layer whose forward halves its bias."""
 
-    def __init__(self, after):
-        super().__init__()
-        self.linear, self.after = nn.Linear(4, 4), after
-
-    def forward(self, x):
+    def run(x, linear, after):
         with torch.no_grad():
-            self.linear.bias.mul_(0.5)
-        return self.after(self.linear(x))
+            linear.bias.mul_(0.5)
+        return after(linear(x))
+
+    return Fn(run, nn.Linear(4, 4), after)
 
 
 def test_what_a_forward_writes_to_a_parameter_is_written_once_or_an_error():
     torch.manual_seed(0)
-    plain = nn.Sequential(Decaying(nn.Identity()), Decaying(nn.Identity()))
+    plain = nn.Sequential(decaying(nn.Identity()), decaying(nn.Identity()))
     other, x = copy.deepcopy(plain), torch.randn(3, 4)
     for run in (plain, checkpointed(other, x)):
         for _ in range(2):
@@ -222,8 +228,8 @@ def test_what_a_forward_writes_to_a_parameter_is_written_once_or_an_error():
     for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(found, wanted)
         assert torch.equal(found.grad, wanted.grad)
-    needed = Decaying(nn.Tanh())  # whose residual is another one with half the bias
-    with pytest.raises(ChangedError, match=r"`linear\.bias` of Decaying was changed in place"):
+    needed = decaying(nn.Tanh())  # whose residual is another one with half the bias
+    with pytest.raises(ChangedError, match=r"`parts\.0\.bias` of Fn was changed in place"):
         recoup.checkpoint(needed, x).sum().backward()
 
 
@@ -250,3 +256,104 @@ def test_a_buffer_may_have_any_layout(layout):
     wanted = torch.autograd.grad(module(x).sum(), module.weight)
     found = torch.autograd.grad(recoup.checkpoint(module, x).sum(), module.weight)
     assert torch.equal(*wanted, *found)
+
+
+# -- objects among the arguments -------------------------------------------------------------------
+
+
+class State:
+    def __init__(self):
+        self.seen, self.caches = torch.zeros(()), [torch.zeros(4), {"last": torch.zeros(4)}]
+
+
+def count_in_place(state, y):
+    state.seen.add_(len(y))
+
+
+def fill_in_place(state, y):
+    state.caches[1]["last"].copy_(y[-1].detach())
+
+
+def replace(state, y):
+    state.seen = state.seen + len(y)
+
+
+class Block(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x, state):
+        y = x + self.linear(x).tanh()
+        self.write(state, y)
+        return y
+
+
+def test_a_forward_without_a_backward_is_freed_with_the_object_that_it_wrote_to():
+    linear, states = nn.Linear(4, 4), []
+
+    def run(x, state):
+        states.append(weakref.ref(state))
+        state.seen = linear(x).tanh()
+        return state.seen.cos()
+
+    recoup.checkpoint(run, torch.randn(4, 4), State())
+    gc.collect()
+    assert states[0]() is None
+
+
+def test_a_tensor_in_an_object_is_replaced_once_and_a_change_in_place_is_an_error():
+    """R2: as that of a tensor that is an argument itself; also in a list or dict of the object."""
+    x, state = torch.randn(4, 4), State()
+    for write in (count_in_place, fill_in_place):
+        with pytest.raises(ReplayError, match=r"Block.*in an object among its arguments"):
+            recoup.checkpoint(Block(write), x, State())
+    recoup.checkpoint(Block(replace), x, state).sum().backward()
+    assert state.seen == 4
+
+
+def test_a_plan_keeps_such_blocks_and_says_so():
+    """R2: they run once, so each counts once."""
+    blocks = [Block(count_in_place) for _ in range(4)]
+    net = Made(lambda net, x, state: [x := b(x, state) for b in net.blocks][-1], blocks=blocks)
+    x, state = torch.randn(4, 4), State()
+    words = r"keeps everything.*`blocks\.0` changes a tensor in place"
+    with pytest.warns(UserWarning, match=words):
+        plan = recoup.plan(net, x, State(), policy="full")
+    with plan.applied():
+        net(x, state).sum().backward()
+    assert state.seen == 16
+
+
+# -- what threads share ----------------------------------------------------------------------------
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_flags_of_dispatch_modes_stay_as_they_were_where_threads_overlap(fails):
+    """The thread that began first ends first: the other one found the flags set."""
+    is_entered, is_left = threading.Event(), threading.Event()
+
+    def run():
+        with suppress(KeyError), InMode(Mode()):
+            is_entered.set()
+            is_left.wait(10)
+            if fails:
+                raise KeyError
+
+    thread = threading.Thread(target=run)
+    with InMode(Mode()):
+        thread.start()
+        assert is_entered.wait(10)
+        assert is_in_torch_dispatch_mode()
+    is_left.set()
+    thread.join()
+    assert not is_in_torch_dispatch_mode()
+    with Mode():
+        run()
+        assert is_in_torch_dispatch_mode()
+    assert not is_in_torch_dispatch_mode()

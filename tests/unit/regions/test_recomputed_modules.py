@@ -45,9 +45,6 @@ def held(model):
     return held_after(lambda: model(x)).num_bytes - of_outputs
 
 
-# -- bytes -----------------------------------------------------------------------------------------
-
-
 def test_outputs_are_not_held():
     model = perceptron()
     # The output of the first layer, the mask of the dropout, and what the last layer is given.
@@ -80,11 +77,7 @@ def test_before_between_and_after_what_reparametrizes_its_weights(place):
     for each in (model, other):
         recoup.weights.remove(each)
     assert_same_step(run_step(other, x), run_step(model, x))
-    kinds = [type(part) for part in again(normed()).modules()]
-    assert [type(part) for part in other.modules()] == kinds
-
-
-# -- what it leaves as it was ----------------------------------------------------------------------
+    assert [*map(type, other.modules())] == [*map(type, again(normed()).modules())]
 
 
 def test_names_and_types_stay():
@@ -97,35 +90,30 @@ def test_names_and_types_stay():
         assert type(part).__module__ == type(plain).__module__
         assert (type(part) is not type(plain)) == isinstance(plain, CHOSEN)
     assert repr(recoup.recompute_(nn.GELU(), nn.GELU)) == "GELU(approximate='none', recomputed)"
-    kinds = [type(part) for part in other.modules()]
+    kinds = [*map(type, other.modules())]
     assert recoup.recompute_(other, nn.GELU) is other  # a second call changes nothing
-    assert [type(part) for part in other.modules()] == kinds
+    assert [*map(type, other.modules())] == kinds
 
 
-def test_copies():
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(how):
     layers = (nn.Linear(WIDTH, WIDTH), recoup.Recompute(F.gelu), recoup.Recompute(nn.LayerNorm(16)))
     for model in (recomputed(normed(), *CHOSEN), nn.Sequential(*layers)):
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            kinds = [type(part) for part in model.modules()]
-            assert [type(part) for part in other.modules()] == kinds
-            assert_same_step(run_step(other, batch()), run_step(model, batch()))
-            assert held(other) == held(model)
+        other = how(model)
+        assert [*map(type, other.modules())] == [*map(type, model.modules())]
+        assert_same_step(run_step(other, batch()), run_step(model, batch()))
+        assert held(other) == held(model)
 
 
 def test_a_graph_is_the_plain_one():
     model, x = recomputed(normed(), *CHOSEN).eval(), batch()
-    targets = [
-        [node.target for node in torch.export.export(each, (x,)).graph.nodes]
-        for each in (model, normed().eval())
-    ]
-    assert targets[0] == targets[1]
+    graphs = [torch.export.export(each, (x,)).graph for each in (model, normed().eval())]
+    ours, plain = ([node.target for node in graph.nodes] for graph in graphs)
+    assert ours == plain
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), recoup.Recompute(nn.GELU()))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), module(x))
-
-
-# -- Recompute -------------------------------------------------------------------------------------
 
 
 def test_the_module_form():

@@ -54,10 +54,8 @@ AGAIN = [  # what makes the values, how many of them are used, and how often wha
     (lambda a: a * (torch.rand(6, 6), torch.rand(6, 6))[1], 1, {"rand": 2}),
     (lambda a: a * (torch.rand(6), torch.manual_seed(1), torch.rand(6))[2], 1, {"rand": 1}),
     (lambda a: a * a.abs().max().item(), 1, {"_local_scalar_dense": 0, "max": 0}),
-    (lambda a: (a.sin(), a.cos().mul_(2)), 1, {"mul_": 0}),
     (lambda a: ((w := a.tanh()), w.exp()), 2, {"tanh": 1, "exp": 1}),
     (lambda a: a.exp() @ a.detach(), 0, {"exp": 1, "mm": 1}),  # of which one is backward's own
-    (lambda a: a.repeat(2, 1), 0, {"repeat": 0}),
 ]
 
 
@@ -71,22 +69,6 @@ def test_what_runs_again(make, num_used, want):
     with Operators() as seen:
         loss.backward()
     assert {op: seen.names.count(op) for op in want} == want
-
-
-def cond(h):
-    return torch.ops.higher_order.cond(torch.tensor(True), lambda t: (t * 2,), lambda t: (t,), (h,))
-
-
-def test_results_that_no_operator_can_make_again():
-    a, _ = leaves()
-    with recomputing():
-        with torch.no_grad():
-            noise = torch.rand(SIZE, SIZE)
-            (h,) = cond(noise)
-        w = (a * h + noise).exp()
-    assert type(h) is torch.Tensor
-    w.sum().backward()
-    assert torch.allclose(a.grad, (a * h + noise).exp() * h)
 
 
 # -- never silently wrong --------------------------------------------------------------------------
@@ -163,12 +145,10 @@ OTHER = HERE + r" again, and .* returned other numbers than in forward.*off by.*
 WRONG = {
     "outside": (block(noisy, lambda a, w: a.add_(1)), ChangedError, HERE),
     "the value": (block(noisy, lambda a, w: w.mul_(2)), ChangedError, HERE),
-    "within": (block(lambda a: a.exp().add_(1)), ChangedError, "changed in place"),
     "an exception": (after_an_exception, ReplayError, "made before it raised an exception"),
     "fused": (block(lambda a: a * 2, fused), ReplayError, OTHER),
     "numpy": (block(lambda a: a * 2, lambda a, w: a.numpy().fill(3)), ReplayError, OTHER),
     "clock": (block(lambda a: ops.clock(a.detach()) * a), ReplayError, OTHER),
-    "a mask": (block(lambda a: (ops.clock(a.detach()) > 2) * a), ReplayError, OTHER),
     "a branch": (of_a_branch, ReplayError, OTHER),
     "made of it": (block(with_another_made_of_it), ReplayError, OTHER),
     "within it": (block(asked_within), ReplayError, OTHER),

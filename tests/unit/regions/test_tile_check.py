@@ -278,5 +278,3 @@ def test_check_sees_more_than_a_first_call(fn, says):
     tiled(x)
     with pytest.raises(ValueError, match=f"rows independently.*{says}"):
         tiled.check(x)
-
-
