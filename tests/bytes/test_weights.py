@@ -1,9 +1,9 @@
 """Law 2 for reparametrized weights: what a forward leaves and backward makes, in storages.
 
-A layer with noise may hold what the plain layer holds, and 64 bytes a weight; a weight norm may hold
-its norms too. Under autocast a plain layer holds copies of its weights, and one with noise may not.
-Backward may hold one more weight, and what a draw takes. Weights that are used at the same time are
-alive together (TOGETHER): those of one fused operator, and those that a loop uses in turns.
+A layer with noise may hold what the plain layer holds, and 64 bytes a weight; a weight norm may
+hold its norms too. Under autocast a plain layer holds copies of its weights, and one with noise may
+not. Backward may hold one more weight, and what a draw takes. Weights that are used at the same
+time are alive together (TOGETHER): those of one operator, and those that a loop uses in turns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ A_WEIGHT = 64
 _lstm = torch._VF.lstm
 # Looked up, and not saved by anybody.
 UNSAVED = {name for name in LAYERS if name.startswith("embedding") and "weighted" not in name}
-TOGETHER = {name: 2 for name in LAYERS if name.startswith("lstm") or "cell" in name}  # Rule 3
+TOGETHER = {name: 2 for name in LAYERS if name.startswith("lstm") or "cell" in name}
 WAYS = OURS | {"learned": MORE["learned"], "relative": MORE["relative"], "all": MORE["all"],
                "function": MORE["function"]}  # fmt: skip
 
@@ -77,9 +77,6 @@ def beyond_the_law(name, precision, apply):
     """How many bytes more a layer holds than it may."""
     (plain, _), (held, more) = plain_held(name, precision), held_by(name, precision, apply)
     return held.num_bytes - (plain.num_bytes - plain.cast_bytes + more)
-
-
-# -- after a forward -------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(30)
@@ -165,9 +162,6 @@ def test_rows_of_a_large_embedding_need_no_table(way, is_sparse):
         assert peak - plain_peak < 32 * ids.numel() * 64  # of a table, 1.3 MB
 
 
-# -- when nothing is to be held --------------------------------------------------------------------
-
-
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, "evaluation"])
@@ -211,8 +205,6 @@ def test_nothing_is_left_of_a_step_or_of_a_forward_that_breaks(name):
         assert histories(module) == []
         assert gc.collect() == 0
 
-
-# -- peaks -----------------------------------------------------------------------------------------
 
 DEPTH, WEIGHT = 30, 256 * 256 * 4
 
@@ -328,9 +320,6 @@ def test_a_weight_used_at_both_ends_is_made_once_and_stays_in_between_unless_tha
         module.zero_grad()
         del loss
         assert tracker.current_bytes == 0
-
-
-# -- compiled graphs -------------------------------------------------------------------------------
 
 
 def linear():

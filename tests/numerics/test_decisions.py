@@ -11,8 +11,6 @@ from recoup._core.operators import _thread, num_dispatch_modes
 from tests.alive import held_after
 from tests.deciding import Router, perturbed
 
-# -- every operator that decides -------------------------------------------------------------------
-
 TIES = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]]).repeat(4, 1)
 
 
@@ -76,9 +74,6 @@ def test_an_operator_decides_once(name):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
-# -- with the rest of autograd ---------------------------------------------------------------------
-
-
 def test_results_have_the_memory_layout_of_the_first_run():
     def mask(x):
         return (x * 2) * (x.t() > 0).t().view(64).view(8, 8)
@@ -93,9 +88,6 @@ def test_results_have_the_memory_layout_of_the_first_run():
         for _ in range(2):
             found = torch.autograd.grad(recoup.checkpoint(code, x).pow(2).sum(), x)
             assert torch.equal(*found, *wanted)
-
-
-# -- how they are kept -----------------------------------------------------------------------------
 
 
 def test_the_bytes_of_comparisons_quantizations_and_indices():

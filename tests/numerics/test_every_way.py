@@ -119,9 +119,6 @@ def test_every_situation_in_constant_memory(chain, name):
     assert_same(outcome(Chain(*modules, memory="constant"), x, SITUATIONS[name]), want, rtol)
 
 
-# -- chains in chains, some outputs alone, other kernels -------------------------------------------
-
-
 @pytest.mark.parametrize("inner", ["linear", "sqrt", 1, "constant"])
 @pytest.mark.parametrize("outer", ["constant", "sqrt", 1])
 def test_a_chain_of_chains(inner, outer):

@@ -26,8 +26,6 @@ from tests.plan_oracle import (
 )
 from tests.planned_zoo import MODELS, Case
 
-# -- blocks that change in place what their products made (F1) -------------------------------------
-
 
 def attention(change: Callable[[Tensor], Tensor], width: int = 32) -> nn.Module:
     """Explicit attention of batched products, whose weights `change` changes in place."""
@@ -50,9 +48,6 @@ def with_numpy(weights: Tensor) -> Tensor:
     values = weights.detach().numpy()
     np.multiply(values, 0.3, out=values)
     return weights
-
-
-# -- blocks whose kernels take memory of their own, and what is beside blocks (F5, F6) -------------
 
 
 def depthwise() -> nn.Module:

@@ -201,9 +201,6 @@ def test_a_plan_inverts_where_it_need_not_be_exact():
     assert "exact" not in str(raised.value)
 
 
-# -- inverses that fail, or drift ------------------------------------------------------------------
-
-
 def test_an_error_in_the_first_step_leaves_the_chain_as_it_was(monkeypatch):
     chain = chain_of("4 MiB", [Broken])
     step, before = step_of(chain, batch()), copy.deepcopy(chain.state_dict())

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import recoup
 from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
 from recoup.errors import ReplayError
-from tests.zoo import leaf
+from tests.zoo import Fn, leaf
 
 
 @pytest.mark.parametrize("is_again", [False, True])
@@ -87,24 +87,19 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class _DrawsAroundAGradient(nn.Module):
+def draws_around_a_gradient(x, linear):
     """It takes a gradient itself, of what it has drawn, and draws again."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4).double()
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            z = F.dropout(self.linear(F.dropout(x)).tanh())
-            (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
-        return z + F.dropout(grad) * grad.sin()
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        z = F.dropout(linear(F.dropout(x)).tanh())
+        (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    return z + F.dropout(grad) * grad.sin()
 
 
 @pytest.mark.parametrize("memory", ["inputs", 2])
 def test_draws_go_on_after_a_gradient_within(memory):
-    found, modules, x = [], [_DrawsAroundAGradient() for _ in range(5)], leaf(3, 4)
+    modules = [Fn(draws_around_a_gradient, nn.Linear(4, 4)).double() for _ in range(5)]
+    found, x = [], leaf(3, 4)
     for each in ("linear", memory):
         chain = recoup.Sequential(*modules, memory=each)
         torch.manual_seed(1)

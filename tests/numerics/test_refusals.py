@@ -37,8 +37,6 @@ from tests.invertible_zoo import invertible_chain_of, net
 from tests.oracle import hooks_in_force, loss_of_all, tensors
 from tests.zoo import dense, leaf
 
-# -- arguments -------------------------------------------------------------------------------------
-
 
 def checkpoint(**options):
     return lambda: recoup.checkpoint(torch.sin, leaf(3), **options)
@@ -128,8 +126,6 @@ def test_what_is_refused_changes_nothing():
     assert type(model[2]) is nn.Dropout
 
 
-# -- changes between the two runs that have a name -------------------------------------------------
-
 CULPRITS = {
     "parameter": (lambda net: net[0].weight.detach().mul_(2), r"`0.weight` of \w+ .*in place"),
     "mode": (lambda net: net.eval(), "in training mode in forward, and no longer is"),
@@ -185,9 +181,6 @@ def test_a_second_run_that_differs(name, way):
     y = call(leaf(4, 4))
     with pytest.raises(ReplayError, match=f"Stage.*{OTHERWISE[name][1]}"):
         y.sum().backward()
-
-
-# -- tensors that are changed in place -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "sqrt", "log", "inputs", 1])
@@ -256,9 +249,6 @@ def test_a_residual_that_a_later_operator_overwrites(first, memory):
         recoup.Sequential(*modules, memory=memory)(torch.randn(2, 4)).sum().backward()
 
 
-# -- transforms of torch.func ----------------------------------------------------------------------
-
-
 def with_a_transform(x):
     value, pull = torch.func.vjp(torch.sin, x)
     return value * pull(torch.ones_like(x))[0]
@@ -284,9 +274,6 @@ def test_functional_call_with_other_tensors():
     y = torch.func.functional_call(model, others, (x,))
     with pytest.raises(ChangedError, match=r"did not repeat its first run"):
         y.sum().backward()
-
-
-# -- operators that torch compiles -----------------------------------------------------------------
 
 
 class Choice(nn.Linear):

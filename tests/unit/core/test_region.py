@@ -42,20 +42,6 @@ def test_inputs_are_not_read_for_the_comparison():
             assert ("aten::mm" in {event.name for event in profiler.events()}) is is_read
 
 
-# -- where a second run ends -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("width", "num_runs"), [(8, 2), (64, 1)])
-def test_what_comes_after_the_last_save_is_not_run_where_a_residual_is_worth_it(
-    width, num_runs, monkeypatch
-):
-    monkeypatch.undo()
-    y = recoup.checkpoint(dense(width=width).double(), leaf(64, width))
-    with Operators() as operators:
-        y.sum().backward()
-    assert (operators.of("addmm"), operators.of("tanh")) == (num_runs, 1)
-
-
 def test_a_mask_without_history_ends_a_second_run():
     """As the dropouts of CUDA make, of which the sum of a residual block need not run again."""
     x, layer = leaf(8, 64), nn.Linear(64, 64).double()
@@ -102,9 +88,6 @@ def test_an_input_that_is_kept_and_passed_on_is_not_overwritten():
     chain = recoup.Sequential(*modules, memory=Schedule(3, actions)).double()
     want = torch.autograd.grad(modules[2](x.relu()).sin().sum(), x)
     assert torch.equal(*torch.autograd.grad(chain(x).sin().sum(), x), *want)
-
-
-# -- what is held ----------------------------------------------------------------------------------
 
 
 def raises_again(x):

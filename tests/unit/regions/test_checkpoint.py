@@ -144,9 +144,6 @@ def test_hooks_around_see_what_is_kept_and_each_parameter(way):
     assert sum(each.data_ptr() == x.data_ptr() for each in packed) == 1
 
 
-# -- the keywords of torch -------------------------------------------------------------------------
-
-
 def test_keywords_of_torch_are_taken():
     """None of them reaches the function, and what it draws is repeated."""
     layer, x = nn.Linear(4, 4).double(), leaf(3, 4)
@@ -192,26 +189,31 @@ def test_selective_checkpoints_run_products_once(early_stop):
     assert same == flops
 
 
-@pytest.mark.parametrize(("early_stop", "within"), [(True, False), (False, None), (False, True)])
-def test_where_the_second_run_ends(early_stop, within):
+@pytest.mark.parametrize(
+    ("size", "early_stop", "within", "stops"),
+    [
+        (100, True, None, True),
+        (100, False, None, False),
+        (100, True, False, False),
+        (100, False, True, True),
+        (8, True, None, False),  # where it is not worth it
+    ],
+)
+def test_where_the_second_run_ends(size, early_stop, within, stops):
     """With the last residual, unless it is told to go on; torch's context decides first."""
     ends = []
+    around = contextlib.nullcontext()
+    if within is not None:
+        around = torch.utils.checkpoint.set_checkpoint_early_stop(within)
 
     def fn(x):
         y = x.sin().exp()
         ends.append(1)
         return y
 
-    around = contextlib.nullcontext()
-    if within is not None:
-        around = torch.utils.checkpoint.set_checkpoint_early_stop(within)
     with around:
-        recoup.checkpoint(fn, leaf(100, 100), early_stop=early_stop).sum().backward()
-    stops = early_stop if within is None else within
+        recoup.checkpoint(fn, leaf(size, size), early_stop=early_stop).sum().backward()
     assert len(ends) == (1 if stops else 2)
-
-
-# -- chains as containers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", 2])

@@ -166,9 +166,6 @@ def test_what_is_changed_in_place_before_it_has_left():
             z.sum().backward()
 
 
-# -- schedules -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("to", ["host", "folder"])
 def test_a_schedule_that_offloads(to, tmp_path):
     to = to if to == "host" else str(tmp_path)
@@ -186,9 +183,6 @@ def test_a_schedule_that_offloads(to, tmp_path):
     look = saved_tensors_hooks(lambda x: seen.append(x.shape) or x.clone(), lambda x: x)
     assert_equal(steps(chain, look), wanted)
     assert seen.count((5, 8)) >= (2 if to == "host" else 1)  # what stays goes to the pair beneath
-
-
-# -- a folder --------------------------------------------------------------------------------------
 
 
 def made(num_layers=4):
