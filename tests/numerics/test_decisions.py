@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.operators import _thread, num_dispatch_modes
+from recoup._core.operators import num_dispatch_modes
 from tests.alive import held_after
 from tests.deciding import Router, perturbed
 
@@ -49,6 +49,7 @@ OPERATORS = {
     "searchsorted": lambda x: x.exp() * torch.searchsorted(torch.tensor([0.5, 1.0]), x),
     "signs": lambda x: x.exp() * torch.signbit(1 - x) + (1 - x).logical_not() * x.sin(),
     "any": lambda x: x.exp() if (x - 1).any(-1).all() else x.sin(),
+    "copied": lambda x: x.masked_fill(torch.zeros(8).copy_(x.detach()[0]) > 1, 0.0).sin(),
     "no grad": lambda x: taken(weights_of(x), torch.no_grad()(torch.topk)(x, 3).indices),
     "dropout after a draw": lambda x: nn.functional.dropout(
         taken(weights_of(x), x.softmax(-1).multinomial(4)).sin(), 0.5
@@ -107,49 +108,6 @@ def test_the_bytes_of_comparisons_quantizations_and_indices():
     for _ in range(2):
         held = held_after(lambda: recoup.checkpoint(router, x)).num_bytes
     assert held - x.nbytes == 32 * 2  # a byte for each of the two experts of each token
-
-
-class Seen(nn.Module):
-    """Notes whether its forward runs under a mode, and whether operators are intercepted."""
-
-    def __init__(self, code):
-        super().__init__()
-        self.code, self.seen = code, []
-
-    def forward(self, x):
-        self.seen.append((num_dispatch_modes() > 0, bool(_thread.interceptors)))
-        return self.code(x)
-
-
-def by_positions(x):
-    """The same to the bit in a second run."""
-    places = torch.arange(len(x), dtype=x.dtype)
-    return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
-
-
-def by_numbers(x):
-    """What hangs on `x` is kept."""
-    limit = torch.zeros(len(x))
-    limit.copy_(x.detach().mean(0))
-    return x.masked_fill(limit > 0, 0.0).sin()
-
-
-def test_only_decisions_by_numbers_need_a_mode_and_blocks_that_share_code_decide_for_themselves():
-    looked_at, kept, neither = (True, False), (False, True), (False, False)
-    blocks = {Seen(by_positions): neither, Seen(by_numbers): kept, Seen(torch.relu): neither}
-    for _ in range(3):
-        for block in blocks:
-            x = torch.randn(4, 4, requires_grad=True)
-            recoup.checkpoint(lambda module, x: module(x), block, x).sum().backward()
-    for block, later in blocks.items():
-        assert block.seen == [looked_at] * 2 + [later] * 4
-
-
-def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():
-    first, new, x = nn.Tanh(), Seen(torch.sin), torch.randn(8, requires_grad=True)
-    for stages in ([first] * 6, [first] * 6, [first, new, *[first] * 4]):
-        recoup.Sequential(*stages, memory="sqrt")(x).sum().backward()
-    assert new.seen[0] == (True, False)
 
 
 def mask_in_vmap(x):

@@ -95,19 +95,13 @@ def test_constants(number):
         assert difference(sketch_of(first), sketch_of(second), 1e3 * float(second.norm())) < 0.1
 
 
-@torch.inference_mode()
-def of_inference(x):
-    return x.clone()
-
-
-OF_REAL_NUMBERS = {"negated": torch._neg_view, "leaf": lambda x: x.clone().requires_grad_()}
-WAYS = OF_REAL_NUMBERS | {
+WAYS = {
     "transposed": lambda x: x.t(),
-    "strided": lambda x: x[:, ::2],
-    "narrowed": lambda x: x[1:, 3:],
-    "expanded": lambda x: x[:, 4:5].expand(-1, 40),
-    "expanded in front": lambda x: x[None].expand(3, -1, -1),
-    "of inference": of_inference,
+    "strided": lambda x: x[1:, 3::2],
+    "expanded": lambda x: x[:, 5:6].expand(-1, 40),
+    "leaf": lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()),
+    "negated": lambda x: torch._neg_view(x) if x.is_floating_point() else -x,
+    "of inference": lambda x: torch.inference_mode()(x.clone)(),
 }
 
 
@@ -115,10 +109,9 @@ WAYS = OF_REAL_NUMBERS | {
 def test_any_place_in_memory(dtype):
     base = values(60 * 80, dtype).view(60, 80)
     for name, way in WAYS.items():
-        if dtype is not torch.int64 or name not in OF_REAL_NUMBERS:
-            first = way(base)
-            assert off(first, way(base.clone())) == 0, name
-            assert off(first, way(base + (base == base[7, 4]).to(dtype))) > 1, name
+        first = way(base)
+        assert off(first, way(base.clone())) == 0, name
+        assert off(first, way(base + (base == base[7, 5]).to(dtype))) > 1, name
 
 
 def test_what_has_no_sketch_or_is_not_finite():
@@ -149,13 +142,3 @@ def test_many_integers_are_told_apart(size, first_at, dtype):
         assert off(numbers, changed(numbers, one)) > 1
         for two in ([1, 0], [least, 0]):
             assert off(*swapped(numbers, one, other, two)) > 1
-
-
-def test_all_entries_count_alike():
-    """Those that count twice, at the end, at least as much as others."""
-    for size in (33_000, 50_000, 262_288, 100_016):
-        zeros = torch.zeros(size)
-        for place in range(size - 4400, size, 37):
-            one = zeros.clone()
-            one[place] = 1.0
-            assert 0.2 < math.hypot(*numbers_of(sketch_of(one))) < 20
