@@ -199,6 +199,6 @@ def test_torch_compile_and_export():
     wanted = gradients(lambda: model.loss(module(x), labels), [x], all_of_it)
     assert_same(gradients(lambda: compiled(x), [x], all_of_it), wanted)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="runs outside of graphs"):
-        torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+        torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=True)(x)
     exported = torch.export.export(tiled, (x.detach(),))
     assert_same([exported.module()(x)], [module(x)])
