@@ -10,6 +10,7 @@ import recoup
 from recoup._core.operators import num_dispatch_modes
 from tests.alive import held_after
 from tests.deciding import Router, perturbed
+from tests.zoo import Fn
 
 TIES = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]]).repeat(4, 1)
 
@@ -59,8 +60,8 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_decides_once(name):
-    def code(x):
-        return OPERATORS[name](perturbed(x * 1)).exp()
+    # A module: of a function, what others of the same code decide would be known.
+    code = Fn(lambda x: OPERATORS[name](perturbed(x * 1)).exp())
 
     def step(run):
         torch.manual_seed(3)
