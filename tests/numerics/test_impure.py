@@ -20,14 +20,14 @@ STEADY = [
 
 
 @pytest.mark.filterwarnings("ignore:The (plan for|first step of) a Sequential")
-@pytest.mark.sampled(70)
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("case", draw_cases(8), ids=str)
 def test_right_or_refused(case):
     assert verdict(case)[0] != "silently wrong"
 
 
 @pytest.mark.filterwarnings("ignore:The first step of a Sequential")  # its branch is not planned
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("case", STEADY, ids=str)
 def test_right_where_nothing_changes(case):
     found, error = verdict(case, changes=False)
@@ -35,7 +35,7 @@ def test_right_where_nothing_changes(case):
 
 
 def test_the_cases_would_be_wrong_without_a_check():
-    found = [verdict(case._replace(way="torch"))[0] for case in draw_cases(1)]
+    found = [verdict(case._replace(way="torch"))[0] for case in draw_cases(1)[::2]]
     assert found.count("silently wrong") > 0.75 * len(found)
 
 

@@ -26,8 +26,6 @@ from tests.plan_oracle import (
 )
 from tests.planned_zoo import MODELS, Case
 
-# -- blocks that change in place what their products made (F1) -------------------------------------
-
 
 def attention(change: Callable[[Tensor], Tensor], width: int = 32) -> nn.Module:
     """Explicit attention of batched products, whose weights `change` changes in place."""
@@ -50,30 +48,6 @@ def with_numpy(weights: Tensor) -> Tensor:
     values = weights.detach().numpy()
     np.multiply(values, 0.3, out=values)
     return weights
-
-
-def numpy_mask() -> nn.Module:
-    """A product without a gradient that numpy cuts off in place, as a mask."""
-
-    def forward(block: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            likeness = x @ x.transpose(1, 2)
-            values = likeness.numpy()
-            values[values < 0] = 0
-            values /= 1 + values.max()
-        return x + block.down((likeness @ block.up(x)).exp().clamp(max=3.0))
-
-    return Made(forward, up=nn.Linear(32, 32), down=nn.Linear(32, 32))
-
-
-# -- blocks whose kernels take memory of their own, and what is beside blocks (F5, F6) -------------
-
-
-def lstm() -> nn.Module:
-    return Made(
-        lambda block, x: x + block.out(block.lstm(x)[0]),
-        lstm=nn.LSTM(32, 32, batch_first=True), out=nn.Linear(32, 32),
-    )  # fmt: skip
 
 
 def depthwise() -> nn.Module:
@@ -126,23 +100,21 @@ SQUARE = (4, 32, 32)
 SMALL: dict[str, Callable[[], Case]] = {
     "+=": of(lambda: attention(with_mask), *SQUARE),
     "numpy": of(lambda: attention(with_numpy), *SQUARE),
-    "numpy mask": of(numpy_mask, *SQUARE),
     "gru": of(
         lambda: Made(
             lambda block, x: x + block.gru(block.given(x))[0],
             given=nn.Linear(32, 8), gru=nn.GRU(8, 32, batch_first=True),
         ), 16, 6, 32,
     ),
-    "lstms": of(lstm, 8, 16, 32, num=4),
     "dropouts": of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)), 8, 16, num=20),
     "frozen stem": of(with_frozen_stem, 2, 3, 64, 64, num=0),
     "much between": of(with_much_between, 64, 16, num=0),
 }  # fmt: skip
 CASES = MODELS | SMALL
-IN_PLACE = ("+=", "numpy", "numpy mask")
+IN_PLACE = ("+=", "numpy")
 QUICK = ["sequential", "shared", "numpy", "gru", "dropouts", "frozen stem", "much between"]
 WIDELY = {"sequential", "gpt2", "resnet"}  # at all budgets, the others at some
-PREDICTED = {"dropouts": 0.2, "lstms": 0.2} | dict.fromkeys(
+PREDICTED = {"dropouts": 0.2} | dict.fromkeys(
     # A block is measured when it is run again, beside its input. Where it is kept, that input need
     # not wait beside the temporaries of a convolution.
     ("resnet", "frozen stem", "gru", *IN_PLACE), 0.09,
@@ -155,7 +127,6 @@ def allocated(model: nn.Module, step: Callable[[], Any]) -> int:
         return allocated_bytes(step)[0]
 
 
-@pytest.mark.filterwarnings("ignore:The plan keeps no results of products")  # of numpy's masks
 @pytest.mark.parametrize(
     "name",
     [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)],
@@ -182,7 +153,7 @@ def test_every_budget_is_kept_with_the_same_result(name: str):
     assert ways_of(whole) == {"keep"}
     near = PREDICTED.get(name, 0.05)
     assert whole.most_bytes == pytest.approx(allocated(model, step), rel=near)
-    least, num_budgets = whole.least_bytes, 20 if name in WIDELY else 4
+    least, num_budgets = whole.least_bytes, 8 if name in WIDELY else 3
     assert least < 0.97 * whole.most_bytes or name not in MODELS
     if name in ("frozen stem", "much between"):
         assert frontier.points[0].peak_bytes == pytest.approx(least, rel=0.02)

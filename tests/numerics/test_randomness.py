@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 import recoup
 from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
 from recoup.errors import ReplayError
-from tests.zoo import leaf
+from tests.zoo import Fn, leaf
 
 
 @pytest.mark.parametrize("is_again", [False, True])
@@ -36,27 +37,6 @@ def test_seeds_made_of_numbers_are_those_of_splitmix64():
     assert hash_seed(0) == 0xE220A8397B1DCDAF
     assert hash_seed(7, 3) == 0xF53A29A2695577C0
     assert hash_seed(2**63 - 1, 0) == 0x69C9D98A86C5CD1E
-
-
-def test_a_seeded_call_repeats_itself_and_leaves_the_stream():
-    def fails():
-        torch.rand(3)
-        raise KeyError
-
-    call, streams = SeededCall(), []
-    torch.manual_seed(0)
-    first = call.run(lambda: torch.rand(3))
-    after = torch.get_rng_state()
-    assert torch.equal(call.run(lambda: torch.rand(3)), first)
-    streams.append(torch.get_rng_state())
-    for other in (lambda: torch.rand(300), fails):
-        torch.manual_seed(0)
-        try:
-            SeededCall().run(other)
-        except KeyError:
-            assert other is fails
-        streams.append(torch.get_rng_state())
-    assert all(torch.equal(each, after) for each in streams)
 
 
 def all_kinds_of_draws():
@@ -90,24 +70,29 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class _DrawsAroundAGradient(nn.Module):
+def test_a_seeded_call_that_fails_takes_a_seed_from_the_stream():
+    states = []
+    for draw in (draw_seed, lambda: SeededCall().run(lambda: {}[torch.rand(3)])):
+        torch.manual_seed(0)
+        with suppress(KeyError):
+            draw()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def draws_around_a_gradient(x, linear):
     """It takes a gradient itself, of what it has drawn, and draws again."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4).double()
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            z = F.dropout(self.linear(F.dropout(x)).tanh())
-            (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
-        return z + F.dropout(grad) * grad.sin()
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        z = F.dropout(linear(F.dropout(x)).tanh())
+        (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    return z + F.dropout(grad) * grad.sin()
 
 
 @pytest.mark.parametrize("memory", ["inputs", 2])
 def test_draws_go_on_after_a_gradient_within(memory):
-    found, modules, x = [], [_DrawsAroundAGradient() for _ in range(5)], leaf(3, 4)
+    modules = [Fn(draws_around_a_gradient, nn.Linear(4, 4)).double() for _ in range(5)]
+    found, x = [], leaf(3, 4)
     for each in ("linear", memory):
         chain = recoup.Sequential(*modules, memory=each)
         torch.manual_seed(1)

@@ -32,11 +32,10 @@ from recoup.schedules import (
     constant,
     sqrt,
 )
+from tests.deciding import is_second_run
 from tests.invertible_zoo import invertible_chain_of, net
-from tests.oracle import hooks_in_force, loss_of_all
+from tests.oracle import hooks_in_force, loss_of_all, tensors
 from tests.zoo import dense, leaf
-
-# -- arguments -------------------------------------------------------------------------------------
 
 
 def checkpoint(**options):
@@ -127,8 +126,6 @@ def test_what_is_refused_changes_nothing():
     assert type(model[2]) is nn.Dropout
 
 
-# -- changes between the two runs that have a name -------------------------------------------------
-
 CULPRITS = {
     "parameter": (lambda net: net[0].weight.detach().mul_(2), r"`0.weight` of \w+ .*in place"),
     "mode": (lambda net: net.eval(), "in training mode in forward, and no longer is"),
@@ -156,10 +153,6 @@ def test_errors_name_the_culprit(name, way):
         with pytest.raises(ChangedError, match=said):
             y.sum().backward(retain_graph=True)
     assert hooks_in_force() is None
-
-
-def is_second_run():
-    return torch._C._current_graph_task_id() != -1
 
 
 # Functions of the input and of whether they run for the second time.
@@ -190,16 +183,15 @@ def test_a_second_run_that_differs(name, way):
         y.sum().backward()
 
 
-# -- tensors that are changed in place -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["checkpoint", "sqrt", "log", "inputs", 1])
 @pytest.mark.parametrize("is_second", [False, True])
 def test_an_input_that_is_changed_in_place(way, is_second):
     """Before the first backward, or before the second."""
     h, stages = leaf(4, 6) * 1.0, [dense().double() for _ in range(6)]
-    call = recoup.Sequential(*stages, memory=way) if way != "checkpoint" else checkpoint_of(stages)
-    loss = call(h).sum()
+    if way == "checkpoint":
+        loss = recoup.checkpoint(nn.Sequential(*stages), h).sum()
+    else:
+        loss = recoup.Sequential(*stages, memory=way)(h).sum()
     if is_second:
         torch.autograd.grad(loss, h, retain_graph=True)
     with torch.no_grad():
@@ -208,40 +200,36 @@ def test_an_input_that_is_changed_in_place(way, is_second):
         torch.autograd.grad(loss, h)
 
 
-def checkpoint_of(stages):
-    return partial(recoup.checkpoint, nn.Sequential(*stages))
-
-
-@pytest.mark.parametrize("name", ["dropout", "multi-scale"])
-def test_an_output_of_a_constant_chain_that_is_changed_in_place(name):
+@pytest.mark.parametrize(
+    ("name", "place", "words"),
+    [
+        ("dropout", 1, "output of the chain was changed in place"),
+        ("multi-scale", 1, "output of the chain was changed in place"),
+        ("dropout", 0, "The input of module `0`"),  # which its guard needs
+    ],
+)
+def test_an_end_of_a_constant_chain_that_is_changed_in_place(name, place, words):
     modules, x = invertible_chain_of(name)
-    y, _ = Chain(*modules, memory="constant")(x)
+    ends = [x * 1.0, None]
+    ends[1], _ = Chain(*modules, memory="constant")(ends[0])
     with torch.no_grad():
-        (y[0] if isinstance(y, tuple) else y).mul_(2.0)
-    with pytest.raises(ChangedError, match=r"output of the chain was changed in place"):
-        loss_of_all(y).backward()
+        tensors(ends[place])[0].mul_(2.0)
+    with pytest.raises(ChangedError, match=words):
+        loss_of_all(ends[1]).backward()
 
 
-def test_the_input_of_a_constant_chain_is_of_need_to_its_guard():
-    modules, x = invertible_chain_of("dropout")
-    h = x * 1.0
-    loss = loss_of_all(Chain(*modules, memory="constant")(h))
-    with torch.no_grad():
-        h.mul_(3.0)
-    with pytest.raises(ChangedError, match="The input of module `0`"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "recompute", "inputs"])
-def test_a_weight_that_shows_in_no_residual(way):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: partial(recoup.checkpoint, layer),
+        recoup.recompute,
+        lambda layer: recoup.Sequential(layer, nn.Identity(), memory="inputs"),
+    ],
+)
+def test_a_weight_that_shows_in_no_residual(make):
     """The input of a linear layer stays the same, and its gradient is that of another weight."""
     layer, x = nn.Linear(5, 5), torch.randn(3, 5, requires_grad=True)
-    ways = {
-        "checkpoint": partial(recoup.checkpoint, layer),
-        "recompute": recoup.recompute(layer),
-        "inputs": recoup.Sequential(layer, nn.Identity(), memory="inputs"),
-    }
-    loss = ways[way](x).sum()
+    loss = make(layer)(x).sum()
     with torch.no_grad():
         layer.weight.mul_(2)
     with pytest.raises(ChangedError, match=r"A parameter that .* was changed in place"):
@@ -259,9 +247,6 @@ def test_a_residual_that_a_later_operator_overwrites(first, memory):
         nn.Sequential(*modules)(torch.randn(2, 4)).sum().backward()
     with pytest.raises(ChangedError, match="changed in place by a later operator"):
         recoup.Sequential(*modules, memory=memory)(torch.randn(2, 4)).sum().backward()
-
-
-# -- transforms of torch.func ----------------------------------------------------------------------
 
 
 def with_a_transform(x):
@@ -289,3 +274,25 @@ def test_functional_call_with_other_tensors():
     y = torch.func.functional_call(model, others, (x,))
     with pytest.raises(ChangedError, match=r"did not repeat its first run"):
         y.sum().backward()
+
+
+class Choice(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)).exp()
+
+
+class ChoiceOfParameters(Choice):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, super().forward, lambda x: x.sin(), (x,))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_condition_in_a_region_or_in_a_planned_model_names_itself():
+    """N10"""
+    x, says = torch.randn(4, 8).requires_grad_(), r"torch\.cond.*torch\.utils\.checkpoint"
+    with pytest.raises(RecoupError, match=says):
+        recoup.checkpoint(ChoiceOfParameters(8, 8), x)
+    with pytest.raises(RecoupError, match=says):
+        recoup.plan(nn.Sequential(*(Choice(8, 8) for _ in range(3))), x.detach(), policy="full")

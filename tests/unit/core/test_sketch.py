@@ -17,8 +17,7 @@ from recoup._core.sketch import (
 )
 
 # One row is 16 entries, a block 4096; tensors of more than 32768 are read in blocks.
-SIZES = [1, 15, 16, 17, 4096, 32768, 32769, 34_817, 34_833, 16 * 4096 + 5, 70000,
-         40 * 4096, 262_288]  # fmt: skip
+SIZES = [1, 16, 17, 4096, 32768, 32769, 34_833, 16 * 4096 + 5, 40 * 4096, 262_288]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 COMPLEX = [torch.complex64, torch.complex128]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.bool]
@@ -51,32 +50,23 @@ def swapped(first, one, other, values):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTEGERS])
 @pytest.mark.parametrize("size", SIZES)
-def test_equal_bits_are_equal_and_one_entry_or_the_order_of_two_is_seen(size, dtype):
+def test_one_entry_and_the_order_of_two_are_seen_and_rounding_is_not(size, dtype):
     first = values(size, dtype)
     assert numbers_of(sketch_of(first)) == numbers_of(sketch_of(first.clone()))
     for place in {0, size // 2, size - 1}:
         by = 1 / math.sqrt(size)  # which rounding to half precision may hide
         assert off(first, changed(first, place)) > 1 or by < 10 * tolerance_of(dtype)
-    pairs = (0, 1), (0, 16), (3, 4096), (20, 40000), (69999, 5), (5, 5 + 2**15)
-    for one, other in pairs:
-        if max(one, other) < size and dtype not in INTEGERS:
+    if dtype in INTEGERS:
+        return
+    for one, other in ((0, 1), (0, 16), (3, 4096), (20, 40000), (69999, 5), (5, 5 + 2**15)):
+        if max(one, other) < size:
             assert off(*swapped(first, one, other, [40.0, -40.0])) > 1
+    rounding = torch.finfo(dtype).eps * torch.randint(-1, 2, (size,)).to(first.real.dtype)
+    assert off(first, first * (1 + rounding)) < 1
 
 
-@pytest.mark.parametrize("width", [3, 8, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # See Rule 3
-def test_two_rows_that_change_places(dtype, width):
-    """Far beyond the tolerance, so that an unlucky pair of weights is no excuse."""
-    for _ in range(100):
-        first, (one, other) = torch.randn(600, width).to(dtype), torch.randperm(600)[:2].tolist()
-        second = first.clone()
-        second[[one, other]] = first[[other, one]]
-        by = (first.double() - second.double()).norm() / first.double().norm()
-        assert off(first, second) > 1 or by < 6 * tolerance_of(dtype)
-
-
-SKETCHES = [(sketch_of, size) for size in SIZES[3:]]
-SKETCHES += [(_sums_of_rows, size) for size in (32_769, 2**18, 9 * 2**18 + 77)]
+SKETCHES = [(sketch_of, size) for size in SIZES[2:]]
+SKETCHES += [(_sums_of_rows, size) for size in (32_769, 2**18 + 77)]
 
 
 @pytest.mark.parametrize(("make", "size"), SKETCHES)
@@ -95,72 +85,53 @@ def test_the_length_of_a_difference(make, size):
         assert 0.2 < difference(sketch, second) * math.sqrt(size) < 15
 
 
-@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
-@pytest.mark.parametrize("size", SIZES)
-def test_rounding_is_within_the_tolerance(size, dtype):
-    first = values(size, dtype)
-    eps = torch.finfo(dtype).eps
-    second = first * (1 + eps * torch.randint(-1, 2, (size,)).to(first.real.dtype))
-    assert off(first, second) < 1
-
-
-@pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, 1e30])
-@pytest.mark.parametrize("size", [5, 4096, 70000])
-def test_constants(number, size):
-    first = torch.full((size,), number)
-    second = torch.full((size,), 1.01 * number if number else 1e-6)
-    assert off(first, first.clone()) == 0
-    assert off(first, second) > 1
-    assert difference(sketch_of(first), sketch_of(second), 1e3 * float(second.norm())) < 0.1
+@pytest.mark.parametrize("number", [0.0, -3.5, 1e-30, 1e30])
+def test_constants(number):
+    """Where entries are alike, a sketch may be far shorter than the tensor."""
+    for size in (5, 4096, 70000):
+        first = torch.full((size,), number)
+        second = torch.full((size,), 1.01 * number if number else 1e-6)
+        assert off(first, second) > 1
+        assert difference(sketch_of(first), sketch_of(second), 1e3 * float(second.norm())) < 0.1
 
 
 WAYS = {
     "transposed": lambda x: x.t(),
-    "strided": lambda x: x[:, ::2],
-    "narrowed": lambda x: x[1:, 3:],
-    "expanded": lambda x: x[:, 4:5].expand(-1, 40),
-    "expanded in front": lambda x: x[None].expand(3, -1, -1),
-    "negated": lambda x: torch._neg_view(x),
-    "leaf": lambda x: x.clone().requires_grad_(),
+    "strided": lambda x: x[1:, 3::2],
+    "expanded": lambda x: x[:, 5:6].expand(-1, 40),
+    "leaf": lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()),
+    "negated": lambda x: torch._neg_view(x) if x.is_floating_point() else -x,
     "of inference": lambda x: torch.inference_mode()(x.clone)(),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
-@pytest.mark.parametrize("way", WAYS)
-def test_any_place_in_memory(way, dtype):
-    if dtype is torch.int64 and way in ("leaf", "negated"):
-        pytest.skip("floating point only")
+def test_any_place_in_memory(dtype):
     base = values(60 * 80, dtype).view(60, 80)
-    first = WAYS[way](base)
-    assert off(first, WAYS[way](base.clone())) == 0
-    assert off(first, WAYS[way](base + (base == base[7, 4]).to(dtype))) > 1
+    for name, way in WAYS.items():
+        first = way(base)
+        assert off(first, way(base.clone())) == 0, name
+        assert off(first, way(base + (base == base[7, 5]).to(dtype))) > 1, name
 
 
-def test_what_has_no_sketch():
-    eye = torch.eye(3)
-    nothing = torch.ones(3)
+def test_what_has_no_sketch_or_is_not_finite():
+    """Where the first run has made it, nothing can be said; where the second has, it differs."""
+    eye, nothing = torch.eye(3), torch.ones(3)
     nothing.untyped_storage().resize_(0)
     for tensor in (torch.empty(0, 4), eye.to_sparse(), eye.to("meta"), nothing):
         assert sketch_of(tensor) is None
-
-
-@pytest.mark.parametrize("size", [5, 70000])
-def test_what_is_not_finite(size):
-    """Where the first run has made it, nothing can be said; where the second has, it differs."""
-    finite = values(size, torch.float32)
-    for number in (math.nan, math.inf):
-        other = finite.clone()
-        other[3] = number
-        assert off(other, finite) == 0
-        assert off(other, other.clone()) == 0
-        assert off(finite, other) == math.inf
+    for size in (5, 70000):
+        finite = values(size, torch.float32)
+        for number in (math.nan, math.inf):
+            other = finite.clone()
+            other[3] = number
+            assert off(other, finite) == off(other, other.clone()) == 0
+            assert off(finite, other) == math.inf
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("size", [70_000, 4096 * 300, 8 * 2**18 + 4097])
-@pytest.mark.parametrize("first_at", [0, 3])
-def test_many_integers_are_told_apart(first_at, size, dtype):
+@pytest.mark.parametrize(("size", "first_at"), [(70_000, 3), (4096 * 80, 0), (2**19 + 4097, 3)])
+def test_many_integers_are_told_apart(size, first_at, dtype):
     """Of which one changes, or two change places, wherever they begin in memory."""
     torch.manual_seed(0)
     least = 1 if dtype is torch.bool else torch.iinfo(dtype).min
@@ -171,14 +142,3 @@ def test_many_integers_are_told_apart(first_at, size, dtype):
         assert off(numbers, changed(numbers, one)) > 1
         for two in ([1, 0], [least, 0]):
             assert off(*swapped(numbers, one, other, two)) > 1
-
-
-def test_all_entries_count_alike():
-    """Those that count twice, at the end, at least as much as others."""
-    for size in (33_000, 50_000, 262_288, 100_016):
-        zeros = torch.zeros(size)
-        places = torch.arange(size - 4400, size, 7)
-        for place in places.tolist():
-            one = zeros.clone()
-            one[place] = 1.0
-            assert 0.2 < math.hypot(*numbers_of(sketch_of(one))) < 20

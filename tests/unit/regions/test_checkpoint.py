@@ -14,11 +14,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
-from recoup._core.operators import num_dispatch_modes
 from tests.oracle import assert_same_step, run_step
-from tests.zoo import chain_of, leaf
+from tests.zoo import Fn, chain_of, leaf
 
-NORM = nn.BatchNorm1d(4).double()
+NORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def call_it(module, x):
@@ -37,26 +36,11 @@ def within(trainer):
     return lambda x: trainer.step(x)
 
 
-HELD = {
-    "module": lambda norm: norm,
-    "closure": lambda norm: lambda x: norm(x).sin(),
-    "list": lambda norm: lambda x, group=[norm]: group[0](x).sin(),
-    "partial": lambda norm: functools.partial(call_it, norm),
-    "argument": lambda norm: lambda x: recoup.checkpoint(call_it, norm, x),
-    "method": lambda norm: norm.forward,
-    "object": lambda norm: Trainer(norm).step,
-    "within an object": lambda norm: within(Trainer(norm)),
-    "global": lambda norm: lambda x: NORM(x).sin(),
-}
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_norms_are_counted_once(held):
-    NORM.reset_running_stats()
-    norm = NORM if held == "global" else nn.BatchNorm1d(4).double()
-    for num_steps in (1, 2):
-        recoup.checkpoint(HELD[held](norm), leaf(5, 4)).square().sum().backward()
-        assert int(norm.num_batches_tracked) == num_steps
+def of_a_global(model, call, x):
+    NORM.load_state_dict(model.norms[0].state_dict())
+    y = call(lambda x: NORM(x).sin(), x)
+    model.norms[0].load_state_dict(NORM.state_dict())
+    return y
 
 
 def plainly(fn, *args, **kwargs):
@@ -89,11 +73,18 @@ WAYS = {
     "a module": lambda m, call, x: call(m.norms[1], call(lambda x: m.first(x), x)),
     "a loop": lambda m, call, x: call(m.at, 1, call(m.at, 0, x)),
     "one alone": lambda m, call, x: call(m.first, x),
+    "a list": lambda m, call, x: call(lambda x, group=[*m.norms]: group[0](x).sin(), x),
+    "a partial": lambda m, call, x: call(functools.partial(call_it, m.norms[0]), x),
+    "an argument": lambda m, call, x: call(call_it, m.norms[0], x),
+    "a method": lambda m, call, x: call(m.norms[0].forward, x),
+    "an object": lambda m, call, x: call(Trainer(m.norms[0]).step, x),
+    "within an object": lambda m, call, x: call(within(Trainer(m.norms[0])), x),
+    "a global": of_a_global,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_modules_that_a_region_holds_and_did_not_call_are_looked_at_later(way):
+def test_buffers_count_once_however_code_holds_its_modules(way):
     for _ in range(3):  # models, which share the code
         models, x = [Norms(), Norms()], leaf(8, 4).float()
         models[1].load_state_dict(models[0].state_dict())
@@ -110,83 +101,35 @@ def assert_same_state(*models):
         assert value is None or torch.equal(value, same)
 
 
-class Routed(nn.Module):
-    """Counts, decides and draws, and notes how many dispatch modes it runs under."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.num_modes = []
-
-    def forward(self, x):
-        self.num_modes.append(num_dispatch_modes())
-        x = self.norm(self.linear(x))
-        return x.gather(1, x.topk(2)[1]).sin().sum(1, True) + self.drop(x)
+def attend(attention, *args, **named):
+    return attention(*args, **named)[0]
 
 
-def test_modules_that_a_helper_finds_are_exact_without_a_dispatch_mode():
-    """A region does not hold what its code reaches through another function; it finds it."""
-    now = {}
-
-    def reached(x):
-        return now["module"](x)
-
-    def helper(x):
-        return reached(x)
-
-    def through_a_helper(x):
-        return helper(x)
-
-    pairs = [[Routed(), Routed()] for _ in range(3)]
-    for pair in pairs:
-        pair[1].load_state_dict(pair[0].state_dict())
-    for pair in (pairs[place] for place in (0, 1, 2, 1, 0)):
-        x = leaf(8, 4).float()
-        ends = []
-        for now["module"], call in zip(pair, CALLS, strict=True):
-            torch.manual_seed(0)
-            call(through_a_helper, x).square().sum().backward()
-            ends.append(torch.rand(2))
-        assert torch.equal(*ends)
-        assert_same_state(*pair)
-    assert [ours.num_modes for _, ours in pairs] == [[1, 1, 0, 0], [0] * 4, [0] * 2]
-
-
-def attend(attention, *args, **given):
-    return attention(*args, **given)[0]
-
-
-class Attends(nn.Module):
+def attends(given, attention):
     """Returns one tensor as the query, the key and the value of the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, given):
-        y = self.attention(*given)[0].tanh()
-        return y, y, y
+    return (attention(*given)[0].tanh(),) * 3
 
 
 @pytest.mark.parametrize("how", ["arguments", "keywords", "parameters", "sqrt", "log", 1])
 def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
     """Code may ask: an attention has another projection for a query that is its key."""
-    blocks, x, other = [Attends() for _ in range(4)], torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    attention, other = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
+    blocks, x = [Fn(attends, attention) for _ in range(4)], torch.randn(2, 3, 8)
     x = nn.Parameter(x) if how == "parameters" else x.requires_grad_()
-    for given in ((x, x, x), (x, other, other), (other, x, other)):
-        named = dict(zip(("query", "key", "value"), given, strict=True))
-        args, kwargs = ((), named) if how == "keywords" else (given, {})
+    for query, key, value in ((x, x, x), (x, other, other), (other, x, other)):
+        named = {"query": query, "key": key, "value": value}
         if how in ("sqrt", "log", 1):
             chains = nn.Sequential(*blocks), recoup.Sequential(*blocks, memory=how)
-            made = [chain(given)[0] for chain in chains]
+            made = [chain((query, key, value))[0] for chain in chains]
+        elif how == "keywords":
+            made = [call(attend, attention, **named) for call in CALLS]
         else:
-            attention = blocks[0].attention
-            made = [call(attend, attention, *args, **kwargs) for call in CALLS]
+            made = [call(attend, attention, query, key, value) for call in CALLS]
         found = [torch.autograd.grad(each.square().sum(), x) for each in made]
         assert torch.equal(*found[0], *found[1])
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "sqrt", "log", 1])
+@pytest.mark.parametrize("way", ["checkpoint", "sqrt"])
 def test_hooks_around_see_what_is_kept_and_each_parameter(way):
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(5)))
     call = functools.partial(recoup.checkpoint, model)
@@ -199,9 +142,6 @@ def test_hooks_around_see_what_is_kept_and_each_parameter(way):
         call(x).sum().backward()
     assert all(any(weight is each for each in packed) for weight in list(model.parameters())[::2])
     assert sum(each.data_ptr() == x.data_ptr() for each in packed) == 1
-
-
-# -- the keywords of torch -------------------------------------------------------------------------
 
 
 def test_keywords_of_torch_are_taken():
@@ -221,25 +161,6 @@ def test_keywords_of_torch_are_taken():
     want = step(lambda: fn(x, power=2))
     got = step(lambda: recoup.checkpoint(fn, x, power=2, **given))
     assert all(map(torch.equal, got, want))
-
-
-def test_contexts_around_each_run():
-    """The first is entered once, the second once for each run in backward."""
-    entered = []
-
-    class Within(contextlib.nullcontext):
-        def __enter__(self):
-            entered.append(self.enter_result)
-
-        def __exit__(self, *_):
-            entered.append(f"{self.enter_result} left")
-
-    contexts = lambda: (Within("first"), Within("again"))  # noqa: E731
-    y = recoup.checkpoint(lambda x: x.sin().exp(), leaf(3), context_fn=contexts)
-    assert entered == ["first", "first left"]
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    assert entered[2:] == ["again", "again left"] * 2
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -268,26 +189,31 @@ def test_selective_checkpoints_run_products_once(early_stop):
     assert same == flops
 
 
-@pytest.mark.parametrize(("early_stop", "within"), [(True, False), (False, None), (False, True)])
-def test_where_the_second_run_ends(early_stop, within):
+@pytest.mark.parametrize(
+    ("size", "early_stop", "within", "stops"),
+    [
+        (100, True, None, True),
+        (100, False, None, False),
+        (100, True, False, False),
+        (100, False, True, True),
+        (8, True, None, False),  # where it is not worth it
+    ],
+)
+def test_where_the_second_run_ends(size, early_stop, within, stops):
     """With the last residual, unless it is told to go on; torch's context decides first."""
     ends = []
+    around = contextlib.nullcontext()
+    if within is not None:
+        around = torch.utils.checkpoint.set_checkpoint_early_stop(within)
 
     def fn(x):
         y = x.sin().exp()
         ends.append(1)
         return y
 
-    around = contextlib.nullcontext()
-    if within is not None:
-        around = torch.utils.checkpoint.set_checkpoint_early_stop(within)
     with around:
-        recoup.checkpoint(fn, leaf(100, 100), early_stop=early_stop).sum().backward()
-    stops = early_stop if within is None else within
+        recoup.checkpoint(fn, leaf(size, size), early_stop=early_stop).sum().backward()
     assert len(ends) == (1 if stops else 2)
-
-
-# -- chains as containers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", 2])

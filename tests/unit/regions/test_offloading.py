@@ -1,11 +1,13 @@
-"""`recoup.offloading`: the plain gradients, and residuals that are not in memory."""
+"""`recoup.offloading`: what waits elsewhere, when it is copied and read, and what is in flight."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import os
+import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -16,31 +18,177 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
 from recoup._core import tiers
-from recoup._core.saved_tensors import pair_in_force
-from recoup.errors import OffloadError, RecoupError
+from recoup._core.offload import Traffic
+from recoup._core.saved_tensors import Kept, pair_in_force, unpack
+from recoup.errors import ChangedError, OffloadError, RecoupError
+from recoup.schedules import Advance, Drop, Load, Offload, Reverse, Schedule, Tape
 
 SIZE = 64 * 64 * 4
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-def net(num_layers=4):
-    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(64, 64), nn.GELU())]
-    return nn.Sequential(*layers, nn.Dropout(0.1), nn.BatchNorm1d(64, momentum=1.0))
+class LateTier:
+    """A tier whose copies are made when it is made to wait for them, or at a random moment."""
+
+    def __init__(self, seed=0, odds=0.3):
+        self.draw, self.odds, self.alive = random.Random(seed), odds, weakref.WeakSet()
+        self.peak_bytes = self.num_sent = self.num_read = self.largest = 0
+
+    def takes(self, tensor):
+        return True
+
+    def send(self, tensor):
+        self.num_sent += 1
+        self.largest = max(self.largest, tensor.numel())
+        return Late(self, tensor)
+
+    def pass_time(self):
+        """Count what is in flight, then let some copies be made, in any order."""
+        in_flight = sum(each.source.numel() for each in self.alive if each.source is not None)
+        self.peak_bytes = max(self.peak_bytes, in_flight)
+        for each in sorted(self.alive, key=lambda _: self.draw.random()):
+            if self.draw.random() < self.odds:
+                each.land()
 
 
-def made(make=net):
+class Late:
+    """A copy, or an arrival, which has wrong numbers until it is waited for."""
+
+    def __init__(self, tier, source, is_arrival=False):
+        self.tier, self.source, self.is_arrival = tier, source, is_arrival
+        self.held = torch.full_like(source, 0xFF)  # bytes of a NaN
+        tier.alive.add(self)
+        tier.pass_time()
+
+    def has_landed(self):
+        self.tier.pass_time()
+        return self.source is None
+
+    def land(self):
+        if self.source is not None:
+            self.held.copy_(self.source)
+            self.source = self.source if self.is_arrival else None
+
+    def fetch(self):
+        assert self.source is None, "it is fetched before it has landed"
+        self.tier.num_read += 1
+        return Late(self.tier, self.held, is_arrival=True)
+
+    def __call__(self):
+        self.land()
+        self.source = None
+        return self.held
+
+
+def away(traffic):
+    """Hooks that send all they can."""
+
+    def pack(tensor):
+        return traffic.send(tensor, "it", at_save=True) or Kept(tensor, "it", None)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def net_of_all_kinds():
     torch.manual_seed(0)
-    return make(), torch.randn(64, 64).requires_grad_()
+    return nn.Sequential(
+        nn.Linear(8, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, 12), nn.Dropout(0.5),
+        nn.RReLU(), nn.Softmax(-1), nn.Linear(12, 9), nn.Tanh(), nn.Unflatten(1, (3, 3)),
+        nn.MaxPool1d(2), nn.RReLU(),
+    )  # fmt: skip
 
 
-def step(model, x, around):
+def steps(model, around):
+    """Return the gradients of two backwards, and those of the second ones."""
     torch.manual_seed(1)
+    x = torch.randn(5, 8).requires_grad_()
+    leaves = [x, *model.parameters()]
     with around:
         loss = model(x).square().sum()
-    with ThreadPoolExecutor() as another:
-        grads = another.submit(torch.autograd.grad, loss, [x, *model.parameters()]).result()
-    statistics = [each.clone() for each in model.buffers() if each.is_floating_point()]
-    return [loss.detach(), *grads, *statistics, torch.get_rng_state()]
+        once = torch.autograd.grad(loss, leaves, retain_graph=True)
+        twice = torch.autograd.grad(loss, leaves, create_graph=True)
+    second = torch.autograd.grad(sum(each.square().sum() for each in twice), leaves)
+    return [*once, *(each.detach() for each in twice), *second]
+
+
+@pytest.mark.parametrize("bound", [1, 300, 100_000, None])
+def test_copies_that_are_late_in_any_order(bound):
+    model = net_of_all_kinds()
+    wanted = steps(model, torch.enable_grad())
+    for seed in range(4):
+        tier = LateTier(seed, odds=(0.3, 1.0)[seed % 2])
+        assert_equal(steps(model, away(Traffic(tier, bound))), wanted)
+        assert min(tier.num_sent, tier.num_read) > 5
+        # A storage that is larger than the bound moves alone; and the one that is asked for.
+        most = 2 * tier.largest if bound is None else max(tier.largest, bound)
+        assert 0 < tier.peak_bytes <= most + tier.largest
+        assert not tier.alive
+
+
+def test_a_storage_moves_once():
+    def loss_of(x):
+        y = x.exp()
+        a, b = y.chunk(2)
+        return (a.sin() * b.cos() * y.t()[0, 0]).sum() + y.square().sum() + 0 * a.sum().exp()
+
+    tier, x = LateTier(), torch.randn(6, 4, requires_grad=True)
+    with away(traffic := Traffic(tier)):
+        loss = loss_of(x)
+    traffic.raise_failure("")
+    assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad(loss_of(x), x))
+    assert tier.num_sent == 5  # y, the sine, the cosine, their product, and the last exponential
+
+
+def test_backward_finds_the_next_ones_on_their_way(monkeypatch):
+    tier, asked, wait = LateTier(odds=1.0), [], Late.__call__
+    monkeypatch.setattr(Late, "__call__", lambda late: asked.append(tier.num_read) or wait(late))
+    y = x = torch.randn(4, 4, requires_grad=True)
+    with away(Traffic(tier, in_flight_bytes=3 * 64)):
+        for _ in range(8):
+            y = y.sin()
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    # The input of the first is a leaf, and the last two are still here. Two are under way beside
+    # the one that is waited for.
+    assert asked == [3, 4, 5, 5, 5]
+
+
+def test_what_is_changed_in_place_before_it_has_left():
+    x = torch.randn(4, requires_grad=True)
+    for num_before in range(3):
+        with away(Traffic(LateTier(odds=0), in_flight_bytes=1)):
+            y = x * 1
+            z = y.sin()
+            for _ in range(num_before):
+                z = z.exp()
+            y.mul_(2)
+            z = z.exp().exp()
+        with pytest.raises(ChangedError, match=r"it was changed in place .* copy had been made"):
+            z.sum().backward()
+
+
+@pytest.mark.parametrize("to", ["host", "folder"])
+def test_a_schedule_that_offloads(to, tmp_path):
+    to = to if to == "host" else str(tmp_path)
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)]
+    chain = recoup.Sequential(*stages, memory=Schedule(4, (
+        Offload(0, to), Advance(0, 2), Offload(2, to), Advance(2, 3), Tape(3), Reverse(3),
+        Load(2), Drop(2), Tape(2), Reverse(2),
+        Load(0), Advance(0, 1), Offload(1, to), Load(1), Drop(1), Tape(1), Reverse(1),
+        Load(0), Drop(0), Tape(0), Reverse(0),
+    )))  # fmt: skip
+    wanted, seen = steps(nn.Sequential(*stages), torch.enable_grad()), []
+    assert_equal(steps(chain, torch.enable_grad()), wanted)
+    assert not list(tmp_path.iterdir())
+    look = saved_tensors_hooks(lambda x: seen.append(x.shape) or x.clone(), lambda x: x)
+    assert_equal(steps(chain, look), wanted)
+    assert seen.count((5, 8)) >= (2 if to == "host" else 1)  # what stays goes to the pair beneath
+
+
+def made(num_layers=4):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*layers, nn.Dropout(0.1)), torch.randn(64, 64).requires_grad_()
 
 
 @pytest.fixture
@@ -64,7 +212,7 @@ def sent(monkeypatch):
 
 
 def test_what_is_held_and_the_peak(folder):
-    model, x = made(lambda: net(20))
+    model, x = made(20)
 
     def forward(around):
         with around:
@@ -80,9 +228,14 @@ def test_what_is_held_and_the_peak(folder):
     assert held(SIZE, folder) <= 5 * SIZE
     assert held(SIZE, folder, in_flight_bytes=8 * SIZE) <= 11 * SIZE
     assert held(SIZE + 1, folder) == held() == plain  # "host" is where it is already
-    run = lambda: step(model, x, recoup.offloading(SIZE, folder))  # noqa: E731
+
+    def step():
+        loss = forward(recoup.offloading(SIZE, folder)).square().sum()
+        with ThreadPoolExecutor() as another:
+            another.submit(loss.backward).result()
+
     gradients = sum(p.numel() * 4 for p in model.parameters())
-    assert recoup.measure(run, repeats=0).peak_bytes - gradients <= 12 * SIZE
+    assert recoup.measure(step, repeats=0).peak_bytes - gradients <= 12 * SIZE
     found = recoup.residuals(lambda: forward(recoup.offloading(SIZE, folder)))
     assert found.total_bytes("offload") >= 40 * SIZE
     assert found.total_bytes("keep") < 2 * SIZE  # the batch
@@ -100,39 +253,6 @@ def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
         with recoup.offloading(3 * 64 * 4 + 1, folder):
             y = nn.Linear(64, 64)(x * y * z.mean())
     assert len(seen) > 6
-
-
-class Assign(torch.autograd.Function):
-    """A write to a part of a buffer past its version, as solvers of ODEs write their stages."""
-
-    @staticmethod
-    def forward(ctx, buffer, value, place):
-        ctx.place = place
-        buffer.data[place] = value
-        return buffer
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad[ctx.place], None
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_buffer_that_is_filled_past_its_version(folder, sent, is_whole):
-    x = torch.randn(64, 64).requires_grad_()
-
-    def loss():
-        buffer, y = torch.zeros(4, 64, 64), x
-        for place in range(4):
-            buffer = Assign.apply(buffer, y.sin(), place)
-            part = buffer if is_whole else buffer[: place + 1]
-            y = (part * part.tanh()).sum(0)
-        return y.square().sum()
-
-    (wanted,) = torch.autograd.grad(loss(), x)
-    with recoup.offloading(1, folder):
-        found = loss()
-    assert_equal(torch.autograd.grad(found, x)[0], wanted)
-    assert sent.count(4 * SIZE) == (5 if is_whole else 2)  # the buffer, and what tanh returns
 
 
 def test_a_full_disk(folder, monkeypatch):

@@ -24,10 +24,9 @@ def step(model, loss, change=lambda value: value):
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "a tile", "all"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize(("reduction", "tiles"), [("mean", 1), ("mean", 4), ("sum", 4)])
 @both
-def test_a_loss_is_that_of_all_rows(call, tiles, reduction, ignored):
+def test_a_loss_is_that_of_all_rows(call, reduction, tiles, ignored):
     model, labels = Model(), targets(ignored)
 
     def fn(hidden, labels):
@@ -50,16 +49,10 @@ def of_one(weight, x):
 
 HEADS = {  # how the head makes logits of (rows, D)
     "twice, transposed once": lambda m, x: of_one(m.head.weight.t(), x),
-    "twice, not transposed": lambda m, x: of_one(m.body.weight, x) @ m.head.weight.t(),
-    "twice": lambda m, x: (
-        F.linear(F.linear(x, m.body.weight), m.body.weight.t()) @ m.embedding.weight.t()
-    ),
-    # Of transformers' GPT-2: the weight is not transposed.
-    "Conv1D": lambda m, x: torch.addmm(m.head.bias, x @ m.body.weight, m.head.weight.t()),
+    "twice": lambda m, x: of_one(m.body.weight, x @ m.body.weight.t()) @ m.head.weight.t(),
+    "not transposed": lambda m, x: torch.addmm(m.head.bias, x @ m.body.weight, m.head.weight.t()),
     "alpha": lambda m, x: torch.addmm(m.head.bias, x, m.head.weight.t(), alpha=0.5),
     "beta": lambda m, x: torch.addmm(m.head.bias, x, m.head.weight.t(), beta=0.5),
-    "batched": lambda m, x: torch.bmm(x[None], m.head.weight.t()[None])[0],
-    "expanded": lambda m, x: x.sum(1, keepdim=True).expand(-1, D) @ m.head.weight.t(),
     "frozen": lambda m, x: F.linear(x, m.head.weight.detach(), m.head.bias),
     "parts": lambda m, x: F.linear(x, torch.cat(m.head.weight.split([4, 7])), m.head.bias),
     "complex": lambda m, x: F.linear(x.to(torch.complex128), m.head.weight + 0j).abs(),
@@ -77,13 +70,12 @@ def hooked(model):
 
 
 STEPS = {  # arguments of the model, what is called, tolerance
-    **{f"tied={tied}, bias={bias}": ((tied, bias), lambda m: m.loss, 1e-10)
-       for tied in (True, False) for bias in (True, False)},
+    "tied, no bias": ((True, False), lambda m: m.loss, 1e-10),
+    "a bias": ((False, True), lambda m: m.loss, 1e-10),
     **{f"head, {name}": ((), head(name), 1e-10) for name in HEADS},
     "a region within": ((True,), lambda m: lambda *xy: recoup.checkpoint(m.loss, *xy), 1e-10),
     "hooks of parameters": ((True,), hooked, 1e-10),
     "noise": ((), lambda m: recoup.weight_noise(m, "head.weight", 0.5).loss, 1e-10),
-    "bfloat16": ((), lambda m: m.bfloat16().loss, 5e-2),
     "float16": ((), lambda m: m.half().loss, 5e-2),
 }  # fmt: skip
 
@@ -122,8 +114,7 @@ def test_a_mean_in_16_bits_whose_sum_is_too_large():
         assert torch.equal(torch.autograd.grad(value, x)[0], torch.full_like(x, 1 / 1024))
 
 
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("used_before", [True, False])
+@pytest.mark.parametrize(("used_before", "cache"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("is_off_within", [False, True])
 def test_autocast(is_off_within, used_before, cache):
     model, labels = Model(tied=True).float(), targets()
@@ -166,17 +157,17 @@ def test_hooks_of_parameters_run_once_with_the_whole_gradient(monkeypatch):
     model, seen, labels = Model(tied=True), [], targets()
     for name, p in model.named_parameters():
         p.register_hook(lambda g, name=name: seen.append((name, g.clone())))
-        p.register_post_accumulate_grad_hook(
-            lambda p, name=name: seen.append((f"{name} at last", p.grad.clone()))
-        )
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad)))
     step(model, lambda h: model.loss(h, labels))
-    wanted, seen[:] = dict(seen), []
+    wanted, seen[:] = [*seen], []
     model.zero_grad()
     value = recoup.tiled_loss(model.loss, tiles=4)(model.hidden(), labels)
     assert not seen  # forward shows them nothing
     value.backward()
-    assert len(seen) == len(wanted)
-    assert_same([dict(seen)[name] for name in wanted], list(wanted.values()))
+    by_name = lambda pair: pair[0]  # noqa: E731
+    found, wanted = sorted(seen, key=by_name), sorted(wanted, key=by_name)
+    assert [name for name, _ in found] == [name for name, _ in wanted]
+    assert_same([gradient for _, gradient in found], [gradient for _, gradient in wanted])
 
     def fail(*args, **kwargs):
         assert not model.norm.weight._backward_hooks
@@ -186,7 +177,6 @@ def test_hooks_of_parameters_run_once_with_the_whole_gradient(monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", fail)
     with pytest.raises(KeyboardInterrupt):
         recoup.tiled_loss(model.loss)(hidden, labels)
-    assert hooks_in_force() is None
     assert list(model.norm.weight._backward_hooks) == before
 
 
@@ -200,29 +190,34 @@ def test_a_retained_graph_and_a_gradient_of_the_gradient():
         return [*first, *torch.autograd.grad(5 * value, leaves, retain_graph=True)]
 
     assert_same(of(tiled()), of(model.loss(model.hidden(), labels)))
-    value = tiled()
     with pytest.raises(GradientError, match=r"taken in forward.*Use recoup\.tiled"):
-        torch.autograd.grad(value, model.head.weight, create_graph=True)
+        torch.autograd.grad(tiled(), model.head.weight, create_graph=True)
+    seconds = []
+    for loss in (model.loss, recoup.tiled(model.loss, reduction="mean")):
+        hidden = model.hidden()
+        (first,) = torch.autograd.grad(loss(hidden, labels), hidden, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), [*model.head.parameters()]))
+    assert_same(*seconds)
     given = torch.eye(2).double()
     with pytest.raises((RecoupError, RuntimeError)):
-        torch.autograd.grad(value.expand(2), model.head.bias, given, is_grads_batched=True)
+        torch.autograd.grad(tiled().expand(2), model.head.bias, given, is_grads_batched=True)
     value = tiled()
     value.backward()
     with pytest.raises(RuntimeError, match="second time"):
         value.backward()
 
 
-@pytest.mark.parametrize("asked", ["body.weight", "head.bias", "norm.weight", ""])
+@pytest.mark.parametrize("asked", ["body.weight", "head.bias", "norm.weight"])
 def test_only_some_gradients(asked):
     model, labels = Model(), targets()
-    model.requires_grad_(not asked.startswith("norm") and bool(asked))
-    value = recoup.tiled_loss(model.loss)(model.hidden(), labels)
-    assert value.requires_grad == model.head.bias.requires_grad
-    if asked:
-        leaf = model.get_parameter(asked).requires_grad_()
-        value = recoup.tiled_loss(model.loss)(model.hidden(), labels)
-        wanted = torch.autograd.grad(model.loss(model.hidden(), labels), leaf)
-        assert_same(torch.autograd.grad(value, leaf), wanted)
+    model.requires_grad_(asked != "norm.weight")
+    leaf = model.get_parameter(asked)
+    tiled = recoup.tiled_loss(model.loss)
+    assert tiled(model.hidden(), labels).requires_grad == leaf.requires_grad
+    leaf.requires_grad_()
+    value = tiled(model.hidden(), labels)
+    wanted = torch.autograd.grad(model.loss(model.hidden(), labels), leaf)
+    assert_same(torch.autograd.grad(value, leaf), wanted)
 
 
 @pytest.mark.parametrize("how", ["argument", "closure", "hidden"])
@@ -232,12 +227,14 @@ def test_a_tensor_that_was_computed_before(how):
     def run(make):
         before = model.head.weight.exp()
         before.register_hook(lambda g: 2 * g)
-        held = SimpleNamespace(weights=[before]) if how == "hidden" else before
+        held = SimpleNamespace(weights=[before])
 
         def loss(hidden, labels, weight=None, *, bias):
-            weight = (held.weights[0] if how == "hidden" else held) if weight is None else weight
+            weight = {"closure": before, "argument": weight}.get(how, held.weights[0])
             return ce(F.linear(hidden, weight, bias).flatten(0, 1), labels)
 
+        if how == "hidden":
+            before = None
         given = [before] if how == "argument" else []
         return step(model, lambda h: make(loss)(h, labels, *given, bias=model.head.bias.sin()))
 
@@ -257,6 +254,5 @@ def test_hooks_around_see_the_gradients_alone():
         value = recoup.tiled_loss(model.loss)(hidden, targets())
     used = [*model.norm.parameters(), *model.head.parameters()]
     assert sorted(seen) == sorted([(N, L, D), *(tuple(each.shape) for each in used)])
-    store = recoup.GradStore([hidden, *used])
-    store.backward(value)
+    store = recoup.GradStore.from_backward(value, [hidden, *used])
     assert_same([store[hidden]], torch.autograd.grad(model.loss(hidden, targets()), hidden))
