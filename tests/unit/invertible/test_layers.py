@@ -6,7 +6,6 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -30,33 +29,48 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_each_direction_undoes_the_other(case):
-    y, log_det = case.layer(case.x)
-    x, back = case.layer.inverse(y)
-    close(x, case.x)
-    close(back, -log_det)
+def test_each_direction_undoes_the_other_and_leaves_input_stream_and_layer_as_they_were(case):
+    layer, x = case
+    # A log-determinant that is kept on the layer holds the graph of a call, and gets stale.
+    before, version, same = dict(vars(layer)), x._version, x.clone()
+    state = torch.random.get_rng_state()
+    y, log_det = layer(x)
+    back, undone = layer.inverse(y)
+    assert vars(layer) == before
+    assert x._version == version
+    assert torch.equal(x, same)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    close(back, x)
+    close(undone, -log_det)
     latent = torch.randn_like(flat(y))
-    x, back = case.layer.inverse(shaped(latent, y))
-    again, log_det = case.layer(x)
+    x, undone = layer.inverse(shaped(latent, y))
+    again, log_det = layer(x)
     close(flat(again), latent)
-    close(back, -log_det)
+    close(undone, -log_det)
+    empty, log_det = layer(x[:0])
+    assert log_det.shape == (0,)
+    assert layer.inverse(empty)[0].shape == x[:0].shape
 
 
 def test_gradients_of_a_batch_hold_each_samples_own_and_no_parameter_is_without(case):
+    layer, x = case
+
     def gradient(x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
-        y, log_det = case.layer(x)
+        y, log_det = layer(x)
         (flat(y).pow(3).sum() + log_det.sum()).backward()
         return x.grad
 
-    close(gradient(case.x), torch.cat([gradient(case.x[:1]), gradient(case.x[1:])]))
+    close(gradient(x), torch.cat([gradient(x[:1]), gradient(x[1:])]))
     # A weight that the log-determinant does not depend on must still train.
-    assert [name for name, p in case.layer.named_parameters() if p.grad is None] == []
+    assert [name for name, p in layer.named_parameters() if p.grad is None] == []
 
 
-def test_float32_stays_float32_under_autocast_too(case):
-    layer, x = case.layer.float(), case.x.float()
+def test_float32_stays_float32_under_autocast_too_and_copies_compute_the_same(case):
+    layer, x = case[0].float(), case[1].float()
     plain, of_plain = layer(x)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(flat(twin(x)[0]), flat(plain))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, log_det = layer(x)
         back, _ = layer.inverse(y)
@@ -68,27 +82,3 @@ def test_float32_stays_float32_under_autocast_too(case):
     if not hasattr(layer, "network") or isinstance(layer, InvertibleResidual):
         assert torch.equal(flat(y), flat(plain))
         assert torch.equal(log_det, of_plain)
-
-
-def test_empty_batch(case):
-    y, log_det = case.layer(case.x[:0])
-    assert log_det.shape == (0,)
-    assert case.layer.inverse(y)[0].shape == case.x[:0].shape
-
-
-def test_a_call_leaves_input_stream_and_layer_as_they_were(case):
-    # A log-determinant that is kept on the layer holds the graph of a call, and gets stale.
-    before, x, state = dict(vars(case.layer)), case.x.clone(), torch.random.get_rng_state()
-    version = case.x._version
-    case.layer.inverse(case.layer(case.x)[0])
-    assert vars(case.layer) == before
-    assert case.x._version == version
-    assert torch.equal(x, case.x)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_compute_the_same(case, duplicate):
-    expected, _ = case.layer(case.x)
-    actual, _ = duplicate(case.layer)(case.x)
-    assert torch.equal(flat(actual), flat(expected))

@@ -23,10 +23,9 @@ def dense_norm(layer, *shape):
 
 KINDS = {
     "linear": (lambda: LipschitzLinear(7, 5, coefficient=0.8), (7,)),
-    "3x3": (lambda: LipschitzConv2d(3, 4, 3, padding=1, coefficient=0.8), (3, 9, 9)),
     "1x1": (lambda: LipschitzConv2d(3, 4, 1, coefficient=0.8), (3, 4, 4)),
     "2x2": (lambda: LipschitzConv2d(3, 4, 2, coefficient=0.8), (3, 9, 9)),
-    "3x5": (lambda: LipschitzConv2d(3, 4, (3, 5), padding=(1, 2), coefficient=0.8), (3, 9, 9)),
+    "3x5": (lambda: LipschitzConv2d(2, 3, (3, 5), padding=(1, 2), coefficient=0.8), (2, 9, 9)),
 }
 
 
@@ -40,25 +39,10 @@ def kind(request):
 # -- the bound -------------------------------------------------------------------------------------
 
 
-def impulse(weight):
-    weight.zero_()[0, 0, 2, 0] = -50
-
-
-STARTS = {
-    "normal": lambda weight: weight.normal_(std=50),
-    "ones": lambda weight: weight.fill_(50),
-    "impulse": impulse,
-    "orthogonal": lambda weight: nn.init.orthogonal_(weight, gain=50),
-}
-
-
-@pytest.mark.parametrize("scale", [1.0, -100.0])
-def test_norm_is_at_most_the_coefficient_and_not_much_less(kind, scale):
+def test_norm_is_at_most_the_coefficient_and_not_much_less(kind):
     layer, shape = kind
     for parameter in layer.parameters():
-        nn.init.normal_(parameter, mean=0.1, std=abs(scale))
-    with torch.no_grad():
-        layer.weight *= math.copysign(1, scale)
+        nn.init.normal_(parameter, mean=0.1)
     # A small image leaves less of an unbounded one.
     assert 0.8 * (0.99 if len(shape) == 1 else 0.6) <= dense_norm(layer, *shape)
     assert dense_norm(layer, *shape) <= 0.8 * (1 + 1e-9)
@@ -67,12 +51,12 @@ def test_norm_is_at_most_the_coefficient_and_not_much_less(kind, scale):
     assert dense_norm(layer, *shape) <= 0.8 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_bound_of_a_convolution_holds_for_kernels_at_the_extremes(start):
+def test_bound_of_a_convolution_is_close_for_kernels_at_the_extremes():
     layer = LipschitzConv2d(2, 2, 3, padding=1, coefficient=0.9, dtype=torch.float64)
     with torch.no_grad():
-        STARTS[start](layer.weight)
-    assert 0.8 < dense_norm(layer, 2, 16, 16) <= 0.9
+        for start in (nn.init.ones_, nn.init.dirac_, nn.init.orthogonal_):
+            start(layer.weight).mul_(-50)
+            assert 0.8 < dense_norm(layer, 2, 16, 16) <= 0.9
 
 
 def test_between_two_frequencies_of_the_grid_the_norm_is_no_higher():
@@ -134,8 +118,7 @@ def test_one_weight_a_call_computes_each_norm_once_for_gradients_and_once_withou
 
 
 def test_half_precision_weights_and_autocast():
-    x = torch.randn(2, 3)
-    layer = LipschitzLinear(3, 3)
+    x, layer = torch.randn(2, 3), LipschitzLinear(3, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         weight = layer.normalized_weight()
     assert torch.equal(weight, layer.normalized_weight())

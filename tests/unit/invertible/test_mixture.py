@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from recoup.errors import NotInvertibleError
 from recoup.flows import DenseNetwork
@@ -21,36 +20,15 @@ def vectors(k=4):
     return filled(layer, 1.0), torch.randn(3, 5, dtype=torch.float64)
 
 
-class Backwards(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, y):
-        return self.layer.inverse(y)
-
-
 def test_the_inverse_has_the_derivatives_of_the_inverse_function():
     layer, x = vectors()
-    backwards = Backwards(filled(layer, 0.5))
-    y = layer(x)[0].detach().requires_grad_()
-    names = [name for name, _ in backwards.named_parameters()]
-
-    def call(y, *values):
-        return torch.func.functional_call(backwards, dict(zip(names, values, strict=True)), (y,))
-
-    parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
-    assert torch.autograd.gradcheck(call, [y, *parameters], fast_mode=True)
+    y = filled(layer, 0.5)(x)[0].detach().requires_grad_()
+    # gradcheck changes parameters in place
+    call = lambda y, *parameters: layer.inverse(y)  # noqa: E731
+    assert torch.autograd.gradcheck(call, [y, *layer.parameters()], fast_mode=True)
     assert torch.autograd.gradgradcheck(
         lambda v: layer.inverse(v)[0], [y], fast_mode=True, atol=1e-4
     )
-
-
-def of_distributions(x, logits, means, scales, least_slope):
-    """What `h` is, as the paper has it."""
-    weights = torch.softmax(logits, -1)
-    below = (weights * torch.sigmoid((x.unsqueeze(-1) - means) / scales)).sum(-1)
-    return (1 - least_slope) * torch.logit(below) + least_slope * x
 
 
 def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
@@ -64,7 +42,8 @@ def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
     means = means + torch.tensor([-1.0, 0.0, 1.0])
     log_scale = 3 * torch.tanh(torch.tensor(raw_scale, dtype=torch.float64) / 3)
     x.requires_grad_()
-    expected = of_distributions(x, logits, means, scales, 0.01) * log_scale.exp() + shift
+    below = (torch.softmax(logits, -1) * torch.sigmoid((x.unsqueeze(-1) - means) / scales)).sum(-1)
+    expected = (0.99 * torch.logit(below) + 0.01 * x) * log_scale.exp() + shift
     torch.testing.assert_close(y[:, 1:], expected, rtol=1e-7, atol=1e-7)
     (slope,) = torch.autograd.grad(expected.sum(), x)
     torch.testing.assert_close(log_det, slope.log().squeeze(1), rtol=1e-6, atol=1e-6)
@@ -79,7 +58,7 @@ def test_components_do_not_start_alike():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("far", [1.0, 1e2, 1e5])
+@pytest.mark.parametrize("far", [1.0, 1e5])
 def test_far_values_have_a_finite_log_det_gradient_and_inverse(dtype, far):
     layer = vectors()[0].to(dtype)
     x = torch.randn(64, 5, dtype=dtype)
@@ -126,11 +105,10 @@ def test_the_search_takes_few_steps_and_says_so_if_it_does_not_converge(monkeypa
         layer.inverse(y)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_come_back_as_nan(bad):
+def test_values_that_are_not_finite_come_back_as_nan():
     layer, x = vectors()
     y = layer(x)[0].detach()
-    y[0, 4] = bad
+    y[:2, 4] = torch.tensor([torch.nan, torch.inf])
     back, _ = layer.inverse(y)
-    assert back[0, 4].isnan()
-    torch.testing.assert_close(back[1:], x[1:])
+    assert back[:2, 4].isnan().all()
+    torch.testing.assert_close(back[2:], x[2:])

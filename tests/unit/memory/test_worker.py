@@ -75,6 +75,7 @@ def test_a_wrong_builder(ask, build, message):
 
 def test_a_builder_that_fails(ask, capsys, tmp_path, monkeypatch):
     assert ask("raises", 7) == (1, {"error": "RuntimeError: no chain of 7 blocks"})
+    assert ask("ends") == (1, {"error": "SystemExit: bad configuration"})
     assert "Traceback" in capsys.readouterr().err
     (tmp_path / "needs_more.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -36,10 +36,9 @@ def by_host(speed):
 MUST = ", but must be a whole number, at least 1"
 REFUSED = [
     *((lambda make=make: make(0), f"`n` is 0{MUST}") for make in (linear, log, sqrt)),
-    *((lambda make=make: make(0, 1), f"`n` is 0{MUST}")
-      for make in (binomial, revolve, num_sweeps, num_advances)),
-    *((lambda make=make: make(3, 0), f"`slots` is 0{MUST}")
-      for make in (binomial, revolve, num_sweeps, num_advances)),
+    *((lambda make=make, given=given: make(*given), f"`{name}` is 0{MUST}")
+      for make in (binomial, revolve, num_sweeps, num_advances)
+      for name, given in (("n", (0, 1)), ("slots", (3, 0)))),
     *((lambda name=name, given=given: offloaded(**{"n": 4, "every": 2, "slots": 1, name: given}),
        f"`{name}` is {given}{MUST}")
       for name in ("n", "every", "slots") for given in (0, 1.5)),
