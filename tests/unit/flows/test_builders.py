@@ -125,8 +125,6 @@ def test_every_coupling_sees_the_label(name, options):
         assert (of_labels != 0).any(1).all()
 
 
-# -- the layers that they build --------------------------------------------------------------------
-
 NORM, MIX = "ActNorm", "InvertibleConv1x1"
 BOARD, BOARD_2 = ("checkerboard", "first"), ("checkerboard", "second")
 HALVES, HALVES_2 = ("channels", "first"), ("channels", "second")
@@ -221,9 +219,6 @@ def test_glow_starts_as_a_norm_and_a_rotation():
     torch.testing.assert_close(
         flow.log_prob(x), -0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(1)
     )
-
-
-# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import distributions, nn
+from torch import distributions as dist
 
 import recoup
 from recoup.errors import NotInvertibleError
@@ -25,6 +26,7 @@ from recoup.invertible import (
     Split,
     VariationalDequantize,
     adapt,
+    check_invertible,
 )
 from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import assert_same_step, run_step
@@ -48,17 +50,12 @@ def test_the_inverse_undoes_forward(name):
         assert log_det.shape == (len(x),)
 
 
-# -- memory modes ----------------------------------------------------------------------------------
-
-
 class ForwardOnly(ActNorm):
     inverse = InvertibleModule.inverse  # which is missing
 
 
 class Density(ForwardOnly):
-    """Is not sampled, and says so."""
-
-    inverts_in_backward = False
+    inverts_in_backward = False  # is not sampled, and says so
 
 
 def dense(inputs, outputs, **options):
@@ -136,16 +133,6 @@ def test_gradients_are_those_of_linear_memory(name):
         assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
 
 
-def test_a_context_reaches_the_networks():
-    x, context = leaf(5, 4), leaf(5, 3)
-    chain = Chain(*with_splits()).double()
-    latents, log_det = chain(x, context)
-    back, minus = chain.inverse(latents, context)
-    torch.testing.assert_close(back, x)
-    torch.testing.assert_close(minus, -log_det)
-    assert not torch.equal(chain(x, context + 1)[0][0], latents[0])
-
-
 def test_constant_memory_says_what_it_recomputes():
     block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
     chain = Chain(Flip(), block, Flip(), block)
@@ -164,9 +151,6 @@ def test_an_empty_chain_is_the_identity_and_one_without_parameters_asks_for_no_g
     assert not log_det.requires_grad
 
 
-# -- splits ----------------------------------------------------------------------------------------
-
-
 @every_memory
 def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(memory):
     x = torch.arange(8.0).view(1, 8)
@@ -180,9 +164,6 @@ def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(m
         found = [each.flatten().tolist() for each in y]
         assert found == [[4.0, 5.0, 6.0, 7.0], [2.0, 3.0], [1.0, 0.0]]
         torch.testing.assert_close(chain.inverse(y)[0], x)
-
-
-# -- what stages return ----------------------------------------------------------------------------
 
 
 class Doubles(InvertibleModule):
@@ -264,3 +245,31 @@ def test_a_missing_direction_is_said_when_the_chain_is_made():
     with pytest.raises(NotImplementedError, match="Density does not define `inverse`") as caught:
         chain.inverse(torch.ones(2, 4))
     assert "It is module `3` (Density) of the chain." in caught.value.__notes__
+
+
+def layers():
+    torch.manual_seed(0)
+    loc, scale = (torch.randn(4, dtype=torch.float64) for _ in range(2))
+    affine = dist.AffineTransform(loc, scale.exp())
+    return [
+        dist.IndependentTransform(affine, 1),
+        dist.ComposeTransform([dist.ExpTransform(), dist.ExpTransform().inv]),
+        dist.SigmoidTransform(),
+        dist.AffineTransform(-0.5, 3.0).inv,
+    ]
+
+
+def test_transforms_of_torch_keep_the_contract():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for layer in (*map(adapt, layers()), Chain(*map(adapt, layers()))):
+        assert check_invertible(layer, x)
+
+
+def test_those_that_saturate_are_recomputed_and_an_invertible_module_is_returned_as_it_is():
+    found = [adapt(layer).inverts_in_backward for layer in layers()]
+    assert found == [True, True, False, True]
+    assert "recomputed: its inverse is not known to be cheap and exact" in repr(adapt(layers()[2]))
+    with pytest.warns(UserWarning, match="1 of 5 modules"):
+        Chain(*map(adapt, layers()), memory="constant")
+    layer = ActNorm(3)
+    assert adapt(layer) is layer

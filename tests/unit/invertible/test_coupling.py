@@ -105,9 +105,6 @@ def test_what_the_docstrings_say_is_kept():
     assert 12 * k * unit / 2 < kept < 16 * k * unit / 2
 
 
-# -- on a grid: exact to the bit, at any depth, or an error ----------------------------------------
-
-
 def exact(depth, scale=1.0):
     torch.manual_seed(0)
     networks = [

@@ -36,9 +36,6 @@ def kind(request):
     return build().double(), shape
 
 
-# -- the bound -------------------------------------------------------------------------------------
-
-
 def test_norm_is_at_most_the_coefficient_and_not_much_less(kind):
     layer, shape = kind
     for parameter in layer.parameters():
@@ -82,9 +79,6 @@ def test_weights_below_the_coefficient_and_of_zeros_stay_as_they_are(kind):
         layer.weight.zero_()
     layer(torch.ones(2, *shape, dtype=torch.float64)).sum().backward()
     assert layer.weight.grad.isfinite().all()
-
-
-# -- gradients, and what a call leaves -------------------------------------------------------------
 
 
 @pytest.mark.sampled(4)

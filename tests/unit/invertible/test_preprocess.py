@@ -53,9 +53,6 @@ def test_a_margin_of_a_millionth_is_exact_enough_for_256_levels():
         assert float((log_det - wanted).mean().abs()) / (784 * math.log(2)) < 1e-4
 
 
-# -- noise on levels -------------------------------------------------------------------------------
-
-
 def learned(levels=17):
     torch.manual_seed(1)
     network = partial(ConvNetwork, 1, 2, width=4, num_context=1)
@@ -194,18 +191,10 @@ def test_the_first_batch_of_each_kind_is_looked_at():
     assert Dequantize(256)(torch.full((1, 2), math.nan))[0].isnan().all()
 
 
-# -- learned noise in a flow -----------------------------------------------------------------------
-
-
-def flow_with(memory):
+def test_the_chain_of_learned_noise_follows_its_flow_and_is_not_asked_in_sampling():
     chain = Chain(ActNorm(1), Squeeze(), AffineCoupling(nn.Conv2d(2, 4, 1)), Flip())
     flow = Flow(chain, shape=(1, 4, 4), dequantize=learned(5)).double().eval()
-    flow.memory = memory
-    return flow
-
-
-def test_its_memory_and_drift_follow_those_of_the_flow():
-    flow = flow_with("sqrt")
+    flow.memory = "sqrt"
     assert flow.dequantize.memory == flow.chain.memory == "sqrt"
     flow.drift = "raise"
     assert flow.dequantize.drift.otherwise == flow.chain.drift.otherwise == "raise"
@@ -216,15 +205,9 @@ def test_its_memory_and_drift_follow_those_of_the_flow():
     assert flow.chain.memory is schedule
     assert flow.dequantize.memory == "linear"
 
-
-def test_levels_may_be_said_twice_but_not_differ():
-    chain = Chain(ActNorm(1))
-    assert Flow(chain, shape=(1, 2, 2), levels=17, dequantize=learned(17)).levels == 17
-    with pytest.raises(ValueError, match="`levels` is 16, but `dequantize` is for 17"):
-        Flow(chain, shape=(1, 2, 2), levels=16, dequantize=learned(17))
-
-
-def test_sampling_gives_levels_without_asking_the_noise():
-    flow = flow_with("linear")
     flow.dequantize.chain.inverse = None  # would raise
     assert set(flow.sample(3).flatten().tolist()) <= set(range(5))
+    # Levels may be said twice, but not differ.
+    assert Flow(chain, shape=(1, 4, 4), levels=5, dequantize=learned(5)).levels == 5
+    with pytest.raises(ValueError, match="`levels` is 16, but `dequantize` is for 17"):
+        Flow(chain, shape=(1, 4, 4), levels=16, dequantize=learned(17))

@@ -48,9 +48,6 @@ def double(*shape):
 every_log_det = pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
 
 
-# -- gradients -------------------------------------------------------------------------------------
-
-
 @every_log_det
 def test_gradients_are_those_of_finite_differences(log_det):
     block = InvertibleResidual(dense(3, 4), log_det=log_det, num_terms=3)
@@ -144,9 +141,6 @@ def test_nothing_is_held_when_the_call_has_ended():
         assert seen[-1]() is None
     loss.backward()
     assert x.grad is not None
-
-
-# -- estimates of the log-determinant --------------------------------------------------------------
 
 
 def test_series_converges_to_exact_within_the_stated_bound():
@@ -253,21 +247,17 @@ def test_weights_are_normalised_once_a_call(monkeypatch):
     assert len(calls) - 2 <= 4  # with and without a graph
 
 
-# -- the inverse -----------------------------------------------------------------------------------
-
-
 def test_inverse_has_the_gradient_of_the_inverse_function():
     block, x = InvertibleResidual(dense()), double(1, 2)
-    y = block(x)[0].detach().requires_grad_()
-    back = torch.autograd.functional.jacobian(lambda y: block.inverse(y)[0][0], y).view(2, 2)
-    jacobian = torch.autograd.functional.jacobian(lambda x: block(x)[0][0], x).view(2, 2)
+    y, jacobian_of = block(x)[0].detach(), torch.autograd.functional.jacobian
+    back = jacobian_of(lambda y: block.inverse(y)[0][0], y).view(2, 2)
+    jacobian = jacobian_of(lambda x: block(x)[0][0], x).view(2, 2)
     torch.testing.assert_close(back @ jacobian, torch.eye(2, dtype=x.dtype), rtol=0, atol=1e-10)
 
 
 def test_inverse_that_does_not_converge_names_the_block_and_the_way_out():
     doubles = nn.Linear(2, 2).double()
-    with torch.no_grad():
-        doubles.weight.copy_(2 * torch.eye(2))
+    nn.init.eye_(doubles.weight).data.mul_(2)
     block = InvertibleResidual(doubles, max_iterations=20)
     words = r"InvertibleResidual over Linear.*after 20 rep.*residual is .*LipschitzLinear"
     with pytest.raises(ConvergenceError, match=words) as caught:
@@ -276,9 +266,7 @@ def test_inverse_that_does_not_converge_names_the_block_and_the_way_out():
     assert isinstance(caught.value, ArithmeticError)
     with pytest.raises(ConvergenceError, match="not finite"):
         block.inverse(torch.full((1, 2), math.inf, dtype=torch.float64))
-
-
-def test_too_few_repetitions_are_an_error_and_a_larger_tolerance_is_met():
+    # Too few repetitions are an error, and a larger tolerance is met.
     block = InvertibleResidual(dense(), max_iterations=3)
     y = block(double(3, 2))[0]
     with pytest.raises(ConvergenceError, match="`max_iterations` 3"):

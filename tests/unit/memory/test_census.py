@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import get_args
 
@@ -49,7 +49,6 @@ elsewhere = partial(save_on_cpu, pin_memory=True)  # hooks that make copies
 
 
 def within(context, fn, *args):
-    """A call in a context of torch."""
     with context:
         return fn(*args)
 
@@ -143,20 +142,12 @@ def region_of_torch():
     return lambda: apart(module, x()).sin()
 
 
-def flow():
-    model = recoup.flows.Glow((1, 8, 8), levels=None, num_steps=1, width=4, memory="constant")
-    images = torch.rand(2, 1, 8, 8)
-    model.log_prob(images)  # initialises
-    return lambda: model.log_prob(images.add(0.0))
-
-
 BUILDS = {
     "transformer": lambda: of(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, 6, 16),
     "noisy lstm": noisy_lstm,
     "autocast": autocast,
     "sqrt": lambda: of(recoup.Sequential(*(block() for _ in range(5)), memory="sqrt")),
     "region of torch": region_of_torch,
-    "flow": flow,
 }
 
 
@@ -230,11 +221,9 @@ def beside_another_thread():
     other, mine = Root(), Root()
 
     def fn():
-        thread = threading.Thread(target=other, args=(x(),))
-        outside = x().exp()
-        thread.start()
-        thread.join()
-        return outside, x().exp(), mine(x())
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(other, x()).result()
+        return x().exp(), mine(x())
 
     return fn
 
@@ -253,7 +242,6 @@ def after_an_exception():
 BLOCK = ["linear, 0, keep, 1", "gelu, 1, keep, 1"]
 AGAIN = ["linear, 0, recompute, 0", "gelu, 1, recompute, 1"]
 IN_ROOT = ["linear, within.0, keep, 1", "gelu, within.1, keep, 1", "exp, Root, keep, 1"]
-LAZY = ["linear, 0, keep, 1", "batch_norm, 1, keep, 0.25", *["batch_norm, 1, keep, 0.0078125"] * 2]
 LISTED = {
     # what counts, and once
     "a storage in several places": (lambda: partial(looked_at_twice, x()), [
@@ -296,9 +284,10 @@ LISTED = {
         "linear, Root.within.0, keep, 1", "gelu, Root.within.1, keep, 1", "exp, Root, keep, 1",
         "linear, Root#2.within.0, keep, 0", "gelu, Root#2.within.1, keep, 1",
         "exp, Root#2, keep, 1"]),
-    "another thread": (beside_another_thread, ["exp, -, keep, 1"] * 2 + IN_ROOT),
+    "another thread": (beside_another_thread, ["exp, -, keep, 1", *IN_ROOT]),
     "an exception": (after_an_exception, [*IN_ROOT, "Squared, -, keep, 1"]),
-    "lazy": (lambda: of(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())), LAZY),
+    "lazy": (lambda: of(nn.Sequential(nn.LazyLinear(16), nn.Tanh())), ["linear, 0, keep, 1",
+                                                                       "tanh, 1, keep, 1"]),
 }  # fmt: skip
 
 
@@ -371,7 +360,7 @@ def test_no_memory_and_no_module_remains_nor_anything_after_an_exception():
         residuals(of(Raises()))
 
 
-@pytest.mark.parametrize("name", ["transformer", "noisy lstm", "sqrt", "region of torch", "flow"])
+@pytest.mark.parametrize("name", ["transformer", "noisy lstm", "sqrt", "region of torch"])
 def test_fn_runs_once_as_without_a_census_and_its_graph_stays_right(name):
     fn, made = BUILDS[name](), []
 
@@ -448,12 +437,11 @@ def test_equal_residuals_share_a_row_and_the_largest_stands_first():
 
 
 def test_ways_are_in_their_order_and_lines_in_their_width():
-    shape = [1024] * 4
-    entries = [
-        Residual(f"{'long_' * 9}{way} {shape} bfloat16", f"{'deep.' * 9}{way}", 2**35, way)
+    shape, long, deep = [1024] * 4, "long_" * 9, "deep." * 9
+    lines = str(Residuals(tuple(
+        Residual(f"{long}{way} {shape} bfloat16", f"{deep}{way}", 2**35, way)
         for way in reversed(WAYS)
-    ]
-    lines = str(Residuals(tuple(entries))).splitlines()
+    ))).splitlines()  # fmt: skip
     assert max(map(len, lines)) <= 100
     assert tuple(line.split()[-1] for line in lines[-5:]) == WAYS
     for line in lines[1:6]:

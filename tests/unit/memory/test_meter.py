@@ -7,11 +7,13 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from recoup._core.devices import Peaks
-from recoup.memory import measure
+from recoup.memory import format_bytes, measure, parse_bytes
 from recoup.memory.meter import Measurement
 from tests.alive import allocated_bytes, no_collector
 from tests.zoo import Fn
@@ -22,9 +24,6 @@ KIB = 1024
 def bytes_of(fn):
     measured = measure(fn, device="cpu", repeats=0)
     return measured.peak_bytes, measured.held_bytes
-
-
-# -- bytes -----------------------------------------------------------------------------------------
 
 
 def conv_net():
@@ -110,9 +109,6 @@ def test_within_a_profiler_storages_are_followed_and_that_is_said():
     assert 0.6 * peak_bytes < found[0] < peak_bytes
 
 
-# -- calls -----------------------------------------------------------------------------------------
-
-
 def test_nothing_is_kept_without_the_garbage_collector():
     results = []
 
@@ -137,6 +133,8 @@ def test_times_are_of_calls_that_are_not_followed():
     measured = measure(fn, device="cpu", repeats=2)
     assert followed == [True, False, False]
     assert measured.seconds >= 0.02 > measured.cpu_seconds
+    device = "cuda:0" if torch.cuda.is_initialized() else "cpu"  # the one in use
+    assert measure(lambda: None, repeats=0).device == device
     measured = measure(lambda: None, device="cpu", repeats=0)
     assert measured == Measurement(0, 0, None, None, "cpu", Peaks(0, 0))
 
@@ -164,9 +162,6 @@ def test_printed():
     assert str(far) == "peak 3 MiB (requested 2 MiB, reserved 20 MiB), held 0 B on cuda:0"
 
 
-# -- devices ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -181,11 +176,6 @@ def test_wrong_arguments(arguments, message):
         measure(lambda: None, **arguments)
 
 
-def test_the_default_device_is_the_one_in_use():
-    expected = "cuda:0" if torch.cuda.is_initialized() else "cpu"
-    assert measure(lambda: None, repeats=0).device == expected
-
-
 @pytest.mark.cuda
 def test_bytes_on_cuda():
     x = torch.zeros(2**18, device="cuda", requires_grad=True)  # 1 MiB
@@ -193,3 +183,36 @@ def test_bytes_on_cuda():
     assert (measured.peak_bytes, measured.held_bytes) == (2 * 2**20, 2**20)
     assert measured.device == "cuda:0"
     assert measure(lambda: None, repeats=0).device == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        *((0, 0), ("0", 0), ("17 B", 17), ("1.5 GiB", 3 * 2**29), ("  2GB ", 2_000_000_000)),
+        *(("1 kb", 1000), ("1 TiB", 2**40), (".5 KiB", 512), ("3. KiB", 3072)),
+        ("0.1 GB", 10**8),  # exact, though 0.1 is no binary fraction
+        ("1.0001 KiB", 1024),
+    ],
+)
+def test_parse_bytes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "GiB", "-1 KiB", "1 K", "1 XB", "1,5 GiB", "1 2", "inf", "1_0", -1, True, 1.5, None],
+)
+def test_what_is_no_number_of_bytes_is_refused_with_the_way_out(value):
+    with pytest.raises(ValueError, match=r'`value` is .*such as "1.5 GiB"'):
+        parse_bytes(value)
+
+
+@given(st.integers(0, 2**68))
+def test_what_is_formatted_is_parsed_back(num_bytes):
+    assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=5e-4, abs=1)
+
+
+def test_format_bytes():
+    given = 0, 1023, 1024, 2**20 - 1, -1536, 123_456_789
+    wanted = "0 B", "1023 B", "1 KiB", "1 MiB", "-1.5 KiB", "117.7 MiB"
+    assert tuple(map(format_bytes, given)) == wanted

@@ -102,9 +102,6 @@ def test_a_page_escapes_names_loads_nothing_and_ends_in_html():
         check_page(".png")
 
 
-# -- in a browser ------------------------------------------------------------------------------
-
-
 def shown(tmp_path, text, *more):
     """The document that a browser makes of a page, after its scripts."""
     file = tmp_path / "page.html"

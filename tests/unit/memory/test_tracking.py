@@ -25,9 +25,6 @@ def without_garbage_collection():
         yield
 
 
-# -- what is alive: each yields the KiB that are, at its moments -----------------------------------
-
-
 def views(before):
     whole = kib(4)
     part, row = whole[:10], whole.view(4, 256)

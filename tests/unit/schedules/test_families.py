@@ -1,4 +1,4 @@
-"""What each family of schedules promises, by `simulate`: runs, bytes, states and tapes."""
+"""What each family of schedules promises, by `simulate`; schedules as data: print and groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 
 from recoup.schedules import (
     Advance,
+    Cost,
     Drop,
     Invert,
     Keep,
     Load,
     Offload,
     Reverse,
+    Schedule,
     Tape,
     beta,
     binomial,
@@ -26,10 +28,12 @@ from recoup.schedules import (
     num_advances,
     num_sweeps,
     offloaded,
+    optimal,
     revolve,
     simulate,
     sqrt,
 )
+from recoup.schedules.actions import groups_of, on_groups
 
 
 def indices(schedule, kind):
@@ -42,9 +46,6 @@ def test_linear_runs_each_stage_once():
     simulation = simulate(linear(7))
     assert simulation.forwards_per_stage == (1,) * 7
     assert (simulation.peak_bytes, simulation.peak_states, simulation.peak_tapes) == (8, 0, 7)
-
-
-# -- binomial, revolve, log ------------------------------------------------------------------------
 
 
 @cache
@@ -110,9 +111,6 @@ def test_log_is_binomial_with_as_many_slots_as_runs(n):
     assert slots <= 2 + ln(n, 4) + ln(2 * slots**0.5, 4)
 
 
-# -- sqrt ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [*range(1, 30), 100, 399])
 def test_sqrt_is_triangular(n):
     # The nominal 4, 3, 2 is exact; never 1, 1, 1, 1, 5.
@@ -128,9 +126,6 @@ def test_sqrt_is_triangular(n):
     # A last segment that is one longer would not fit below the same peak.
     assert lengths[-1] == longest - len(lengths) + 1 or len(lengths) == 1
     assert lengths == {8: [3, 3, 2], 9: [4, 3, 2], 10: [4, 3, 2, 1]}.get(n, lengths)
-
-
-# -- constant --------------------------------------------------------------------------------------
 
 
 def test_constant_holds_the_same_at_every_depth_and_hands_over_between_ways():
@@ -160,9 +155,6 @@ def test_constant_executes_every_mixture(n):
             assert not isinstance(action, Drop) or before == Load(action.index)
 
 
-# -- states on a disk ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "every"), [(1, 1), (7, 1), (7, 3), (64, 3), (7, 100)])
 def test_every_stage_of_an_offloaded_chain_is_reversed(n, every):
     for slots in (None, 1, 2):
@@ -180,3 +172,71 @@ def test_every_stage_of_an_offloaded_chain_is_reversed(n, every):
         forwards = sum(simulate(binomial(each, slots)).num_forwards for each in alone)
         assert simulation.num_forwards == forwards + n - min(n, every)
         assert simulation.peak_states <= slots
+
+
+SCHEDULES = [
+    *(make(n) for make in (sqrt, log, linear) for n in (1, 3, 31)),
+    *(make(n, slots) for make in (revolve, binomial) for n, slots in ((7, 1), (20, 3), (7, 30))),
+    constant(4),
+    constant(["keep", "recompute", "recompute", "keep", "recompute"]),
+    constant(["recompute", "invert", "invert", "recompute"]),
+    optimal([Cost(1.0, 1, 1 + 3 * (i % 3)) for i in range(12)], 22),
+]
+
+
+def test_a_schedule_prints_its_sweep_and_its_backward():
+    assert str(constant(2)) == (
+        "constant, 2 stages\n"
+        "sweep: run 0 to 1, keep x_2\n"
+        "backward: load x_2, drop x_2, invert 1, reverse 1, invert 0, reverse 0"
+    )
+    actions = (Offload(0), Advance(0, 1), Tape(1, 2), Reverse(1), Load(0), Tape(0), Reverse(0))
+    assert str(Schedule(2, actions)) == (
+        "schedule, 2 stages\n"
+        "sweep: offload x_0, run 0, tape 1 (variant 2)\n"
+        "backward: reverse 1, load x_0, tape 0, reverse 0"
+    )
+    assert str(linear(1)) == "linear, 1 stage\nsweep: tape 0\nbackward: reverse 0"
+    # A long one breaks its lines between actions.
+    schedule = binomial(30, 3)
+    lines = str(schedule).splitlines()
+    assert max(map(len, lines)) <= 100
+    words = " ".join(line.strip() for line in lines[1:])
+    words = words.replace("sweep: ", "").replace(" backward: ", ", ")
+    assert words.split(", ") == [str(action) for action in schedule.actions]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.num_stages}")
+def test_a_sweep_ends_at_the_last_state_and_groups_of_stages_run_as_often_as_each(schedule):
+    assert not any(isinstance(a, Reverse) for a in schedule.actions[: schedule.sweep_end])
+    assert isinstance(schedule.actions[schedule.sweep_end], Load | Reverse)
+    groups = groups_of(schedule)
+    assert [stage for group in groups for stage in group] == [*range(schedule.num_stages)]
+    of_groups = simulate(on_groups(schedule, groups)).forwards_per_stage
+    found = [num for num, group in zip(of_groups, groups, strict=True) for _ in group]
+    assert found == [*simulate(schedule).forwards_per_stage]
+    # No state within a group is kept.
+    within = {stage for group in groups for stage in group[1:]}
+    assert within.isdisjoint(a.index for a in schedule.actions if isinstance(a, Keep | Load))
+
+
+RUNS, REVERSES = (Advance(0, 1), Advance(1, 2)), (Reverse(1), Reverse(0))
+AGAIN = Load(0), Tape(0), Reverse(0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_groups"),
+    [
+        (linear(5), 5),
+        # A group holds its input, so it begins with a kept state.
+        (sqrt(3), 2),
+        (Schedule(3, (Offload(0), *sqrt(3).actions[1:])), 3),
+        # Neighbours that are treated apart are no group.
+        (Schedule(2, (Tape(0), Tape(1, variant=1), *REVERSES)), 2),
+        (Schedule(2, (Keep(0), *RUNS, Load(0), Tape(0), Tape(1), *REVERSES)), 2),
+        (Schedule(2, (Offload(0), RUNS[0], Keep(1), Tape(1), REVERSES[0], *AGAIN)), 2),
+    ],
+    ids=str,
+)
+def test_which_stages_are_a_group(schedule, num_groups):
+    assert len(groups_of(schedule)) == num_groups
