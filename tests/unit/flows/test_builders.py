@@ -18,7 +18,6 @@ from recoup.invertible import (
     InvertibleResidual,
     LipschitzConv2d,
     VariationalDequantize,
-    check_invertible,
 )
 from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
@@ -33,29 +32,6 @@ from tests.unit.flows.models import (
     step_of,
     stirred,
 )
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    ("name", "shape", "options"),
-    [
-        ("nice", (7,), {"levels": None, "num_couplings": 3, "depth": 1}),
-        ("realnvp", SMALL, {}),
-        ("realnvp", (3,), {"levels": 256}),
-        ("glow", SMALL, {"coupling": "additive", "conv1x1": "lu"}),
-        ("glow", SMALL, {"alpha": None, "num_levels": 1}),
-        ("flow++", SMALL, {}),
-        ("flow++", VECTOR, {"levels": None, "num_steps": 3}),
-        ("iresnet", VECTOR, {"levels": None, "depth": 1}),
-        ("iresnet", SMALL, {"log_det": "exact", "depth": 1, "num_steps": 1}),
-    ],
-    ids=str,
-)
-def test_the_chain_is_invertible_with_parameters_of_both_signs(name, shape, options):
-    """Inverse, log-determinant and gradients, in double precision to 1e-8."""
-    x = 0.05 + 0.9 * torch.rand(2, *shape, dtype=torch.float64)
-    report = check_invertible(filled(built(name, shape, **options), 0.2).chain, x)
-    assert report, str(report)
 
 
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
@@ -176,6 +152,7 @@ def test_options_choose_the_layers():
     assert plane.continuation == pytest.approx(0.95**3)
     assert plane.log_det == "exact"
     assert isinstance(built("flow++", variational=True).dequantize, VariationalDequantize)
+    assert [s.exact for s in built("nice", exact=True).chain if hasattr(s, "exact")] == [True] * 4
     assert isinstance(built("nice").base.distribution(), Logistic)
     assert isinstance(built("nice", base=Normal(0.0, 1.0)).base.distribution(), Normal)
 
@@ -189,16 +166,6 @@ def test_even_and_odd_entries_of_nice_take_turns_and_its_end_scales():
     assert (jacobian[3:, [0, 2, 4]] != 0).all()
     assert ((jacobian[3:, [1, 3, 5]] != 0) == torch.eye(3, dtype=torch.bool)).all()
     torch.testing.assert_close(flow(x)[1], flow.chain[-1].log_scale.sum()[None])
-
-
-def test_exact_couplings_of_nice_return_the_very_bits():
-    flow = filled(built("nice", exact=True, num_couplings=12).float(), 0.2).float()
-    couplings = flow.chain[1:-1]
-    assert all(each.exact for each in couplings if isinstance(each, AdditiveCoupling))
-    x = torch.randint(-8000, 8000, (4, 1, 8, 8)) / 2**14  # on the grid
-    y, _ = couplings(x)
-    assert not torch.equal(y.flatten(), x.flatten())
-    assert torch.equal(couplings.inverse(y)[0], x)
 
 
 @pytest.mark.parametrize("levels", [2, 3, 17, 256])

@@ -14,7 +14,7 @@ from recoup.invertible import Chain, Flip
 
 
 def uniform_flow(levels=256, shape=(1, 8, 8)):
-    """Every picture costs it log2(levels) bits a value."""
+    """A flow in which every picture costs log2(levels) bits a value."""
     return Flow(Chain(Flip()), shape=shape, levels=levels, base=Uniform(0.0, 1.0)).eval()
 
 

@@ -160,31 +160,6 @@ def test_series_converges_to_exact_within_the_stated_bound():
     assert errors[-1] < 1e-4
 
 
-@pytest.mark.slow
-def test_mean_of_the_unbiased_estimate_and_of_its_gradient_is_exact():
-    # One term at least, so that the roulette carries what two and more of them mean.
-    network = dense(coefficient=0.8)
-    options = {"num_terms": 1, "continuation": 0.6, "num_probes": 4}
-    block = InvertibleResidual(network, log_det="unbiased", **options)
-    x = double(3, 2)
-    wanted = list(network.parameters())
-
-    def estimate(block):
-        leaf = x.clone().requires_grad_()
-        log_det = block(leaf)[1]
-        gradients = torch.autograd.grad(log_det.sum(), [leaf, *wanted], materialize_grads=True)
-        return torch.cat([log_det, *(g.flatten() for g in gradients)]).detach()
-
-    exact = estimate(InvertibleResidual(network))
-    torch.manual_seed(0)
-    num = 2000
-    values = torch.stack([estimate(block) for _ in range(num)])
-    spread = (values.std(0) / math.sqrt(num)).clamp(min=1e-12)
-    assert ((values.mean(0) - exact).abs() / spread).max() < 3
-    cut = estimate(InvertibleResidual(network, log_det="series", num_terms=1, num_probes=4000))
-    assert ((cut - exact).abs() / spread).max() > 6
-
-
 @every_log_det
 def test_draws_follow_from_one_seed_a_call(log_det):
     block, x = InvertibleResidual(dense(4), log_det=log_det, num_terms=2), double(3, 4)

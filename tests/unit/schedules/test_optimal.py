@@ -195,13 +195,6 @@ def test_choices_equal_exhaustive_search(chain):
     check_all_budgets(chain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [6, 7])
-def test_six_and_seven_stages_equal_exhaustive_search(num_stages):
-    plain = various(num_stages, seed=num_stages, most=4)
-    check_all_budgets([replace(cost, seconds=round(9 * cost.seconds)) for cost in plain])
-
-
 def test_an_output_is_held_where_the_stage_after_keeps_it():
     """Only then does it cost nothing, but for what it holds while that stage is reversed."""
     holding = Results(num_bytes=1, seconds=0.25, holds_output=True)
