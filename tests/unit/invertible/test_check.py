@@ -23,7 +23,7 @@ from recoup.invertible import (
     Squeeze,
     check_invertible,
 )
-from tests.invertible_zoo import conv_net
+from tests.invertible_zoo import Scale, conv_net
 from tests.oracle import assert_same_tensors
 
 
@@ -33,28 +33,6 @@ def failed(report):
 
 def raises(*_):
     raise NotImplementedError("not written yet")
-
-
-class Scale(InvertibleModule):
-    """Multiplication by a learned number, right in everything but what `wrong` replaces."""
-
-    def __init__(self, **wrong):
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor([-1.5, 0.5, 2.0]))
-        self.wrong = wrong
-
-    def of(self, name, *right):
-        return self.wrong[name](self, *right) if name in self.wrong else right
-
-    def log_det(self, x):
-        (found,) = self.of("log_det", self.w.abs().log())
-        return found.sum().expand(len(x))
-
-    def forward(self, x):
-        return self.of("forward", x * self.w, self.log_det(x))
-
-    def inverse(self, y):
-        return self.of("inverse", y / self.w, -self.log_det(y))
 
 
 class Bends(InvertibleModule):
