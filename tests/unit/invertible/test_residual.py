@@ -234,7 +234,8 @@ def test_hooks_beneath_see_each_save_once_and_give_backward_what_they_kept():
 
 
 def test_nothing_is_held_when_the_call_has_ended():
-    net, x, seen = dense(3), double(4, 3).requires_grad_(), []
+    net = nn.Sequential(dense(3), nn.Sigmoid())  # whose last layer keeps its output
+    x, seen = double(4, 3).requires_grad_(), []
 
     def watched(x):
         h = net(x)
