@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,28 @@ class Says(nn.Module):
         self.num_calls += 1
         values = self.values.to(x).repeat_interleave(self.num_channels)
         return values.view(1, -1, *(1,) * (x.dim() - 2)).expand(len(x), -1, *x.shape[2:])
+
+
+class Scale(InvertibleModule):
+    """Multiplication by a learned number, right in everything but what `wrong` replaces."""
+
+    def __init__(self, **wrong: Callable[..., Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([-1.5, 0.5, 2.0]))
+        self.wrong = wrong
+
+    def of(self, name: str, *right: Any) -> Any:
+        return self.wrong[name](self, *right) if name in self.wrong else right
+
+    def log_det(self, x: Tensor) -> Tensor:
+        (found,) = self.of("log_det", self.w.abs().log())
+        return found.sum().expand(len(x))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.of("forward", x * self.w, self.log_det(x))
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.of("inverse", y / self.w, -self.log_det(y))
 
 
 class Direct(InvertibleModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -62,20 +61,3 @@ def step_of(flow, x, labels=None, memory=None):
     """What a step of training leaves in one memory mode."""
     call = lambda flow, x: flow.bits_per_dim(x, labels)  # noqa: E731
     return run_step(flow, x, memory=memory, call=call, loss=torch.mean)
-
-
-@torch.no_grad()
-def check_density(flow, side, *, label=None, num_cells=401, num_samples=4000):
-    """The density over the plane has mass 1, and samples have its mean and its spread."""
-    line = torch.linspace(-side, side, num_cells, dtype=torch.float64)
-    grid = torch.cartesian_prod(line, line)
-    labels = [] if label is None else [torch.full((len(grid),), label)]
-    mass = flow.log_prob(grid, *labels).exp().double() * float(line[1] - line[0]) ** 2
-    assert mass.sum().item() == pytest.approx(1.0, abs=1e-3)
-    mean = (grid * mass[:, None]).sum(0)
-    spread = ((grid - mean).square() * mass[:, None]).sum(0).sqrt()
-    torch.manual_seed(0)
-    of_samples = {} if label is None else {"labels": torch.full((num_samples,), label)}
-    samples = flow.sample(num_samples, **of_samples).double()
-    assert ((samples.mean(0) - mean).abs() < 4 * spread / num_samples**0.5 + 0.01).all()
-    torch.testing.assert_close(samples.std(0), spread, rtol=0.06, atol=0)

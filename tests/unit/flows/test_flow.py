@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from recoup.invertible import (
     Split,
     Squeeze,
 )
-from tests.unit.flows.models import SMALL, built, check_density, filled
+from tests.unit.flows.models import SMALL, built, filled
 
 
 def multiscale_flow(split=True, **options):
@@ -40,8 +41,7 @@ def small_flow(**options):
     return filled(built("realnvp", (2,), levels=None, **options)).eval()
 
 
-def of_points():
-    return small_flow(num_classes=3)
+of_points = partial(small_flow, num_classes=3)
 
 
 def of_pictures():
@@ -59,7 +59,6 @@ def data(flow, n=4):
 
 
 FLOWS = {
-    "plain": small_flow,
     "multi-scale": lambda: multiscale_flow().double(),
     "points": of_points,
     "pictures": of_pictures,
@@ -74,14 +73,7 @@ def generator(seed=1):
 # -- the density -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "label"), [(small_flow, None), *((of_points, label) for label in range(3))]
-)
-def test_density_integrates_to_one_over_the_plane(make, label):
-    check_density(make(), 40, label=label, num_cells=801, num_samples=20_000)
-
-
-@pytest.mark.parametrize("levels", [2, 17, 256])
+@pytest.mark.parametrize("levels", [2, 256])
 def test_uniform_images_cost_exactly_the_bits_of_their_levels(levels):
     x = torch.randint(levels, (5, 1, 4, 4), dtype=torch.uint8)
     for width in (1.0, 2.0):  # of the noisy values, of which the second base wastes half
@@ -91,8 +83,7 @@ def test_uniform_images_cost_exactly_the_bits_of_their_levels(levels):
         torch.testing.assert_close(flow.log_prob(x), -expected * 16 * math.log(2))
 
 
-@pytest.mark.parametrize("levels", [None, 17])
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(("levels", "size"), [(None, 4), (17, 8)])
 def test_parts_add_up_to_bits_per_dim_and_do_not_depend_on_the_size(levels, size):
     flow = Flow(Chain(Squeeze(), ActNorm(4)), shape=(1, size, size), levels=levels).eval()
     nn.init.constant_(flow.chain[1].log_scale, math.log(2))
@@ -115,7 +106,9 @@ def test_inverse_takes_what_forward_gives(flow):
     x, *labels = data(flow)
     latents, log_det = flow(x, *labels)
     assert log_det.shape == (4,)
-    torch.testing.assert_close(flow.inverse(latents, *labels), x, rtol=1e-9, atol=1e-9)
+    back = flow.inverse(latents, *labels)
+    assert back.requires_grad
+    torch.testing.assert_close(back, x, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(flow.reconstruct(x, *labels), x, rtol=1e-9, atol=1e-9)
     bits = sum(flow.parts(x, *labels).values())
     torch.testing.assert_close(bits, flow.bits_per_dim(x, *labels))
@@ -156,33 +149,24 @@ def test_a_generator_decides_the_sample_and_leaves_the_default_stream(flow):
     assert not torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_looking_for_latent_shapes_disturbs_nothing():
+def test_looking_for_latent_shapes_disturbs_nothing_and_sampling_records_no_graph():
     flow = Flow(Chain(Dequantize(5), ActNorm(1), Squeeze(), Flip()), shape=(1, 4, 4))
     flow.chain[3].eval()  # a part that its user froze
     modes = [part.training for part in flow.modules()]
     state = torch.random.get_rng_state()
-    flow.sample(1, generator=torch.Generator())
+    assert not flow.sample(1, generator=torch.Generator()).requires_grad
     assert not flow.chain[1].started
     assert [part.training for part in flow.modules()] == modes
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_sampling_records_no_graph_but_inverse_does():
-    flow = small_flow()
-    assert not flow.sample(2).requires_grad
-    assert flow.inverse(torch.randn(2, 2, dtype=torch.float64)).requires_grad
-
-
 @pytest.mark.parametrize("base", [Normal(3.0, 2.0), Logistic(3.0, 2.0)])
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.5])
-def test_temperature_scales_the_spread_around_loc(base, temperature):
-    torch.manual_seed(0)
-    x = base_alone(base).sample(20_000, temperature=temperature)
-    assert x.mean().item() == pytest.approx(3, abs=0.12)
-    assert x.std().item() == pytest.approx(base.stddev.item() * temperature, rel=0.02)
-
-
-def test_each_latent_has_a_temperature_of_its_own():
+def test_temperature_scales_the_spread_around_loc_for_all_latents_or_for_each(base):
+    for temperature in (0.0, 0.5, 1.0, 1.5):
+        torch.manual_seed(0)
+        x = base_alone(base).sample(20_000, temperature=temperature)
+        assert x.mean().item() == pytest.approx(3, abs=0.12)
+        assert x.std().item() == pytest.approx(base.stddev.item() * temperature, rel=0.02)
     flow = multiscale_flow()
     early, last = flow(flow.sample(2000, temperature=[0.5, 2.0], generator=generator()))[0]
     assert early.std().item() == pytest.approx(0.5, rel=0.03)
@@ -192,9 +176,14 @@ def test_each_latent_has_a_temperature_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("indices", "redrawn"), [(0, {0}), (-1, {1}), ([0, 1], {0, 1}), ([], set())]
+    ("make", "indices", "redrawn"),
+    [
+        (FLOWS["multi-scale"], 0, {0}),
+        (of_pictures, -1, {1}),
+        (of_pictures, [0, 1], {0, 1}),
+        (of_pictures, [], set()),
+    ],
 )
-@pytest.mark.parametrize("make", [FLOWS["multi-scale"], of_pictures])
 def test_vary_draws_the_latents_it_is_told_and_keeps_the_others(make, indices, redrawn):
     flow = make()
     x, *labels = data(flow)
@@ -238,12 +227,8 @@ def test_any_distribution_can_be_the_base(base):
     torch.testing.assert_close(
         flow.log_prob(x), expected if expected.dim() == 1 else expected.sum(1)
     )
-
-
-def test_values_outside_the_support_are_impossible_and_no_error():
-    flow = base_alone(Uniform(0.0, 1.0))
-    assert flow.log_prob(torch.tensor([[0.5, 2.0]])).item() == -math.inf
-    assert flow.sample(1).shape == (1, 2)
+    # Values outside the support are impossible, and no error.
+    assert base_alone(Uniform(0.0, 1.0)).log_prob(torch.tensor([[0.5, 2.0]])).item() == -math.inf
 
 
 @pytest.mark.parametrize("base", [Normal(1.0, 2.0), Logistic(1.0, 2.0)])
@@ -256,15 +241,11 @@ def test_base_moves_with_the_flow_and_stays_out_of_the_state_dict(base):
     assert all(name.startswith("chain.") for name in flow.state_dict())
 
 
-# -- a good guest ----------------------------------------------------------------------------------
-
-
 def test_labels_of_any_whole_type_are_taken():
     flow = of_points()
     x, labels = data(flow)
-    expected = flow.log_prob(x, labels)
     for dtype in (torch.uint8, torch.int32):
-        assert torch.equal(flow.log_prob(x, labels.to(dtype)), expected)
+        assert torch.equal(flow.log_prob(x, labels.to(dtype)), flow.log_prob(x, labels))
     assert flow.log_prob(x[:0], labels[:0]).shape == (0,)
     assert "num_classes=3" in repr(flow)
     assert "num_classes" not in repr(small_flow())
@@ -277,7 +258,6 @@ def test_labels_of_any_whole_type_are_taken():
     ("labels", "message"),
     [
         (None, r"`labels` are missing: this flow has 3 classes.*shape \(4,\), 0 to 2"),
-        (torch.zeros(4, 3, dtype=torch.long), r"`labels` has shape \(4, 3\), but must be \(4,\)"),
         (torch.zeros(3, dtype=torch.long), r"`labels` has shape \(3,\), but must be \(4,\)"),
         (torch.zeros(4), "`labels` is of type torch.float32"),
         (torch.ones(4, dtype=torch.bool), "`labels` is of type torch.bool"),

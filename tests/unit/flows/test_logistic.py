@@ -13,11 +13,10 @@ from torch.distributions import AffineTransform, SigmoidTransform, TransformedDi
 from recoup.flows import Logistic
 
 
-@pytest.mark.parametrize(("loc", "scale"), [(0.0, 1.0), (-3.0, 0.2), (2.0, 5.0)])
-def test_density_and_distribution_function_are_those_of_torch(loc, scale):
-    x = torch.linspace(loc - 8 * scale, loc + 8 * scale, 101, dtype=torch.float64)
-    loc, scale = torch.tensor([loc, scale], dtype=torch.float64)
-    unit = Uniform(torch.tensor(0.0, dtype=torch.float64), 1.0)
+def test_density_and_distribution_function_are_those_of_torch():
+    loc, scale = torch.tensor([[0.0, -3.0, 2.0], [1.0, 0.2, 5.0]], dtype=torch.float64)
+    x = loc + scale * torch.linspace(-8, 8, 101, dtype=torch.float64)[:, None]
+    unit = Uniform(torch.zeros_like(loc), 1.0)
     theirs = TransformedDistribution(unit, [SigmoidTransform().inv, AffineTransform(loc, scale)])
     ours = Logistic(loc, scale)
     torch.testing.assert_close(ours.log_prob(x), theirs.log_prob(x), rtol=1e-9, atol=1e-9)

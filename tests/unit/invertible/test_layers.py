@@ -1,16 +1,29 @@
-"""What every layer promises: inverse both ways, log-determinant, gradients, guests' manners."""
+"""Layers: inverse both ways, log-determinant, gradients, manners; channels, and their order."""
 
 from __future__ import annotations
 
 import copy
+import io
+import math
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, multiprocessing
 
-from recoup.invertible import InvertibleResidual
+from recoup.invertible import (
+    ActNorm,
+    Flatten,
+    Flip,
+    InvertibleConv1x1,
+    InvertibleConv1x1LU,
+    InvertibleResidual,
+    Permute,
+    Split,
+    Squeeze,
+)
+from tests.oracle import assert_same_tensors
 
 
 def flat(y: Any) -> Tensor:
@@ -30,33 +43,48 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_each_direction_undoes_the_other(case):
-    y, log_det = case.layer(case.x)
-    x, back = case.layer.inverse(y)
-    close(x, case.x)
-    close(back, -log_det)
+def test_each_direction_undoes_the_other_and_leaves_input_stream_and_layer_as_they_were(case):
+    layer, x = case
+    # A log-determinant that is kept on the layer holds the graph of a call, and gets stale.
+    before, version, same = dict(vars(layer)), x._version, x.clone()
+    state = torch.random.get_rng_state()
+    y, log_det = layer(x)
+    back, undone = layer.inverse(y)
+    assert vars(layer) == before
+    assert x._version == version
+    assert torch.equal(x, same)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    close(back, x)
+    close(undone, -log_det)
     latent = torch.randn_like(flat(y))
-    x, back = case.layer.inverse(shaped(latent, y))
-    again, log_det = case.layer(x)
+    x, undone = layer.inverse(shaped(latent, y))
+    again, log_det = layer(x)
     close(flat(again), latent)
-    close(back, -log_det)
+    close(undone, -log_det)
+    empty, log_det = layer(x[:0])
+    assert log_det.shape == (0,)
+    assert layer.inverse(empty)[0].shape == x[:0].shape
 
 
 def test_gradients_of_a_batch_hold_each_samples_own_and_no_parameter_is_without(case):
+    layer, x = case
+
     def gradient(x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
-        y, log_det = case.layer(x)
+        y, log_det = layer(x)
         (flat(y).pow(3).sum() + log_det.sum()).backward()
         return x.grad
 
-    close(gradient(case.x), torch.cat([gradient(case.x[:1]), gradient(case.x[1:])]))
+    close(gradient(x), torch.cat([gradient(x[:1]), gradient(x[1:])]))
     # A weight that the log-determinant does not depend on must still train.
-    assert [name for name, p in case.layer.named_parameters() if p.grad is None] == []
+    assert [name for name, p in layer.named_parameters() if p.grad is None] == []
 
 
-def test_float32_stays_float32_under_autocast_too(case):
-    layer, x = case.layer.float(), case.x.float()
+def test_float32_stays_float32_under_autocast_too_and_copies_compute_the_same(case):
+    layer, x = case[0].float(), case[1].float()
     plain, of_plain = layer(x)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(flat(twin(x)[0]), flat(plain))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, log_det = layer(x)
         back, _ = layer.inverse(y)
@@ -70,25 +98,186 @@ def test_float32_stays_float32_under_autocast_too(case):
         assert torch.equal(log_det, of_plain)
 
 
-def test_empty_batch(case):
-    y, log_det = case.layer(case.x[:0])
-    assert log_det.shape == (0,)
-    assert case.layer.inverse(y)[0].shape == case.x[:0].shape
+X = torch.arange(24.0).view(2, 3, 2, 2)
+PIXELS = torch.arange(16.0).view(1, 1, 4, 4)
+TO_DEPTH = torch.tensor(
+    [[[0, 2], [8, 10]], [[1, 3], [9, 11]], [[4, 6], [12, 14]], [[5, 7], [13, 15]]]
+)
+ROWS = X.transpose(1, 2)  # not contiguous
 
 
-def test_a_call_leaves_input_stream_and_layer_as_they_were(case):
-    # A log-determinant that is kept on the layer holds the graph of a call, and gets stale.
-    before, x, state = dict(vars(case.layer)), case.x.clone(), torch.random.get_rng_state()
-    version = case.x._version
-    case.layer.inverse(case.layer(case.x)[0])
-    assert vars(case.layer) == before
-    assert case.x._version == version
-    assert torch.equal(x, case.x)
-    assert torch.equal(torch.random.get_rng_state(), state)
+@pytest.mark.parametrize(
+    ("layer", "x", "wanted"),
+    [
+        (Flatten((3, 2, 2)), X, X.flatten(1)),
+        (Flatten((2, 3, 2)), ROWS, ROWS.flatten(1)),
+        (Squeeze(), PIXELS, TO_DEPTH[None].float()),  # space to depth, not a reshape
+        (Split(), X, (X[:, :2], X[:, 2:])),  # the first part is the larger, and goes on
+        (Split(-1), ROWS, (ROWS[..., :1], ROWS[..., 1:])),
+        (Split(2), ROWS, (ROWS[:, :, :2], ROWS[:, :, 2:])),
+        (Permute([2, 0, 1]), X, X[:, [2, 0, 1]]),  # channel i is the one named
+        (Flip(), X, X[:, [2, 1, 0]]),
+        (Flip(2), ROWS, ROWS[:, :, [2, 1, 0]]),
+    ],
+    ids=repr,
+)
+def test_where_values_go(layer, x, wanted):
+    y, log_det = layer(x)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+    back, inverse_log_det = layer.inverse(y)
+    assert torch.equal(back, x)
+    assert log_det.tolist() == inverse_log_det.tolist() == [0.0] * len(x)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_compute_the_same(case, duplicate):
-    expected, _ = case.layer(case.x)
-    actual, _ = duplicate(case.layer)(case.x)
-    assert torch.equal(flat(actual), flat(expected))
+def test_early_latent_does_not_hold_the_whole_input():
+    for n in (1, 4):
+        (_, z), _ = Split()(torch.randn(n, 4, 3))
+        assert z.untyped_storage().nbytes() == z.numel() * 4
+
+
+def test_random_order_follows_the_default_generator_and_a_loaded_one_changes_the_inverse_too():
+    orders = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        orders.append(Permute(20).permutation.tolist())
+    assert orders[0] == orders[1] != sorted(orders[0]) == list(range(20))
+    layer = Permute([0, 1, 2])
+    layer.load_state_dict(Permute([1, 2, 0]).state_dict())
+    y, _ = layer(X)
+    assert torch.equal(y, X[:, [1, 2, 0]])
+    assert torch.equal(layer.inverse(y)[0], X)
+
+
+@pytest.mark.parametrize("shape", [(64, 3), (8, 3, 5, 7), (1, 3, 4, 4)])
+def test_first_training_batch_has_mean_0_and_variance_1_a_channel(shape):
+    scale = torch.tensor([0.01, 1.0, 50.0]).view(1, 3, *[1] * (len(shape) - 2))
+    y, _ = ActNorm(3)(torch.randn(shape) * scale - 7)
+    dims = [0, *range(2, y.dim())]
+    torch.testing.assert_close(y.mean(dims), torch.zeros(3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(y.var(dims, correction=0), torch.ones(3), atol=1e-3, rtol=0)
+
+
+def resumed(layer):
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other = ActNorm(2)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    return other
+
+
+@pytest.mark.parametrize("again", [lambda layer: layer, copy.deepcopy, resumed])
+def test_start_happens_once(again):
+    layer = ActNorm(2)
+    assert not again(layer).started
+    layer(5 + torch.randn(16, 2))
+    other, before = again(layer), copy.deepcopy(layer.state_dict())
+    other(torch.randn(16, 2))
+    assert_same_tensors(dict(other.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_evaluation_an_empty_batch_and_values_that_are_not_finite_do_not_start(bad):
+    layer, x = ActNorm(2).eval(), 3 + torch.randn(4, 2)
+    y, log_det = layer(x)
+    assert torch.equal(y, x)
+    assert log_det.tolist() == [0.0] * 4
+    assert not layer.started
+    layer.train()(x[:0])
+    x[3, 1] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        layer(x)
+    assert not layer.started
+    assert layer.bias.tolist() == [0.0, 0.0]
+
+
+def test_constant_channel_gives_finite_values_and_a_start_keeps_what_a_later_forward_does():
+    layer, x, kept = ActNorm(2), torch.randn(30, 2, requires_grad=True), ([], [])
+    x.data[:, 1] = 1 / 3
+    for found in kept:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, found=found: found.append((tensor.shape, tensor.dtype)), lambda _: None
+        ):
+            y, log_det = layer(x)
+    assert kept[0] == kept[1] != []
+    assert y.isfinite().all()
+    assert layer.log_scale[1] == 0
+    assert y[:, 1].abs().max() < 1e-6
+    assert log_det.isfinite().all()
+
+
+def start_on_a_rank(rank, port_file, out):
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{port_file}", rank=rank, world_size=2
+    )
+    torch.manual_seed(rank)
+    x = 3 * rank + torch.randn(5 + rank, 2)  # ranks with other batches, even of other sizes
+    layer = ActNorm(2)
+    layer(x)
+    torch.save((x, layer.state_dict()), f"{out}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_start_from_the_batches_of_all(tmp_path):
+    multiprocessing.spawn(start_on_a_rank, (tmp_path / "port", tmp_path), nprocs=2)
+    (x0, state0), (x1, state1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    whole = ActNorm(2)
+    whole(torch.cat([x0, x1]))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state0[name], state1[name])
+        torch.testing.assert_close(state0[name], value)
+
+
+kinds = pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
+
+
+@kinds
+@pytest.mark.parametrize("num_channels", [1, 7])
+def test_starts_as_a_rotation_that_follows_the_default_generator(kind, num_channels):
+    for seed in range(8):  # the sign of a determinant is drawn
+        weights = []
+        for _ in "ab":
+            torch.manual_seed(seed)
+            layer = kind(num_channels)
+            weights.append(layer.weight() if kind is InvertibleConv1x1LU else layer.weight)
+        assert torch.equal(*weights)
+        assert torch.linalg.det(weights[0]) > 0
+    weight = weights[0]
+    assert num_channels == 1 or not torch.equal(weight, InvertibleConv1x1(num_channels).weight)
+    torch.testing.assert_close(weight @ weight.T, torch.eye(num_channels), atol=1e-5, rtol=0)
+    assert all(parameter.is_contiguous() for parameter in layer.parameters())
+    _, log_det = layer(torch.randn(2, num_channels, 3, 3))
+    torch.testing.assert_close(log_det, torch.zeros(2), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 5), (2, 4, 3, 3)])
+def test_lu_and_plain_agree(shape):
+    plain = InvertibleConv1x1(4, dtype=torch.float64)
+    torch.nn.init.normal_(plain.weight)
+    layer = InvertibleConv1x1LU.from_plain(plain)
+    x = torch.randn(shape, dtype=torch.float64)
+    for direction in ("forward", "inverse"):
+        for found, expected in zip(
+            getattr(layer, direction)(x), getattr(plain, direction)(x), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_keeps_the_fixed_factors_fixed():
+    layer, other = InvertibleConv1x1LU(4), InvertibleConv1x1LU(4)
+    assert {name for name, _ in layer.named_parameters()} == {"lower", "upper", "log_s"}
+    assert {name for name, _ in layer.named_buffers()} == {"permutation", "sign"}
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight(), layer.weight())
+
+
+@kinds
+def test_type_and_device_are_torchs_defaults_or_those_that_are_given(kind):
+    def found(**given):
+        layer = kind(2, **given)
+        return {(each.dtype, each.device.type) for each in (*layer.parameters(), *layer.buffers())}
+
+    assert found(dtype=torch.float64) == {(torch.float64, "cpu")}
+    with torch.device("meta"):
+        assert found() == {(torch.float32, "meta")}

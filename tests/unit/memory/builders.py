@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import torch
 from torch import nn
 
-UNIT_BYTES = 256 * 1024
-
 
 def held_values(depth, memory):
-    """A step that holds `depth`, or its square root, of units."""
+    """A step that holds `depth`, or its square root, of 256 KiB."""
     print("a builder may print")  # noqa: T201
     num_units = {"linear": depth, "sqrt": round(depth**0.5)}[memory]
-    return lambda: [torch.zeros(UNIT_BYTES // 4) for _ in range(num_units)] and None
+    return lambda: [torch.zeros(2**16) for _ in range(num_units)] and None
 
 
 def chain(depth, memory):
     """A module and its input: `depth` layers whose outputs are kept."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth))), (
-        torch.zeros(1024, 64),
-    )
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth))
+    return nn.Sequential(*layers), (torch.zeros(1024, 64),)
 
 
-class Pair(nn.Module):
-    """Two outputs, as an invertible module has them, and one that is no tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+class Pair(nn.LayerNorm):
+    """Two outputs, as an invertible module has them, and some that are no tensors."""
 
     def forward(self, x, shift):
         return (x * self.weight + shift, (self.weight.log().sum(), None, "text"))
 
 
 def pair(depth, memory):
-    return Pair(), (torch.full((2, 3), 2.0), 1.0)
+    return Pair(3), (torch.full((2, 3), 2.0), 1.0)
 
 
 def frozen(depth, memory):
@@ -50,6 +44,10 @@ def module_alone(depth, memory):
 
 def raises(depth, memory):
     raise RuntimeError(f"no chain of {depth}\nblocks")
+
+
+def ends(depth, memory):
+    sys.exit("bad configuration")
 
 
 def killed(depth, memory):

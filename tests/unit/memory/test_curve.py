@@ -1,23 +1,25 @@
-"""Curves: points that processes measure, their exponents, tables and files."""
+"""Curves: points that processes measure, their exponents, tables, files and pictures."""
 
 from __future__ import annotations
 
 import csv
 import functools
 import importlib
+import io
+import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from recoup.errors import RecoupError
-from recoup.memory import Curve, Point, curve
-from recoup.memory.points import WITHIN_WORKER, build_name
+from recoup.memory import Curve, Point, curve, figures, worker
+from recoup.memory.points import WITHIN_WORKER, Request, build_name
 
 BUILDERS = Path(__file__).with_name("builders.py")
-UNIT_BYTES = 256 * 1024
-MEMORIES = ["linear", "sqrt"]
 
 
 def build_here(depth, memory):
@@ -40,122 +42,35 @@ def by_hand(**changes):
 
 
 @pytest.mark.slow
-def test_each_point_is_measured():
-    reported = []
-    build = f"{BUILDERS}:held_values"
-    result = curve(build, [16, 4, 4], MEMORIES, repeats=1, progress=reported.append)
-    num_units = {"linear": lambda n: n, "sqrt": math.isqrt}
-    expected = [(depth, memory) for depth in (4, 16) for memory in MEMORIES]
-    assert [(point.depth, point.memory) for point in result.points] == expected
-    for point in result.points:
-        assert point.peak_bytes == UNIT_BYTES * num_units[point.memory](point.depth)
-        assert point.held_bytes == 0
-        assert min(point.seconds, point.cpu_seconds) > 0
-    assert tuple(reported) == result.points
-    assert result.exponents() == pytest.approx({"linear": 1, "sqrt": 0.5}, abs=1e-6)
-
-
-def test_exponents_are_a_least_squares_fit_of_two_points_or_more():
-    points = [Point(n, "log", p, 0) for n, p in ((1, 100), (2, 210), (4, 390), (8, 805))]
-    # The slope by hand: sum((i - 1.5) * log2(p_i)) / sum((i - 1.5)^2), with i = log2(depth).
-    slope = sum((i - 1.5) * math.log2(point.peak_bytes) for i, point in enumerate(points)) / 5
-    assert Curve("b", "cpu", tuple(points)).exponents()["log"] == pytest.approx(slope)
-    for few in ([Point(4, "m", 10, 0)], [Point(4, "m", 0, 0), Point(8, "m", 10, 0)]):
-        result = Curve("b", "cpu", tuple(few))
-        assert math.isnan(result.exponents()["m"])
-        assert "grows" not in str(result)
-
-
-def test_printed():
-    assert by_hand().table().splitlines()[:4] == [
-        "depth  memory  peak MiB  held MiB  step ms  CPU ms",
-        "    4  linear      4.00      0.00     4.00    3.00",
-        "    4  sqrt        2.00      0.00     4.00    3.00",
-        "    4  3           1.00      0.00     4.00    3.00",
-    ]
-    table = by_hand(seconds=None, cpu_seconds=None).table()
-    assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB"
-    lines = str(by_hand()).splitlines()
-    assert lines[0] == "chain:build on cpu"
-    assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
-
-
-def test_csv(tmp_path):
-    path = by_hand().to_csv(tmp_path / "new" / "points.csv")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 9
-    assert rows[1] == {
-        "build": "chain:build",
-        "device": "cpu",
-        "depth": "4",
-        "memory": "sqrt",
-        "peak_bytes": str(2**21),
-        "held_bytes": "0",
-        "seconds": "0.004",
-        "cpu_seconds": "0.003",
-    }
-
-
-def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "points.csv"
-    path.write_text("as it was")
-
-    def full(self, content):
-        self.touch()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="disk full"):
-        by_hand().to_csv(path)
-    assert path.read_text() == "as it was"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.slow
-def test_a_function_is_found_by_its_module(tmp_path, monkeypatch):
-    (tmp_path / "chain_on_the_path.py").write_text(
-        "def build(depth, memory):\n    raise KeyError(memory)\n"
-    )
+def test_a_function_is_found_by_its_module_and_what_fails_is_told(tmp_path, monkeypatch):
+    code = "def build(depth, memory):\n    raise KeyError(memory)\n"
+    (tmp_path / "chain_on_the_path.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    chain_on_the_path = importlib.import_module("chain_on_the_path")
-    with pytest.raises(RecoupError) as caught:
-        curve(chain_on_the_path.build, [4], ["sqrt"])
-    assert str(caught.value) == (
-        "\"chain_on_the_path:build\" failed at depth=4, memory='sqrt' on cpu: KeyError: 'sqrt'"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
+    found = importlib.import_module("chain_on_the_path").build
+    for build, error, message in (
+        (
+            found,
+            RecoupError,
+            r"path:build\" failed at depth=4, memory='sqrt' on cpu: KeyError: 's",
+        ),
         (f"{BUILDERS}:killed", RecoupError, r"by SIGKILL \(memory of the machine exhausted"),
         ("nowhere:build", ValueError, '`build` is "nowhere:build": No module named'),
-    ],
-)
-def test_a_process_that_fails(build, error, message):
-    with pytest.raises(error, match=message):
-        curve(build, [4], ["linear"])
+    ):
+        with pytest.raises(error, match=message):
+            curve(build, [4], ["sqrt"])
 
 
-def local_builders():
+def test_what_another_process_cannot_import_is_refused(monkeypatch, tmp_path):
     def local(depth, memory):
         """Seen by this function alone."""
 
-    return [local, lambda depth, memory: None, functools.partial(local, 4), Builder().build]
-
-
-@pytest.mark.parametrize("build", local_builders())
-def test_what_another_process_cannot_import(build):
-    with pytest.raises(ValueError, match=r"`build` is .* cannot import.*at the top level"):
-        curve(build, [4], ["linear"])
-
-
-def test_a_function_of_a_script_is_named_by_its_file(monkeypatch, tmp_path):
-    script = tmp_path / "script.py"
+    bound = functools.partial(local, 4), Builder().build
+    for build in (local, lambda depth, memory: None, *bound):
+        with pytest.raises(ValueError, match=r"`build` is .* cannot import.*at the top level"):
+            curve(build, [4], ["linear"])
+    # A function of a script is named by its file, which an interactive session does not have.
+    main, script = sys.modules["__main__"], tmp_path / "script.py"
     script.touch()
-    main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__file__", str(script), raising=False)
     monkeypatch.setattr(main, "build_here", build_here, raising=False)
     monkeypatch.setattr(build_here, "__module__", "__main__")
@@ -174,12 +89,10 @@ def test_a_function_of_a_script_is_named_by_its_file(monkeypatch, tmp_path):
         ({"repeats": -1}, "`repeats` is -1"),
         ({"num_threads": 0}, "`num_threads` is 0"),
         ({"device": "meta"}, '`device` is "meta"'),
-        *(
-            ({"build": name}, 'must name a function as "module:function"')
-            for name in ("build", "module:", ":build", "module:a.b")
-        ),
+        *(({"build": name}, 'must name a function as "module:function"')
+          for name in ("build", "module:", ":build", "module:a.b")),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         curve(**{"build": "chain:build", "depths": [4], "memories": ["linear"], **arguments})
@@ -189,3 +102,167 @@ def test_a_worker_does_not_start_workers(monkeypatch):
     monkeypatch.setenv(WITHIN_WORKER, "1")
     with pytest.raises(RecoupError, match='under `if __name__ == "__main__":`'):
         curve("chain:build", [4], ["linear"])
+
+
+def test_exponents_are_a_least_squares_fit_of_two_points_or_more():
+    points = [Point(n, "log", p, 0) for n, p in ((1, 100), (2, 210), (4, 390), (8, 805))]
+    # The slope by hand: sum((i - 1.5) * log2(p_i)) / sum((i - 1.5)^2), with i = log2(depth).
+    slope = sum((i - 1.5) * math.log2(point.peak_bytes) for i, point in enumerate(points)) / 5
+    assert Curve("b", "cpu", tuple(points)).exponents()["log"] == pytest.approx(slope)
+    for few in ([Point(4, "m", 10, 0)], [Point(4, "m", 0, 0), Point(8, "m", 10, 0)]):
+        result = Curve("b", "cpu", tuple(few))
+        assert math.isnan(result.exponents()["m"])
+        assert "grows" not in str(result)
+
+
+def test_the_table_and_the_rows_of_a_file(tmp_path):
+    assert by_hand().table().splitlines()[:3] == [
+        "depth  memory  peak MiB  held MiB  step ms  CPU ms",
+        "    4  linear      4.00      0.00     4.00    3.00",
+        "    4  sqrt        2.00      0.00     4.00    3.00",
+    ]
+    table = by_hand(seconds=None, cpu_seconds=None).table()
+    assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB"
+    lines = str(by_hand()).splitlines()
+    assert lines[0] == "chain:build on cpu"
+    assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
+    path = by_hand().to_csv(tmp_path / "new" / "points.csv")
+    with path.open(newline="") as file:
+        header, _, row, *others = csv.reader(file)
+    assert header == ["build", "device", "depth", "memory", "peak_bytes", "held_bytes", "seconds",
+                      "cpu_seconds"]  # fmt: skip
+    assert row == ["chain:build", "cpu", "4", "sqrt", str(2**21), "0", "0.004", "0.003"]
+    assert len(others) == 7
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "points.csv"
+    path.write_text("as it was")
+
+    def full(self, content):
+        self.touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="disk full"):
+        by_hand().to_csv(path)
+    assert path.read_text() == "as it was"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def made(*memories, **values):
+    points = [
+        Point(depth, memory, 2**20 * depth, 0, **values) for depth in (4, 16) for memory in memories
+    ]
+    return Curve("chain:build", "cpu", tuple(points))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".PDF", b"%PDF"), (".svg", b"<?xml")]
+)
+def test_formats_of_pictures(tmp_path, monkeypatch, suffix, start):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would raise
+    # Read beneath its own methods, which import pyplot when asked for the backend.
+    before = dict(dict.items(matplotlib.rcParams))
+    path = made("sqrt").figure(tmp_path / "new" / f"curve{suffix}")
+    assert path.read_bytes().startswith(start)
+    assert [file.name for file in path.parent.iterdir()] == [f"curve{suffix}"]
+    assert dict(dict.items(matplotlib.rcParams)) == before
+
+
+PEAK, TIME = "Peak memory of a step", "Time of a step"
+
+
+@pytest.mark.parametrize(
+    ("curve", "parts", "absent"),
+    [
+        (made("linear", 3, "constant", "other", seconds=0.25),
+         [f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16", "3 slots  16",
+          "linear  250", "3 slots  250", "#d55e00", "#009e73", "#e69f00"], []),
+        (made("sqrt", seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
+        (Curve("chain:build", "cpu", (Point(1, "linear", 0, 0),)), [PEAK], ["Time"]),
+    ],
+)  # fmt: skip
+def test_what_is_drawn_in_which_unit(curve, parts, absent):
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
+        drawn = figures.render({m: curve.of(m) for m in curve.memories()}, ".svg").decode()
+    assert [part for part in parts if part not in drawn] == []
+    assert [part for part in absent if part in drawn] == []
+
+
+def test_what_cannot_be_drawn(tmp_path, monkeypatch):
+    for name in ("curve", "curve.gif"):
+        with pytest.raises(ValueError, match=r"must end in one of \.png, \.svg, \.pdf"):
+            made("sqrt").figure(tmp_path / name)
+    with pytest.raises(ValueError, match="`points` is empty"):
+        made().figure(tmp_path / "curve.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'recoup\[plots\]'"):
+        made("sqrt").figure(tmp_path / "curve.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Have this process answer a request, and put back what a worker changes in its own."""
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def answer(build, depth=2, memory="linear", *, repeats=0):
+        name = build if ":" in build else f"{BUILDERS}:{build}"
+        request = Request(name, depth, memory, "cpu", repeats, 1)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(request))))
+        path = tmp_path / "answer.json"
+        code = worker.main(str(path))
+        return code, json.loads(path.read_text())
+
+    yield answer
+    torch.set_num_threads(num_threads)
+    sys.modules.pop("__recoup_build__", None)
+
+
+def test_what_is_measured(ask):
+    code, units = ask("held_values", 3)
+    assert (code, units["peak_bytes"], units["held_bytes"]) == (0, 3 * 256 * 1024, 0)
+    assert units["seconds"] is units["cpu_seconds"] is None
+    (_, shallow), (_, deep) = ask("chain", 2, repeats=2), ask("chain", 6, repeats=2)
+    # Tanh keeps its output, which is the input that Linear keeps; the gradients are there already.
+    assert deep["peak_bytes"] - shallow["peak_bytes"] == 4 * 1024 * 64 * 4
+    assert deep["held_bytes"] == 0
+    assert min(deep["seconds"], deep["cpu_seconds"]) > 0
+
+
+def test_every_output_of_any_kind_takes_part(ask):
+    assert ask("pair")[0] == 0
+    module, inputs = worker.load_builder(f"{BUILDERS}:pair")(depth=1, memory="linear")
+    worker._training_step(module, inputs)()
+    # d/dw of sum(x * w) + sum(log w) at w = 1, x = 2, two rows.
+    torch.testing.assert_close(module.weight.grad, torch.full((3,), 5.0))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("torch.no_such_module:build", "No module named 'torch.no_such_module'. Run where"),
+        ("nowhere/chain.py:build", "there is no file "),
+        ("number", "there is no function number in "),
+        ("module_alone", "it returned Linear, but must return a training step"),
+        ("frozen", "no output of its module requires a gradient."),
+    ],
+)
+def test_a_wrong_builder(ask, build, message):
+    code, answer = ask(build)
+    assert code == 1
+    assert answer["argument"].startswith(message)
+
+
+def test_a_builder_that_fails(ask, capsys, tmp_path, monkeypatch):
+    assert ask("raises", 7) == (1, {"error": "RuntimeError: no chain of 7 blocks"})
+    assert ask("ends") == (1, {"error": "SystemExit: bad configuration"})
+    assert "Traceback" in capsys.readouterr().err
+    (tmp_path / "needs_more.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert ask("needs_more:build") == (1, {"error": error})

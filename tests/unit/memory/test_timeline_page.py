@@ -44,10 +44,8 @@ def test_a_line_has_the_bytes_of_its_stretches():
     found = line(standing=1000)
     assert found.levels("forward") == [1100, 1400, 1300, 1350]
     assert found.levels("backward") == [1500, 1900, 1200, 1064]
-    assert [(start, each.module) for start, each in found.starts("forward")] == [
-        (0, "net.0"),
-        (3, "-"),
-    ]
+    starts = [(start, each.module) for start, each in found.starts("forward")]
+    assert starts == [(0, "net.0"), (3, "-")]
     assert found.peak_bytes == 1900
     assert str(found.peak("backward")) == "1.855 KiB in net.1 (runs again)"
     assert StepLine("empty", ()).peak_bytes == 0
@@ -58,15 +56,11 @@ def test_what_is_drawn_are_the_bytes_in_phases_equally_wide_for_all_lines():
     found = line()
     levels = [*found.levels("forward"), *found.levels("backward")]
     assert drawn(page(found)) == list(enumerate(levels))
-    short = StepLine(
-        "planned", (Stretch("forward", "forward", "m", "keep", (7,)), found.stretches[-1])
-    )
-    text = page(found, short)
+    ran = Stretch("forward", "forward", "m", "keep", (7,))
+    text = page(found, StepLine("planned", (ran, found.stretches[-1])))
     assert drawn(text, 1) == [(0, 7), (4, 200), (6, 64)]
     assert 'class="band" d="M4 0H8V' in text
-
-
-def test_many_gigabytes_are_exact_and_within_what_browsers_draw():
+    # Many gigabytes are exact, and within what browsers draw.
     levels = (3 * 2**36 + 7, 2**30 + 1, -513)
     text = page(StepLine("large", (Stretch("forward", "forward", "m", "keep", levels),)))
     assert [y for _, y in drawn(text)] == list(levels)
@@ -87,7 +81,7 @@ def test_the_peaks_stand_in_a_table_and_at_the_lines():
     assert 'class="budget"' not in page(budget=2000), "it is far above the lines"
 
 
-def test_names_are_escaped_wherever_they_stand():
+def test_a_page_escapes_names_loads_nothing_and_ends_in_html():
     text = page(line(NASTY, NASTY), plan=NASTY, title=NASTY)
     assert "<img" not in text
     assert text.count("</script>") == 2  # those of the page
@@ -96,24 +90,16 @@ def test_names_are_escaped_wherever_they_stand():
     (found,) = json.loads(data)
     assert found["name"] == NASTY
     assert ["forward", NASTY, "keep"] in found["causes"]
-
-
-def test_the_page_needs_nothing_from_outside():
+    # The page needs nothing from outside.
     text = page(line(), line("planned"), budget=800, plan="a plan")
     assert "default-src 'none'" in text
     assert not re.findall(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=|<link", text)
     assert "prefers-color-scheme: dark" in text
     assert 'role="img" aria-label="' in text
     assert 'aria-label="Event of the allocator"' in text
-
-
-def test_a_page_has_the_ending_of_one():
     check_page(".HTML")
     with pytest.raises(ValueError, match=r'`path` of the page ends in ".png", but must end in'):
         check_page(".png")
-
-
-# -- in a browser ------------------------------------------------------------------------------
 
 
 def shown(tmp_path, text, *more):

@@ -1,6 +1,8 @@
-"""`simulate` and `trace`: what a schedule costs, by hand, and what cannot be executed."""
+"""`simulate` and `trace`: what a schedule costs, what cannot be executed, and what is refused."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 
@@ -20,13 +22,19 @@ from recoup.schedules import (
     Tape,
     binomial,
     constant,
+    frontier,
     linear,
+    log,
+    num_advances,
+    num_sweeps,
     offloaded,
+    optimal,
     revolve,
     simulate,
     sqrt,
     trace,
 )
+from recoup.schedules._binomial import best_split
 from recoup.schedules.memory import schedule_for
 
 SEGMENT = Schedule(
@@ -72,14 +80,12 @@ def test_simulate_counts_bytes_of_each_state_and_tape():
     assert simulate(STEP_BACK).forwards_per_stage == (3, 2, 1)
 
 
-def stage(**more):
-    return Cost(1.0, 10, 100, **more)
+stage = partial(Cost, 1.0, 10, 100)
 
 
 @pytest.mark.parametrize(
     ("schedule", "more", "peak"),
     [
-        (linear(2), {}, 200),
         (linear(2), {"run_bytes": 500}, 200),
         (AGAIN, {"run_bytes": 500}, 510),
         (linear(2), {"tape_run_bytes": 500}, 610),
@@ -117,8 +123,6 @@ def test_a_trace_has_the_peak_and_the_runs_of_its_schedule(schedule):
     assert sum(isinstance(m.action, Advance | Tape) for m in moments) == simulation.num_forwards
 
 
-# -- waiting for copies ----------------------------------------------------------------------------
-
 COSTS = [Cost(1.0, 100, 300)] * 16
 
 
@@ -142,10 +146,7 @@ def test_copies_cost_what_is_not_hidden():
     assert 10 <= waits(50.0) <= 16
     assert waits(25.0) > 2 * waits(50.0)
     assert waits(50.0, in_flight_bytes=10_000) < waits(50.0) <= waits(50.0, in_flight_bytes=1)
-
-
-def test_waiting_for_a_state_by_hand():
-    # What left last is still here when it is loaded.
+    # By hand: what left last is still here when it is loaded.
     assert waits(1.0, num_stages=2) == 0.0
     # State 1 leaves when state 0 has left, and is still here in backward; state 0 is fetched when
     # that is loaded, 3 seconds before, or, if state 1 is still leaving, when it is asked for.
@@ -153,17 +154,13 @@ def test_waiting_for_a_state_by_hand():
     assert times == [pytest.approx(0.0), pytest.approx(3.0 + 1.0), pytest.approx(9.0 + 13.0)]
 
 
-# -- what cannot be executed -----------------------------------------------------------------------
-
 BAD = {
-    "needs the working state x_1, and the working state is x_0": [Tape(1)],
     "needs the working state x_2, and the working state is x_1": [Advance(0, 1), Keep(2)],
     "action 1, Advance\\(start=0, stop=1, results=0\\): it needs the working state x_0": [
         *(Advance(0, 1), Advance(0, 1))
     ],
     "x_0 is kept already": [Keep(0), Keep(0)],
     "x_0 is offloaded already": [Offload(0), Offload(0)],
-    "to='host'\\): it needs the working state x_1": [Offload(1)],
     "it needs x_1 kept, and it is not": [Drop(1)],
     "it needs x_0 kept, and it is not": [Tape(0), Tape(1), Load(0)],
     "it belongs to backward, but the sweep has not reached x_2": [Keep(0), Load(0)],
@@ -173,14 +170,11 @@ BAD = {
     "keep x_2 in the sweep and load it first": [Advance(0, 2), Invert(1)],
     "stage 1 is taped already": [Keep(0), Advance(0, 1), Keep(1), Tape(1), Load(1), Tape(1)],
     "stage 1 is reversed already": [Tape(0), Keep(1), Tape(1), Reverse(1), Load(1), Tape(1)],
-    "has no such stage or state": [Tape(2)],
-    "of 2 stages has no such stage": [Keep(-1)],
+    "of 2 stages has no such stage or state": [Keep(-1)],
     "chain of 2 stages has no such": [Advance(0, 0)],
     "action 1, 'tape 1': it is no action of recoup.schedules": [Tape(0), "tape 1"],
     "action 0, <class .*: it is no action": [Tape, Tape(1)],
-    "action 1, .*1\\.5.*no such stage": [Tape(0), Tape(1.5)],
     "action 1, .*stop=1\\.5.*no such stage": [Keep(0), Advance(0, 1.5)],
-    "action 0, .*x_0.*no such stage or state": [Keep("x_0")],
     "action 1, .*True.*no such stage": [Tape(0), Tape(True)],
     "action 0, .*stage 0 has 0 variants": [Tape(0, "whole"), Tape(1)],
     "incomplete: the sweep ends before x_2": [Tape(0)],
@@ -229,3 +223,51 @@ THIN = stage(variants=(SelectiveTape(10, 0.0),))
 def test_simulate_refuses_what_the_costs_rule_out(schedule, costs, message):
     with pytest.raises(ScheduleError, match=message):
         simulate(schedule, costs=costs)
+
+
+def by_host(speed):
+    return {"bytes_per_second": {"host": speed}}
+
+
+MUST = ", but must be a whole number, at least 1"
+REFUSED = [
+    *((lambda make=make: make(0), f"`n` is 0{MUST}") for make in (linear, log, sqrt)),
+    *((lambda make=make, given=given: make(*given), f"`{name}` is 0{MUST}")
+      for make in (binomial, revolve, num_sweeps, num_advances)
+      for name, given in (("n", (0, 1)), ("slots", (3, 0)))),
+    *((lambda name=name, given=given: offloaded(**{"n": 4, "every": 2, "slots": 1, name: given}),
+       f"`{name}` is {given}{MUST}")
+      for name in ("n", "every", "slots") for given in (0, 1.5)),
+    (lambda: offloaded(11, 3, every=3), "`to` is 3, but must be"),
+    (lambda: best_split(1, 3), "`n` is 1"),
+    (lambda: constant(0), "`ways` is 0"),
+    (lambda: constant([]), "`ways` is empty"),
+    (lambda: constant(["invert", "offload"]), r"`ways\[1\]` is 'offload', but must be one of inv"),
+    (lambda: simulate(linear(2), [1, 1], 1), "`state_bytes` has 2 numbers, .* needs 3"),
+    (lambda: simulate(linear(2), 1, [1, 1, 1]), "`tape_bytes` has 3 numbers, .* needs 2"),
+    (lambda: simulate(linear(2), 1, [1, -1]), "`tape_bytes` is -1, but it must not be"),
+    (lambda: Schedule(0, ()), "`num_stages` is 0"),
+    (lambda: Schedule(2, 5), "`actions` is 5, but must be a tuple of actions"),
+    (lambda: simulate(linear(2), in_flight_bytes=-1), "`in_flight_bytes` is -1"),
+    (lambda: simulate(linear(4), **by_host(1.0)), "`bytes_per_second` is given without `costs`"),
+    (lambda: simulate(offloaded(4, "/scratch"), costs=[stage()] * 4, **by_host(1.0)),
+     r"`bytes_per_second\['/scratch'\]` is None"),
+    *((lambda call=call: call(linear(2), costs=[stage()]),
+       "`costs` has 1 numbers, but this schedule needs 2") for call in (simulate, trace)),
+    (lambda: optimal([], 1), "`costs` is empty"),
+    (lambda: frontier([]), "`costs` is empty"),
+    (lambda: Cost(float("nan"), 1, 1), "`seconds` is nan"),
+    (lambda: Cost(1.0, -1, 1), "`state_bytes` is -1"),
+    (lambda: Cost(1.0, 2, 1), r"`tape_bytes` is 1, .* `state_bytes` \(2\)"),
+    (lambda: stage(run_bytes=-1), "`run_bytes` is -1"),
+    (lambda: stage(invert_seconds=-1.0), "`invert_seconds` is -1"),
+    (lambda: stage(offload_seconds=-1.0), "`offload_seconds` is -1"),
+    (lambda: stage(variants=(SelectiveTape(9, 0.0),)), r"`variants\[0\].tape_bytes` is 9"),
+    (lambda: SelectiveTape(1, float("nan")), "`seconds` is nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_unsuitable_arguments_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
