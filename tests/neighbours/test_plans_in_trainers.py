@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import recoup
 from recoup.errors import BudgetError
 from recoup.integrations.lightning import MemoryBudget
 from recoup.planning.options import PlanOptions
-from tests.neighbours.planned import give_steady_times
 from tests.neighbours.trainers import TRAINERS, Module, OfLightning, Trained
 from tests.planned_zoo import is_plain, transformers_or_skip
 
@@ -34,31 +32,22 @@ def trainer(request):
 # -- the same training -----------------------------------------------------------------------------
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 2}
+TRAININGS = {
+    "lightning": ("lightning", {}),
+    "lightning accumulated": ("lightning", {"accumulate_grad_batches": 2}),
+    "lightning bf16": ("lightning", {"precision": "bf16-mixed"}),
+    "transformers accumulated": ("transformers", EVALUATES),
+    "transformers bf16": ("transformers", EVALUATES | {"bf16": True}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("lightning", {}),
-        ("lightning", {"accumulate_grad_batches": 2}),
-        ("lightning", {"precision": "bf16-mixed"}),
-        ("transformers", EVALUATES),
-        ("transformers", EVALUATES | {"bf16": True}),
-    ],
-    ids=[
-        "lightning",
-        "lightning accumulated",
-        "lightning bf16",
-        "transformers accumulated",
-        "bf16",
-    ],
-)
-def test_the_same_training_within_the_budget(tmp_path, name, options):
-    trainer = TRAINERS[name]
+@pytest.mark.parametrize("training", TRAININGS)
+def test_the_same_training_within_the_budget(tmp_path, training):
+    name, options = TRAININGS[training]
+    trainer, plans = TRAINERS[name], []
     least, most = trainer.bytes_of()
     budget = least + (most - least) // (4 if name == "lightning" else 2)
-    plans: list[recoup.Plan] = []
     callback, follows = trainer.budget(budget, show=plans.append), trainer.follow()
     found = trainer.train(tmp_path, callback, follows, **options)
     found.assert_same(trainer.train(tmp_path, **options))
@@ -70,26 +59,13 @@ def test_the_same_training_within_the_budget(tmp_path, name, options):
 
 
 @pytest.mark.slow
-def test_blocks_are_inverted_where_they_may_be(tmp_path, trainer):
-    least, most = trainer.bytes_of(**trainer.invertible)
-    budget, follows = least + (most - least) // 3, trainer.follow()
-    wanted = trainer.train(tmp_path, **trainer.invertible)
-    callback = trainer.budget(budget, exact=False)
-    found = trainer.train(tmp_path, callback, follows, **trainer.invertible)
-    assert "invert" in {row.way for row in callback.plan.blocks}
-    assert callback.plan.drift is not None
-    assert max(follows.peaks[trainer.num_planning :]) <= budget
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-3)
-    found.assert_no_trace()
-
-
-@pytest.mark.slow
 def test_batches_of_several_sizes_are_planned_again(tmp_path, trainer):
     """They keep to the budget, and in the second epoch nothing is planned."""
     least, most = trainer.bytes_of()
-    budget, plans = least + (most - least) // (4 if trainer.num_planning == 0 else 2), []
-    follows = trainer.follow(plans)
-    callback = trainer.budget(budget, show=plans.append, replan=True)
+    budget = least + (most - least) // (4 if trainer.num_planning == 0 else 2)
+    follows = trainer.follow()
+    follows.plans = []
+    callback = trainer.budget(budget, show=follows.plans.append, replan=True)
     found = trainer.train(tmp_path, callback, follows, **trainer.shapes)
     found.assert_same(trainer.train(tmp_path, **trainer.shapes))
     found.assert_no_trace()
@@ -97,18 +73,6 @@ def test_batches_of_several_sizes_are_planned_again(tmp_path, trainer):
     assert max(follows.peaks[num * trainer.num_planning :]) <= budget
     assert max(follows.families) > 1
     assert follows.families[num:] == follows.families[num - 1 : num] * num
-    with pytest.raises(ValueError, match="`replan` is True with `compile`"):
-        trainer.budget("1 GiB", replan=True, compile=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_compiled_blocks(tmp_path, trainer, monkeypatch):
-    give_steady_times(monkeypatch)
-    plans: list[recoup.Plan] = []
-    trainer.train(tmp_path, trainer.budget("1 GiB", show=plans.append, compile="aot_eager"))
-    assert all(row.way.startswith("keep, compiled") for row in plans[0].blocks)
 
 
 @pytest.mark.slow
@@ -166,11 +130,10 @@ def test_transformers_switches_the_own_checkpointing_of_a_model_off(tmp_path):
 
 
 class Around(nn.Module):
-    """Has the attributes of what it wraps, as models of peft do."""
+    """Has the attributes of what it wraps, as models of peft do, with checkpointing of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        # It has checkpointing of its own, as models of transformers do.
         self.base = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "abc"))
         self.base.gradient_checkpointing = True
 
@@ -199,42 +162,32 @@ def test_own_checkpointing_is_left_as_it_was_found(budget):
         assert "gradient_checkpointing" not in vars(model)
 
 
-def test_every_option_of_a_plan_is_one_of_a_trainer(trainer):
+OTHER = {  # than the defaults
+    "loss": torch.sum, "blocks": ["net"], "budget_of": "total", "compile": True, "exact": False,
+    "offload_to": "host", "tiles": True, "num_forwards": 2, "headroom": 0.5,
+}  # fmt: skip
+
+
+def test_every_option_of_a_plan_is_one_of_a_trainer_and_is_checked_where_it_is_written(trainer):
     own = inspect.signature(trainer.budget.__init__).parameters
     fields = [f for f in dataclasses.fields(PlanOptions) if f.name not in trainer.left_out]
     wanted = {field.name: field.default for field in fields}
     assert {name: own[name].default for name in wanted} == wanted
     assert set(own) == {"self", "budget", *wanted, "show", "replan"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+    given = {name: OTHER[name] for name in wanted}
+    options = trainer.budget("1 GiB", **given).options
+    assert {name: getattr(options, name) for name in wanted} == given
+    for options, words in (
         ({"budget": -1}, "`budget` is -1"),
         ({"budget_of": "all"}, "`budget_of`"),
         ({"compile": "fast"}, "`compile` is 'fast'"),
-    ],
-)
-def test_what_is_wrong_is_refused_where_it_is_written(trainer, options, words):
-    with pytest.raises(ValueError, match=words):
-        trainer.budget(**{"budget": "1 GiB"} | options)
+        ({"compile": True, "replan": True}, "`replan` is True with `compile`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trainer.budget(**{"budget": "1 GiB"} | options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"budget": 1000}, "`budget`"),
-        # On the CPU there is no host beside it, so an error shows that it is asked for.
-        ({"offload_to": "host"}, '`offload_to` is "host", but the model is on the cpu'),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(tmp_path, trainer, options, words):
-    with pytest.raises(ValueError, match=words):
-        trainer.train(tmp_path, trainer.budget(**{"budget": "1 GiB"} | options))
-
-
-def test_lightning_refuses_manual_optimization_and_leaves_no_trace(tmp_path):
+def test_lightning_refuses_what_it_cannot_plan_and_leaves_no_trace(tmp_path):
     for module, budget, words in (
         (Module(is_manual=True), "1 GiB", "automatic_optimization"),
         (Module(), 1000, "`budget`"),

@@ -20,41 +20,31 @@ def residual(channels, dropout):
     )
 
 
-def stage(channels, num_blocks):
-    parts = [residual(channels // 2, 0.2) for _ in range(2 * num_blocks)]
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [AdditiveCoupling(*pair, condition="second") for pair in pairs]
+def stage(channels, num_blocks=2):
+    def parts():
+        return residual(channels // 2, 0.2), residual(channels // 2, 0.2)
 
-
-def classifier(num_blocks=3, **options):
-    torch.manual_seed(0)
-    return recoup.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        *stage(8, num_blocks),
-        Squeeze(),
-        nn.Conv2d(32, 16, 1),
-        *stage(16, num_blocks),
-        nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(16, 10),
-        drift="raise",  # so that nothing mends a wrong inverse
-        **options,
-    ).double()
-
-
-def images(n=8):
-    return torch.randn(n, 1, 8, 8, dtype=torch.float64)
-
-
-def cross_entropy(logits):
-    return nn.functional.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+    return [AdditiveCoupling(*parts(), condition="second") for _ in range(num_blocks)]
 
 
 @pytest.mark.parametrize("otherwise", ["keep", "recompute"])
 def test_gradients_norms_and_stream_are_those_of_linear(otherwise):
-    model = classifier(otherwise=otherwise)
-    x = images().requires_grad_()
-    want = run_step(model, x, memory="linear", loss=cross_entropy)
-    got = run_step(model, x, memory="constant", loss=cross_entropy)
+    torch.manual_seed(0)
+    model = recoup.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        *stage(8),
+        Squeeze(),
+        nn.Conv2d(32, 16, 1),
+        *stage(16),
+        nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(16, 10),
+        drift="raise",  # so that nothing mends a wrong inverse
+        otherwise=otherwise,
+    ).double()
+    x = torch.randn(8, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+    loss = lambda logits: nn.functional.cross_entropy(logits, torch.arange(8))  # noqa: E731
+    want = run_step(model, x, memory="linear", loss=loss)
+    got = run_step(model, x, memory="constant", loss=loss)
     assert_same_step(got, want, rtol=1e-9)
     counts = [value for name, value in got.buffers.items() if name.endswith("num_batches_tracked")]
     assert {int(count) for count in counts} == {1}
@@ -124,11 +114,9 @@ def step_by(layers, x, memory):
 @pytest.mark.parametrize(
     ("kinds", "dropout", "plain", "memories"),
     [
-        (("local",) * 4, 0.0, None, ("linear", "constant")),
-        (("local", "local"), 0.2, "linear", ("constant", "sqrt")),
+        (("local",) * 3, 0.0, None, ("linear", "constant")),  # None: its own backward
         (("lsh", "local", "lsh"), 0.2, "linear", ("constant", "sqrt")),
     ],
-    ids=["its own backward", "dropout", "random hashes"],
 )
 def test_a_reformer(kinds, dropout, plain, memories):
     layers = reformer(kinds, dropout)

@@ -49,28 +49,47 @@ def leaf(*size):
     return torch.randn(*size).requires_grad_()
 
 
-def a_module(build, *size):
+def doubled(tensor, run):
+    """What somebody does between forward and backward."""
+    if run is not plainly:
+        with torch.no_grad():
+            tensor.mul_(2)
+
+
+def a_module(build, *size, is_changed=False):
     """A step of a module, with the buffers that it changes."""
 
     def step(run):
         model, x = build(), leaf(*size)
-        run(model, x).square().sum().backward()
+        y = run(model, x)
+        if is_changed:
+            doubled(model[0].weight, run)
+        y.square().sum().backward()
         states = [each for each in model.buffers() if each.is_floating_point()]
         return [x.grad, *(p.grad for p in model.parameters()), *states]
 
     return step
 
 
-def a_function(fn, size=64, change=None, **options):
-    """A step of a function of its input and a tensor, which `change` changes before backward."""
+def a_function(fn, **options):
+    """A step of a function of its input."""
 
     def step(run):
         random.seed(0)
-        x, scale = leaf(size), torch.rand(size)
-        given = {} if run is plainly else options
-        y = run(lambda x: fn(x, scale), x, **given)
-        if change is not None and run is not plainly:
-            change(scale)
+        x, generator = leaf(64), torch.Generator().manual_seed(0)
+        run(lambda x: fn(x, generator), x, **({} if run is plainly else options)).sum().backward()
+        return [x.grad]
+
+    return step
+
+
+def a_changed_tensor(call):
+    """A step of a call that is given a tensor, which changes before backward."""
+
+    def step(run):
+        x, scale = leaf(64), torch.rand(64)
+        y = call(run, x, scale)
+        doubled(scale, run)
         y.sum().backward()
         return [x.grad]
 
@@ -99,37 +118,6 @@ def a_loop_variable(run):
     return [x.grad]
 
 
-def a_tensor_in(*place):
-    def step(run):
-        x, scale = leaf(3), torch.rand(3)
-        if place == ("keyword",):
-            y = run(lambda x, scale: (x * scale).sin(), x, scale=scale)
-        else:
-            y = run(lambda x, scales: (x * scales[0]).sin(), x, [scale])
-        if run is not plainly:
-            scale.mul_(2)
-        y.sum().backward()
-        return [x.grad]
-
-    return step
-
-
-def a_weight_changed_in_place(run):
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), leaf(2, 3)
-    y = run(model, x)
-    if run is not plainly:
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-    y.sum().backward()
-    return [x.grad]
-
-
-def a_generator_of_its_own(run):
-    generator, x = torch.Generator().manual_seed(0), leaf(64)
-    run(lambda x: (x * torch.rand(64, generator=generator)).sin(), x).sum().backward()
-    return [x.grad]
-
-
 def an_input_without_a_gradient(run):
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     (run(model, x) + leaf(3)).square().sum().backward()
@@ -139,6 +127,10 @@ def an_input_without_a_gradient(run):
 def a_gradient_for_some_inputs(run):
     x = leaf(3)
     return list(torch.autograd.grad(run(torch.sin, x).sum(), x))
+
+
+def layer():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
 
 def norm():
@@ -152,13 +144,22 @@ ROWS = {  # the step, what it is elsewhere, and what it is here
     "a cache of transformers": (a_cache_of_transformers, theirs, (WRONG, ERROR), RIGHT),
     "batch norm": (a_module(norm, 8, 4), theirs, WRONG, RIGHT),
     "a loop variable": (a_loop_variable, theirs, WRONG, ERROR),
-    "a changed keyword": (a_tensor_in("keyword"), theirs, WRONG, ERROR),
-    "a changed list": (a_tensor_in("list"), theirs, WRONG, ERROR),
-    "a changed closure": (
-        a_function(lambda x, s: (x * s).sin(), change=lambda s: s.mul_(2)), theirs, WRONG, ERROR
+    "a changed keyword": (
+        a_changed_tensor(lambda run, x, s: run(lambda x, s: (x * s).sin(), x, s=s)),
+        theirs, WRONG, ERROR,
     ),
-    "a changed weight": (a_weight_changed_in_place, theirs, WRONG, ERROR),
-    "a generator of its own": (a_generator_of_its_own, theirs, WRONG, ERROR),
+    "a changed list": (
+        a_changed_tensor(lambda run, x, s: run(lambda x, given: (x * given[0]).sin(), x, [s])),
+        theirs, WRONG, ERROR,
+    ),
+    "a changed closure": (
+        a_changed_tensor(lambda run, x, s: run(lambda x: (x * s).sin(), x)), theirs, WRONG, ERROR
+    ),
+    "a changed weight": (a_module(layer, 8, 4, is_changed=True), theirs, WRONG, ERROR),
+    "a generator of its own": (
+        a_function(lambda x, generator: (x * torch.rand(64, generator=generator)).sin()),
+        theirs, WRONG, ERROR,
+    ),
     "random of python": (
         a_function(lambda x, _: (x * random.random()).sin()), theirs, WRONG, ERROR
     ),

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.integrations.lightning import MemoryBudget
-from recoup.invertible import AdditiveCoupling
 from tests.neighbours.planned import Net
 from tests.planned_zoo import MODELS, transformers_or_skip
 
@@ -41,32 +40,33 @@ class Trained(NamedTuple):
             assert all(kind.__module__.partition(".")[0] != "recoup" for kind in own)
 
 
-class Couplings(nn.Module):
-    """Blocks that can be inverted, between layers that cannot."""
+class Following:
+    """The peaks of the steps, and how many plans there were after each."""
+
+    plans: Any = ()
 
     def __init__(self) -> None:
         super().__init__()
-        half = lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))  # noqa: E731
-        self.stem, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(AdditiveCoupling(half(), half()) for _ in range(6))
+        self.peaks, self.families = [], []
 
-    def forward(self, x: Any) -> Any:
-        x = self.stem(x)
-        for block in self.blocks:
-            x, _ = block(x)
-        return self.head(x)
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.tracker = StorageTracker("cpu").__enter__()
 
+    def end(self, *_: Any, **__: Any) -> None:
+        self.tracker.__exit__(None, None, None)
+        self.peaks.append(self.tracker.peak_bytes)
 
-# -- lightning -------------------------------------------------------------------------------------
+    def count(self, *_: Any, **__: Any) -> None:
+        self.families.append(len(self.plans[0].family) if self.plans else 0)
 
 
 class Module(LightningModule):
     """Logs, counts, draws, and trains a net with batch norm."""
 
-    def __init__(self, net: Any = Net, *, is_manual: bool = False) -> None:
+    def __init__(self, *, is_manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = net()
+        self.net = Net()
         self.automatic_optimization = not is_manual
         self.losses: list[float] = []
 
@@ -86,101 +86,52 @@ class Module(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-class Following:
-    """The peaks of the steps, and how many plans there were after each."""
-
-    def __init__(self, plans: Any = ()) -> None:
-        super().__init__()
-        self.plans, self.peaks, self.families = plans, [], []
-
-    def begin(self) -> None:
-        self.tracker = StorageTracker("cpu").__enter__()
-
-    def end(self) -> None:
-        self.tracker.__exit__(None, None, None)
-        self.peaks.append(self.tracker.peak_bytes)
-
-    def count(self) -> None:
-        self.families.append(len(self.plans[0].family) if self.plans else 0)
-
-
 class OfLightning:
     budget = MemoryBudget
     num_planning = 0  # steps that a plan is made in
-
-    def __init__(self) -> None:
-        # A module returns its loss, and is planned with all forwards that it has in a step.
-        self.left_out = {"loss", "num_forwards", "optimizer", "holds_output"}
-        self.shapes = {"sizes": (40, 30, 64, 58, 64)}  # the largest of which comes late
-        self.invertible = {"net": Couplings}
+    # A module returns its loss, and is planned with all forwards that it has in a step.
+    left_out = {"loss", "num_forwards", "optimizer", "holds_output"}  # noqa: RUF012
+    shapes = {"sizes": (40, 30, 64, 58, 64)}  # noqa: RUF012 - the largest of which comes late
 
     @staticmethod
     def train(folder: Any, *callbacks: Any, module: Any = None, **options: Any) -> Trained:
-        module = module or Module(options.pop("net", Net))
-        sizes = options.pop("sizes", (64,) * 4)
-        ends = [0, *itertools.accumulate(sizes)]
+        module = module or Module()
+        ends = [0, *itertools.accumulate(options.pop("sizes", (64,) * 4))]
         torch.manual_seed(7)
         rows = TensorDataset(torch.randn(256, 32))
         batches = [list(range(*pair)) for pair in itertools.pairwise(ends)]
         data = DataLoader(rows, batch_sampler=batches)
         torch.manual_seed(3)
-        settings: dict[str, Any] = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        )
-        settings |= {"accelerator": "cpu", "devices": 1, "max_epochs": 2}
+        no = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = lightning.Trainer(
-            default_root_dir=folder, callbacks=list(callbacks), **settings | options
-        )
+            default_root_dir=folder, callbacks=list(callbacks), accelerator="cpu", devices=1,
+            max_epochs=2, **dict.fromkeys(no, False), **options,
+        )  # fmt: skip
         trainer.fit(module, data, data)
         return Trained(module, module.losses)
 
     @staticmethod
-    def bytes_of(net: Any = Net) -> tuple[int, int]:
+    def bytes_of() -> tuple[int, int]:
         """The least and the most that a training step takes."""
         x = torch.randn(64, 32)
         loss = lambda y: (y - x).square().mean()  # noqa: E731
-        whole = recoup.plan(Module(net).net, x, budget="1 GiB", loss=loss)
+        whole = recoup.plan(Module().net, x, budget="1 GiB", loss=loss)
         return whole.least_bytes, whole.most_bytes
 
     @staticmethod
-    def follow(plans: Any = ()) -> Any:
+    def follow() -> Any:
         class Follows(Following, lightning.pytorch.Callback):
-            def on_train_batch_start(self, *_: Any) -> None:
-                self.begin()
+            on_train_batch_start = Following.begin
+            on_after_backward = Following.end
+            on_train_batch_end = Following.count
 
-            def on_after_backward(self, *_: Any) -> None:
-                self.end()
-
-            def on_train_batch_end(self, *_: Any) -> None:
-                self.count()
-
-        return Follows(plans)
-
-
-# -- transformers ----------------------------------------------------------------------------------
-
-
-class Regression(nn.Module):
-    """A model for a trainer of transformers: it is given keywords, and returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = Couplings()
-
-    def forward(self, x: Any, labels: Any) -> Any:
-        return {"loss": (self.net(x) - labels).square().mean()}
-
-
-def regression() -> tuple[nn.Module, Any]:
-    torch.manual_seed(7)
-    return Regression(), [{"x": x, "labels": x.roll(1)} for x in torch.randn(256, 32)]
+        return Follows()
 
 
 class Tokens(list):
     """Rows of tokens; a batch is as long as the next of `lengths`."""
 
-    def __init__(self, lengths: Any = (24,)) -> None:
+    def __init__(self, lengths: Any) -> None:
         torch.manual_seed(5)
         super().__init__(torch.randint(100, (32, 24)))
         self.lengths = itertools.cycle(lengths)
@@ -191,17 +142,12 @@ class Tokens(list):
         return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def gpt2(**options: Any) -> tuple[nn.Module, Any]:
-    return MODELS["gpt2"]().model, Tokens(**options)
-
-
 class OfTransformers:
     num_planning = 1
-
-    def __init__(self) -> None:
-        self.left_out = {"optimizer", "holds_output"}
-        self.shapes = {"lengths": (12, 12, 24, 24, 20, 24, 24, 16), "num_train_epochs": 2}
-        self.invertible = {"build": regression, "per_device_train_batch_size": 64}
+    left_out = {"optimizer", "holds_output"}  # noqa: RUF012
+    shapes = {  # noqa: RUF012
+        "lengths": (12, 12, 24, 24, 20, 24, 24, 16), "num_train_epochs": 2
+    }  # fmt: skip
 
     @property
     def budget(self) -> Any:
@@ -211,13 +157,10 @@ class OfTransformers:
         return MemoryBudget
 
     @staticmethod
-    def train(
-        folder: Any, *callbacks: Any, build: Any = gpt2, trainer: Any = None, **options: Any
-    ) -> Trained:
+    def train(folder: Any, *callbacks: Any, trainer: Any = None, **options: Any) -> Trained:
         transformers = transformers_or_skip()
         pytest.importorskip("accelerate")
-        given = {"lengths": options.pop("lengths")} if "lengths" in options else {}
-        model, rows = build(**given)
+        model, rows = MODELS["gpt2"]().model, Tokens(options.pop("lengths", (24,)))
         settings = {
             "per_device_train_batch_size": 4, "num_train_epochs": 1, "logging_steps": 1, "seed": 1,
             "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
@@ -231,34 +174,24 @@ class OfTransformers:
         return Trained(model, [entry["loss"] for entry in history if "loss" in entry])
 
     @staticmethod
-    def bytes_of(build: Any = gpt2, per_device_train_batch_size: int = 4) -> tuple[int, int]:
-        model, rows = build()
-        rows = [*rows[:per_device_train_batch_size]]
-        if build is gpt2:
-            rows = [{"input_ids": row, "labels": row} for row in rows]
-        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        points = recoup.plan(model, **batch, holds_output=False).points
+    def bytes_of() -> tuple[int, int]:
+        tokens = torch.randint(100, (4, 24))
+        model = MODELS["gpt2"]().model
+        points = recoup.plan(model, input_ids=tokens, labels=tokens, holds_output=False).points
         return points[0].peak_bytes, points[-1].peak_bytes
 
     @staticmethod
-    def follow(plans: Any = ()) -> Any:
-        transformers = transformers_or_skip()
-
-        class Follows(Following, transformers.TrainerCallback):
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                self.begin()
-
-            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-                self.end()
+    def follow() -> Any:
+        class Follows(Following, transformers_or_skip().TrainerCallback):
+            on_step_begin = Following.begin
+            on_pre_optimizer_step = Following.end
+            on_step_end = Following.count
 
             def on_substep_end(self, *_: Any, **__: Any) -> None:
                 self.end()
                 self.begin()
 
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                self.count()
-
-        return Follows(plans)
+        return Follows()
 
 
 TRAINERS: dict[str, Any] = {"lightning": OfLightning(), "transformers": OfTransformers()}
