@@ -210,17 +210,12 @@ def test_blocks_that_are_wrong_whenever_they_run_again_are_kept_or_refused():
     assert_same(result_of(model, stepping(model, x)), plain)
 
 
-def outcome_with(weight: float) -> Any:
-    """The outcome of a step whose only gradient has one other entry."""
+def test_the_plain_step_takes_the_place_of_the_measured_one():
     module = nn.Linear(1, 600_001)
     module.weight.grad = torch.ones(600_001, 1)
-    module.weight.grad[17] = weight
-    return outcome_of(module, ())
-
-
-def test_the_plain_step_takes_the_place_of_the_measured_one():
-    measured, plain = outcome_with(1.0), outcome_with(2.0)
-    verification = Verification()
+    measured = outcome_of(module, ())
+    module.weight.grad[17] = 2.0  # one entry of many
+    plain, verification = outcome_of(module, ()), Verification()
     verification.expect(measured, is_plain=False)
     assert verification.difference(plain) is not None
     verification.expect(plain, is_plain=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from unittest import mock
@@ -17,7 +16,6 @@ import recoup
 from recoup.errors import BudgetError, RecoupError
 from recoup.planning import frontier, measuring
 from recoup.planning import step as planning_step
-from recoup.planning.replanning import PlanMaker
 from recoup.planning.work import WorkCounter, counted_seconds, timed_by_work
 from tests.neighbours.planned import Net, assert_same, loss_of, peak_of, result_of
 
@@ -210,45 +208,3 @@ def test_a_plan_that_keeps_products_does_the_work_that_it_predicts():
             assert "keep products" in {block.way for block in plan.blocks}
             work = work_of(encoding(model, x))
             assert work / plain == pytest.approx(plan.predicted_time_ratio, rel=0.006)
-
-
-LENGTHS = {  # and the most plans for them
-    "a few": ([64, 96, 92, 64, 60], 3),
-    "random": (random.Random(0).choices(range(16, 257), k=200), 12),
-    "growing": (range(64, 256), 6),
-}
-
-
-@pytest.mark.clocked  # by the counted work of `counted_time`
-@pytest.mark.usefixtures("counted_time")
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("order", LENGTHS)
-def test_lengths_in_any_order(monkeypatch, order):
-    """Few plans, each step within the budget and hardly slower than under a plan of its own."""
-    (lengths, most_plans), plans, make = LENGTHS[order], [], PlanMaker.plan
-    monkeypatch.setattr(PlanMaker, "plan", lambda *a, **k: plans.append(a) or make(*a, **k))
-    model, plain = encoder(), encoder()
-    budget = budget_for(model, of_length(max(lengths)), share=0.2, loss=None)
-    plan = recoup.plan(model, of_length(lengths[0]), budget=budget, replan=True).apply()
-    works = {}  # by the length and the plan that serves it
-    for size in lengths:
-        x = of_length(size)
-        plan.replanner.serve((x,), {})  # what the call does first: it is not measured
-        key = size, plan.replanner.chosen
-        if key not in works:
-            model.zero_grad()
-            assert peak_of(encoding(model, x)) <= budget
-            model.zero_grad()
-            works[key] = work_of(encoding(model, x))
-    assert 1 + len(plans) <= most_plans
-    ratios = []  # of each step's work to that under a plan of its own
-    for size in sorted(set(lengths))[:: max(len(works) // 12, 1)]:
-        x = of_length(size)
-        plain.zero_grad()
-        with recoup.plan(plain, x, budget=budget).applied():
-            alone = work_of(encoding(plain, x))
-        ratios += [work / alone for (length, _), work in works.items() if length == size]
-        assert_same(*(result_of(net, encoding(net, x)) for net in (model, plain)))
-    assert sum(ratios) <= 1.02 * len(ratios)
-    # A length that is smaller by less than 3 % than a planned one gets no plan of its own.
-    assert max(ratios) <= 1.05

@@ -329,18 +329,12 @@ def test_steps_that_cannot_run_are_an_error():
 def test_models_that_can_be_planned():
     leaf = torch.randn(64, 32, requires_grad=True)
     without_parameters = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in "abcd"))
-    for model in (without_parameters, Net().requires_grad_(False)):
+    for model in (without_parameters, Net().requires_grad_(False), Net().eval()):
         assert planned(model, leaf).least_bytes > 0
-    assert planned(Net().eval()).least_bytes > 0
     with torch.no_grad():
         assert planned().least_bytes == planned().least_bytes
     model = Net()
     assert len(planned(model, blocks=[*model.blocks, "blocks.0"]).blocks) == 5
-    model.blocks.requires_grad_(False)
-    model.stem.requires_grad_(False)
-    plan = planned(model)
-    # Of one block there is nothing to choose, beside the random state of its second run.
-    assert 0 <= plan.most_bytes - plan.least_bytes <= torch.get_rng_state().nbytes
 
 
 @pytest.mark.slow
