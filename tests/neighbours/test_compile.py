@@ -38,11 +38,6 @@ def random_numbers_of_eager_code():
         yield
 
 
-@pytest.fixture
-def weight():
-    return nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
-
-
 def compiled(call, backend="aot_eager", *, fullgraph=True):
     return torch.compile(call, backend=backend, fullgraph=fullgraph)
 
@@ -89,38 +84,47 @@ def blocks():
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("by", ["function", "block"])
-def test_a_noisy_weight_that_a_graph_computes_again(by, backend, weight):
-    """The input is held, and a random state at most."""
+def within_recomputing(fn):
+    def call(*args):
+        with recoup.recomputing():
+            return fn(*args)
 
-    def noisy():
-        return weight + 0.1 * torch.randn_like(weight)
-
-    def linear(x):
-        if by == "function":
-            value = recoup.recompute(noisy)()
-        else:
-            with recoup.recomputing():
-                value = noisy()
-        return torch.tanh(F.linear(x, value))
-
-    assert check(linear, [weight], backend) <= UNIT + RANDOM_STATE
+    return call
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_checkpointed_call(backend):
+def noisy_linear(make):
+    """A layer whose noisy weight is made in some way."""
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+    noisy = make(lambda: weight + 0.1 * torch.randn_like(weight))
+    return lambda x: torch.tanh(F.linear(x, noisy())), [weight]
+
+
+def checkpointed_blocks():
     model = nn.Sequential(*blocks())
-    parameters = list(model.parameters())
-    assert check(lambda x: recoup.checkpoint(model, x), parameters, backend) <= UNIT
+    return lambda x: recoup.checkpoint(model, x), list(model.parameters())
+
+
+def chained_blocks(memory):
+    model = recoup.Sequential(*blocks(), memory=memory)
+    return model, list(model.parameters())
+
+
+# What is held: the input and a random state at most; the inputs of the segments, of which the last
+# one is not computed again, and which hold their output, too.
+HELD = {
+    "by a function": (lambda: noisy_linear(recoup.recompute), UNIT + RANDOM_STATE),
+    "by a block": (lambda: noisy_linear(within_recomputing), UNIT + RANDOM_STATE),
+    "checkpoint": (checkpointed_blocks, UNIT),
+    "inputs": (lambda: chained_blocks("inputs"), (5 + 3) * UNIT),
+    "sqrt": (lambda: chained_blocks("sqrt"), (3 + 3) * UNIT),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("memory", "num_units"), [("inputs", 5 + 3), ("sqrt", 3 + 3)])
-def test_a_chain(memory, num_units, backend):
-    """The inputs of the segments; the last one is not computed again. It holds its output, too."""
-    model = recoup.Sequential(*blocks(), memory=memory)
-    assert check(model, list(model.parameters()), backend) <= num_units * UNIT
+@pytest.mark.parametrize("region", HELD)
+def test_what_a_graph_holds_of_a_region(region, backend):
+    build, most_bytes = HELD[region]
+    assert check(*build(), backend) <= most_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # a first run finds modules
@@ -137,14 +141,6 @@ def test_a_chain_that_no_graph_can_hold_says_the_way_out(memory):
     model = recoup.Sequential(*blocks(), memory=memory)
     with pytest.raises(Exception, match=r'"inputs" and "sqrt"'):
         compiled(model)(an_input())
-
-
-def within_recomputing(fn):
-    def call(x):
-        with recoup.recomputing():
-            return fn(x)
-
-    return call
 
 
 REGIONS = {
@@ -181,13 +177,14 @@ class Breaking(nn.Module):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("region", REGIONS)
-def test_around_code_that_breaks_a_graph(region, weight):
-    call = REGIONS[region](Breaking())
+def test_around_code_that_breaks_a_graph(region):
+    call, layer = REGIONS[region](Breaking()), nn.Linear(WIDTH, WIDTH)
 
     def linear(x):
-        return F.linear(call(x + torch.randn_like(x)), weight).sin()
+        return layer(call(x + torch.randn_like(x))).sin()
 
-    assert_like_eager(compiled(linear, fullgraph=False), linear, an_input(), [weight])
+    made = compiled(linear, fullgraph=False)
+    assert_like_eager(made, linear, an_input(), list(layer.parameters()))
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -297,19 +294,6 @@ def test_compiled_code_draws_anew_in_each_call_as_eager_code_does(name, call, ba
     assert steps[::2] == steps[1::2]
 
 
-def test_a_schedule_counts_compiled_forwards():
-    seen = []
-    module = recoup.weight_noise(block(), std=lambda step: seen.append(step) or 0.1)
-    made = compiled(module)
-    seen.clear()
-    for _ in range(3):
-        made(X).sum().backward()
-    assert seen == [0, 0, 1, 1, 2, 2]
-    with recoup.weights.step(module):
-        torch.testing.assert_close(made(X), made(X))
-    assert applied(module)[0].step == 4
-
-
 def test_contexts_around_a_compiled_module_and_a_compiled_part_of_an_eager_tree():
     module = OURS["dropout"](nn.Linear(8, 8))
     made = compiled(module)
@@ -317,6 +301,8 @@ def test_contexts_around_a_compiled_module_and_a_compiled_part_of_an_eager_tree(
     with same_draw(seed=1):
         assert torch.equal(made(X), made(X))
         torch.testing.assert_close(made(X), module(X))
+    with recoup.weights.step(module):
+        torch.testing.assert_close(made(X), made(X))
     with recoup.weights.disabled(module):
         torch.testing.assert_close(made(X), plain)
     module.eval()

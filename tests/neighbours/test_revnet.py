@@ -72,15 +72,16 @@ class Part(nn.Module):
         return getattr(y, "hidden_states", y).transpose(1, 2)
 
 
-def layers_of_a_reformer(dropout=0.2):
+def layers_of_a_reformer():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
+    drops = ("hidden_dropout_prob", "local_attention_probs_dropout_prob",
+             "lsh_attention_probs_dropout_prob")  # fmt: skip
     config = transformers.ReformerConfig(
         hidden_size=16, num_attention_heads=2, attention_head_size=8, feed_forward_size=32,
         attn_layers=["lsh", "local", "lsh"], local_attn_chunk_length=4, lsh_attn_chunk_length=4,
-        num_hashes=2, num_buckets=4, axial_pos_embds=False, max_position_embeddings=16, is_decoder=False,
-        hidden_dropout_prob=dropout, local_attention_probs_dropout_prob=dropout,
-        lsh_attention_probs_dropout_prob=dropout, vocab_size=20,
+        num_hashes=2, num_buckets=4, axial_pos_embds=False, max_position_embeddings=16,
+        is_decoder=False, vocab_size=20, **dict.fromkeys(drops, 0.2),
     )  # fmt: skip
     return transformers.ReformerModel(config).double().train().encoder.layers
 
