@@ -166,7 +166,7 @@ def test_a_loss_of_one_shape_says_the_way_out():
 def encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
 def of_length(size):

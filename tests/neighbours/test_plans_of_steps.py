@@ -132,7 +132,7 @@ def test_a_forward_more_that_fits_goes_on():
 
 def test_replanning_for_more_forwards():
     """Each step is right and within the budget, or an error; soon all are planned together."""
-    model, x, num = net(), batch(), 3
+    model, x, num = Net(num_blocks=3), batch(), 3
     budget = int(1.1 * recoup.plan(model, x, loss=several, num_forwards=num).least_bytes)
     separate = lambda *outputs: sum(map(loss_of, outputs))  # noqa: E731
     step, larger = (step_of(model, num, given, separate) for given in (x, batch(70)))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from tests.deciding import Grouped, Router, distance
+from tests.deciding import Grouped, Router, distance, perturbed_linear
 from tests.zoo import CountsTokens
 
 RIGHT, WRONG, ERROR = "right", "wrong", "error"
@@ -110,6 +110,55 @@ def a_cache_of_transformers(run):
     return [x.grad, cache.layers[0].keys.detach()]
 
 
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    "use_cache": False,
+}  # fmt: skip
+KINDS = {  # of mixtures of experts, with options of their own
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {
+        "num_experts": 8, "moe_intermediate_size": 32, "head_dim": 8, "decoder_sparse_step": 1
+    },
+}  # fmt: skip
+
+
+def mixture_of_transformers(kind, experts):
+    """A model whose gates have ties between four experts, which a softmax shows."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **KINDS[kind], experts_implementation=experts
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).train()
+    gates = [layer.mlp.gate.weight for layer in model.model.layers]
+    with torch.no_grad():
+        for gate in gates:
+            gate.copy_(20 * gate[:2].repeat_interleave(4, 0))
+    return model, gates, torch.randint(64, (2, 24))
+
+
+def gradients_of_mixture(model, gates, ids):
+    """The gradients of a step whose routers are a rounding step off in a second run."""
+    model.zero_grad()
+    with perturbed_linear(gates):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def a_mixture(kind, experts):
+    """Two steps of such a model, which lets the checkpoint function call its layers."""
+
+    def step(run):
+        given = mixture_of_transformers(kind, experts)
+        for module in given[0].modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = run
+                module.gradient_checkpointing = True
+        return [*gradients_of_mixture(*given), *gradients_of_mixture(*given)]
+
+    return step
+
+
 def a_loop_variable(run):
     x = y = leaf(3)
     for scale in (1.0, 2.0, 3.0):
@@ -140,6 +189,10 @@ def norm():
 ROWS = {  # the step, what it is elsewhere, and what it is here
     "a router a rounding error off": (a_module(Router, 32, 16), theirs, WRONG, RIGHT),
     "a router, expert by expert": (a_module(Grouped, 32, 16), theirs, ERROR, RIGHT),
+    "Mixtral": (a_mixture("Mixtral", "eager"), theirs, (WRONG, ERROR), RIGHT),
+    "Qwen3-MoE": (a_mixture("Qwen3Moe", "eager"), theirs, (WRONG, ERROR), RIGHT),
+    "Mixtral, grouped": (a_mixture("Mixtral", None), theirs, (WRONG, ERROR), RIGHT),
+    "Qwen3-MoE, grouped": (a_mixture("Qwen3Moe", None), theirs, (WRONG, ERROR), RIGHT),
     "what a module counts": (a_module(CountsTokens, 3, 6), theirs, (WRONG, ERROR), RIGHT),
     "a cache of transformers": (a_cache_of_transformers, theirs, (WRONG, ERROR), RIGHT),
     "batch norm": (a_module(norm, 8, 4), theirs, WRONG, RIGHT),
@@ -178,3 +231,12 @@ def test_what_is_wrong_elsewhere(row):
     step, others, elsewhere, here = ROWS[row]
     assert outcome(step, others) in elsewhere
     assert outcome(step, recoup.checkpoint) == here
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_routes_as_it_did(kind):
+    model, gates, ids = mixture_of_transformers(kind, "eager")
+    plain = gradients_of_mixture(model, gates, ids)
+    frontier = recoup.plan(model, input_ids=ids, labels=ids)
+    with frontier.plan(frontier.least_bytes).applied():
+        assert distance(gradients_of_mixture(model, gates, ids), plain) < 1e-4
