@@ -42,7 +42,8 @@ OTHERS = (
     "bytes",
     "captured",
 )
-STRIDE = 1 if "all" in sys.argv else 9  # each model is in so many-th of the ways
+# Every so many-th model, each in every so many-th way.
+STRIDES = (1, 1) if "all" in sys.argv else (2, 5)
 
 
 def in_way(way, modules):
@@ -84,14 +85,14 @@ def same(found, want, rtol=0.0):
 
 
 def of_zoo():
-    for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})):
+    for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})[:: STRIDES[0]]):
         modules, x = chain_of(name)
         try:
             want = left(built("plain", modules), x)
         except NotImplementedError as error:
             yield "plain", name, f"raw {str(error)[:60]}"
             continue
-        for way in WAYS[place % STRIDE :: STRIDE]:
+        for way in WAYS[place % STRIDES[1] :: STRIDES[1]]:
             yield way, name, same(lambda: left(in_way(way, modules), x), want)  # noqa: B023
 
 

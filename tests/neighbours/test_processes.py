@@ -50,7 +50,7 @@ def table(*arguments):
 
 def assert_all_the_same(found, num_models):
     """All cells, but for models that the device itself cannot run: it has no recurrent kernels."""
-    assert found.pop("plain").keys() == {"recurrent", "lstm", "gru"}
+    assert found.pop("plain", {}).keys() <= {"recurrent", "lstm", "gru"}
     assert found["settings"].pop("counter").startswith("ReplayError: Running the checkpointed call")
     captured = found.pop("captured")
     assert captured.pop("a plan that keeps everything") == "same"
