@@ -21,7 +21,7 @@ from torch import nn
 import recoup
 from recoup._core.drift_guard import DriftGuard
 from recoup.errors import RecoupError
-from recoup.flows import Glow, fit
+from recoup.flows import Glow
 from recoup.invertible import Chain
 from tests import simulated_device as simulated
 from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
@@ -32,10 +32,18 @@ from tests.zoo import CHAINS, MODULES, chain_of
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
 OTHERS = (
-    "constant", "sqrt of invertible", "flows", "weights", "tiled", "settings", "gradients", "plans",
-    "bytes", "captured",
-)  # fmt: skip
-STRIDE = 1 if "all" in sys.argv else 3  # each model is in so many-th of the ways
+    "constant",
+    "sqrt of invertible",
+    "flows",
+    "weights",
+    "settings",
+    "gradients",
+    "plans",
+    "bytes",
+    "captured",
+)
+# Every so many-th model, each in every so many-th way.
+STRIDES = (1, 1) if "all" in sys.argv else (2, 5)
 
 
 def in_way(way, modules):
@@ -77,14 +85,14 @@ def same(found, want, rtol=0.0):
 
 
 def of_zoo():
-    for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})):
+    for place, name in enumerate(sorted({*CHAINS, *MODULES} - {"a hundred"})[:: STRIDES[0]]):
         modules, x = chain_of(name)
         try:
             want = left(built("plain", modules), x)
         except NotImplementedError as error:
             yield "plain", name, f"raw {str(error)[:60]}"
             continue
-        for way in WAYS[place % STRIDE :: STRIDE]:
+        for way in WAYS[place % STRIDES[1] :: STRIDES[1]]:
             yield way, name, same(lambda: left(in_way(way, modules), x), want)  # noqa: B023
 
 
@@ -109,27 +117,22 @@ def rows(*shape):
 
 def of_flows():
     """Against those that keep everything."""
-    images = torch.randint(17, (300, 1, 8, 8))
+    images = torch.randint(17, (4, 1, 8, 8))
 
     def density(flow):
-        return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images[:4])
+        return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images)
 
     def sample(flow):
         torch.rand(len(flow.memory), device="sim")  # which the generator makes up for
         return [flow.sample(2, generator=torch.Generator())]
-
-    def fitted(flow):
-        fit(flow, images.to("sim"), epochs=1, progress=False)
-        return [each.detach() for each in flow.parameters()]
 
     def of(memory):
         torch.manual_seed(0)
         made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
         return made.double().to("sim")
 
-    for find, memory, rtol in ((density, "constant", 1e-9), (sample, "constant", 0.0),
-                               (fitted, "sqrt", 0.0)):  # fmt: skip
-        found = same(lambda: find(of(memory)), lambda: find(of("linear")), rtol)  # noqa: B023
+    for find, rtol in ((density, 1e-9), (sample, 0.0)):
+        found = same(lambda: find(of("constant")), lambda: find(of("linear")), rtol)  # noqa: B023
         yield "flows", find.__name__, found
 
 
@@ -156,20 +159,6 @@ def of_weights():
         yield "weights", f"{change} of {given[0]}", same(partial(on, "sim"), partial(on, "cpu"))
 
 
-def of_tiles():
-    """Against the same tiles by hand, which draw the same masks."""
-
-    def tiled(fn, x):
-        return recoup.tiled(fn, dim=1, tiles=4)(x)
-
-    def by_hand(fn, x):
-        return torch.cat([fn(each) for each in x.chunk(4, 1)], 1)
-
-    x = rows(3, 8, 32)
-    found, want = (partial(left, Called(each, blocks()), x) for each in (tiled, by_hand))
-    yield "tiled", "blocks", same(found, want, 1e-12)
-
-
 def of_settings():
     calls, x = itertools.count(1), rows(4, 4).to("sim")
 
@@ -186,21 +175,20 @@ def of_settings():
 
 
 def of_gradients():
-    """Against the same steps with `.grad`."""
+    """Against the same step with `.grad`."""
 
-    def step(model, x, store=None):
-        with nullcontext() if store is None else store.collecting():
+    def step(collects, model, x):
+        store = recoup.GradStore(model.parameters())
+        with store.collecting() if collects else nullcontext():
             loss_of_all(model(x)).backward()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step() if store is None else recoup.step(optimizer, store)
+        recoup.step(optimizer, store) if collects else optimizer.step()
         return list(model.parameters())
 
-    def step_of_store(model, x):
-        return step(model, x, recoup.GradStore(model.parameters()))
-
     x = rows(8, 32)
-    run = lambda each: left(nn.Sequential(*blocks(2)), x, "sim", each)  # noqa: E731
-    yield "gradients", "GradStore", same(lambda: run(step_of_store), lambda: run(step))
+    found, want = (partial(left, nn.Sequential(*blocks(2)), x, "sim", partial(step, collects))
+                   for collects in (True, False))  # fmt: skip
+    yield "gradients", "GradStore", same(found, want)
 
 
 def of_plans():
@@ -276,14 +264,7 @@ def of_bytes():
             says("let a plan leave more `headroom`", step, torch.OutOfMemoryError)
         memory.limit = float("inf")
 
-    def fixed():
-        simulated.module.is_expandable = False
-        plan = recoup.plan(model, x, loss=loss, budget=2 * budget)
-        simulated.module.is_expandable = True
-        assert plan.rehearsed_peak_bytes <= 0.75 * 2 * budget, plan
-        assert "left for fragmentation: 0.25" in str(plan), plan
-
-    for run in (measured, planned, limited, fixed):
+    for run in (measured, planned, limited):
         yield "bytes", run.__name__, cell(lambda: run() and None)  # noqa: B023
 
 
@@ -320,8 +301,8 @@ def of_bare():
 
 
 PARTS = (
-    of_zoo, of_chains, of_flows, of_weights, of_tiles, of_settings, of_gradients, of_plans,
-    of_bytes, of_captured,
+    of_zoo, of_chains, of_flows, of_weights, of_settings, of_gradients, of_plans, of_bytes,
+    of_captured,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,10 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import recoup
 from recoup.errors import GradientError
-from tests.neighbours.stores_worker import collect, mean_square
+from tests.neighbours.stores_worker import STEPS, collect, mean_square, train
 from tests.neighbours.workers import Case, apart, half, named_gradients, report, sharded
 
-STEPS = 3
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 KINDS: dict[str, dict[str, Any]] = {
     "resharded": {},
@@ -24,8 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "low": {"mp_policy": LOW},
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
-    "fused": (torch.optim.AdamW, {"fused": True}),
+    "fused": (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
     "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
 }
 
@@ -62,12 +61,8 @@ def stored(model: Any, rank: int, steps: int = 1, **options: Any) -> recoup.Grad
     return store
 
 
-def bound_of(kind: str) -> float:
-    return 0.01 if kind == "low" else 1e-6
-
-
 def summed_in_place(
-    model: Any, rank: int, way: str, kind: str = "kept", dtype: torch.dtype | None = None
+    model: Any, rank: int, way: str, bound: float, dtype: torch.dtype | None = None
 ) -> None:
     """And what is in `.grad` is there again, and each rank counts its part."""
     store = recoup.GradStore(model.parameters(), dtype=dtype)
@@ -77,14 +72,14 @@ def summed_in_place(
     for step in range(STEPS):
         collect(store, mean_square(model(half(batch(step), rank))), way)
         places.append([each.to_local().data_ptr() for each in store.values()])
-    assert apart(store.named(model), whole()) < bound_of(kind)
+    assert apart(store.named(model), whole()) < bound
     assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
     assert all(bool((g.to_local() == 7).all()) for g in before)
     assert dtype is not None or places[0] == places[-1]
     assert store.nbytes() == sum(each.to_local().nbytes for each in store.values())
 
 
-def not_reduced_is_not_lost(model: Any, rank: int, way: str, kind: str) -> None:
+def not_reduced_is_not_lost(model: Any, rank: int, way: str, bound: float) -> None:
     """Micro-batches of which only the last is reduced."""
     store = recoup.GradStore(model.parameters())
     for step in range(STEPS):
@@ -92,7 +87,7 @@ def not_reduced_is_not_lost(model: Any, rank: int, way: str, kind: str) -> None:
         model.set_requires_gradient_sync(is_last)
         loss = mean_square(model(half(batch(step), rank)))
         collect(store, loss, way, allow_empty=not is_last)
-    assert apart(store.named(model), whole()) < bound_of(kind)
+    assert apart(store.named(model), whole()) < bound
 
 
 def gradient_of_the_batch(model: Any, rank: int) -> None:
@@ -115,22 +110,8 @@ def numbers_are_those_of_full_gradients(model: Any, rank: int) -> None:
 
 
 def trained(model: Any, rank: int, name: str) -> None:
-    """Steps of an optimizer, clipped, each over two micro-batches."""
     kind, settings = OPTIMIZERS[name]
-    single = Model()
-    ours, theirs = (kind(m.parameters(), lr=0.1, **settings) for m in (model, single))
-    store = recoup.GradStore(model.parameters())
-    for step in range(4):
-        for micro in range(2):
-            x = batch(10 * step + micro)
-            store.backward(mean_square(model(half(x, rank))))
-            mean_square(single(x)).backward()
-        store.clip_norm_(0.05)
-        store.step(ours)
-        nn.utils.clip_grad_norm_(single.parameters(), 0.05)
-        theirs.step()
-        theirs.zero_grad()
-    assert apart(dict(model.named_parameters()), dict(single.named_parameters())) < 1e-6
+    train(model, Model(), rank, kind, bound=1e-6, **settings)
 
 
 def states(model: Any, rank: int) -> None:
@@ -180,39 +161,40 @@ REFUSED: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 }
 
 
+def refused(model: Any, rank: int, name: str) -> None:
+    case, words = REFUSED[name]
+    with pytest.raises((GradientError, ValueError), match=words):
+        case(model, rank)
+
+
+def run(rank: int, how: str, kind: str, case: Callable[..., None], *args: Any) -> None:
+    model = Model()
+    parts = [model.a, model.b, model.c] if how == "layers" else []
+    case(sharded(model, parts, **KINDS[kind]), rank, *args)
+
+
 def cases() -> Iterator[tuple[str, Case]]:
-    def over(how: str, case: Any, *args: Any, kind: str = "resharded") -> tuple[str, Case]:
-        def run(rank: int) -> None:
-            model = Model()
-            parts = [model.a, model.b, model.c] if how == "layers" else []
-            case(sharded(model, parts, **KINDS[kind]), rank, *args)
-
-        return f"{how}, {kind}: {' '.join(map(str, (case.__name__, *args)))}", run
-
-    for how in ("layers", "whole"):
-        for kind in KINDS:
-            for way in ("auto", "harvest", "collecting"):
-                yield over(how, summed_in_place, way, kind, kind=kind)
-            for way in ("auto", "collecting"):
-                yield over(how, not_reduced_is_not_lost, way, kind, kind=kind)
-        yield over(how, summed_in_place, "auto", "resharded", torch.float64)
-        for name in OPTIMIZERS:
-            yield over(how, trained, name)
-        for case in (
-            gradient_of_the_batch, numbers_are_those_of_full_gradients, states,
-            measured_and_listed,
-        ):  # fmt: skip
-            yield over(how, case)
-        for name, (case, words) in REFUSED.items():
-
-            def refused(model: Any, rank: int, case: Any = case, words: str = words) -> None:
-                with pytest.raises((GradientError, ValueError), match=words):
-                    case(model, rank)
-
-            yield f"{how}: {name} is refused", over(how, refused)[1]
+    of_kinds = [
+        (kind, case, way, 0.01 if kind == "low" else 1e-6)
+        for kind in KINDS
+        for case, ways in (
+            (summed_in_place, ("auto", "harvest", "collecting")),
+            (not_reduced_is_not_lost, ("auto", "collecting")),
+        )
+        for way in ways
+    ]
+    others = [
+        (summed_in_place, "auto", 1e-6, torch.float64),
+        *((trained, name) for name in OPTIMIZERS),
+        (gradient_of_the_batch,), (numbers_are_those_of_full_gradients,), (states,),
+        (measured_and_listed,), *((refused, name) for name in REFUSED),
+    ]  # fmt: skip
+    given = [*of_kinds, *(("resharded", *each) for each in others)]
+    for how, (kind, case, *args) in product(("layers", "whole"), given):
+        name = f"{how}, {kind}: {' '.join(map(str, (case.__name__, *args)))}"
+        yield name, lambda rank, args=(how, kind, case, *args): run(rank, *args)
     # Last, since where a rank raises alone the other one waits.
-    largest = the_largest_entry_where_a_rank_has_none
-    yield largest.__name__, largest
+    yield "the largest entry", the_largest_entry_where_a_rank_has_none
 
 
 CASES = dict(cases())

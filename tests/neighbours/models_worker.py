@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
-from recoup.flows import NICE, Glow, RealNVP
-from recoup.invertible import ActNorm, AdditiveCoupling, Chain
+from recoup.flows import RealNVP
+from recoup.invertible import AdditiveCoupling, Chain
 from tests.neighbours.workers import (
     Case,
     apart,
@@ -25,9 +26,11 @@ from tests.neighbours.workers import (
     sharded,
 )
 from tests.programs.flows import build as foreign_flow
+from tests.unit.flows.models import SMALL, built, classes, filled
 
 # A model that computes its loss from a batch, the same to be run in some way, and a batch.
 Built = tuple[nn.Module, nn.Module, tuple[Tensor, ...]]
+FLOWS = [("nice", None), ("realnvp", None), ("glow", None), ("realnvp", 3)]  # and classes
 
 
 class Cost(nn.Module):
@@ -41,22 +44,17 @@ class Cost(nn.Module):
         return self.loss(self.model, *inputs)
 
 
-# -- chains ----------------------------------------------------------------------------------------
+class Layer(nn.Module):
+    """A layer that may have a parameter outside of the graph."""
 
-
-class Skips(nn.Module):
-    """Leaves one parameter out of the graph."""
-
-    def __init__(self) -> None:
+    def __init__(self, width: int, *, has_unused: bool = False) -> None:
         super().__init__()
-        self.linear, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.linear = nn.Linear(width, width)
+        if has_unused:
+            self.unused = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).tanh()
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def first_squared(chain: nn.Module, x: Tensor) -> Tensor:
@@ -65,24 +63,18 @@ def first_squared(chain: nn.Module, x: Tensor) -> Tensor:
 
 
 def chain(memory: Any, case: str) -> Built:
-    kind: Any = Chain if memory == "constant" else recoup.Sequential
-    if memory == "constant":
-        blocks: list[nn.Module] = [AdditiveCoupling(network(), network()) for _ in range(4)]
-    else:
-        blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)]
-    if case == "unused" and memory == "constant":
-        blocks[1].register_module("unused", nn.Linear(2, 2))
-    elif case == "unused":
-        blocks[1] = Skips()
-    elif case == "shared":
+    def block(*, has_unused: bool) -> nn.Module:
+        layer = Layer(3 if memory == "constant" else 6, has_unused=has_unused)
+        return AdditiveCoupling(layer, Layer(3)) if memory == "constant" else layer
+
+    blocks = [block(has_unused=case == "unused" and place == 1) for place in range(4)]
+    if case == "shared":
         blocks[3] = blocks[0]
+    kind: Any = Chain if memory == "constant" else recoup.Sequential
     plain = Cost(kind(*blocks, memory="linear"), first_squared).double()
     ours = copy.deepcopy(plain)
     ours.model.memory = memory
     return plain, ours, (torch.randn(8, 6).double(),)
-
-
-# -- tiles -----------------------------------------------------------------------------------------
 
 
 class Tiled(nn.Module):
@@ -112,32 +104,20 @@ def tiles(way: str) -> Built:
     return plain, ours, (torch.randn(4, 7, 8), torch.randint(12, (4, 7)))
 
 
-# -- flows: without levels, since the noise of each rank would be its own --------------------------
-
-FLOWS: dict[str, Callable[..., Any]] = {
-    "nice": lambda **o: NICE((1, 4, 4), exact=True, **o),
-    "realnvp": lambda **o: RealNVP((1, 4, 4), num_steps=2, **o),
-    "glow": lambda **o: Glow((1, 4, 4), num_levels=2, num_steps=2, **o),
-    "conditional": lambda **o: RealNVP((1, 4, 4), num_steps=2, num_classes=3, **o),
-}
-
-
 def bits(flow: Any, *inputs: Tensor) -> Tensor:
     return -flow.log_prob(*inputs).mean()
 
 
-def flow(name: str) -> Built:
-    ours = Cost(FLOWS[name](levels=None, width=8, memory="constant"), bits).double()
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    for module in ours.modules():
-        if isinstance(module, ActNorm):
-            module.started = True
-    ours.model.chain.drift = "raise"  # so that nothing mends a wrong inverse
+def flow(name: str, num_classes: int | None) -> Built:
+    """Without levels, since the noise of each rank would be its own."""
+    options = {} if num_classes is None else {"num_classes": num_classes}
+    made = built(name, SMALL, levels=None, memory="constant", **options)
+    made.chain.drift = "raise"  # so that nothing mends a wrong inverse
+    ours = Cost(filled(made, 0.2), bits)
     plain = copy.deepcopy(ours)
     plain.model.memory = "linear"
-    labels = (torch.arange(8) % 3,) if name == "conditional" else ()
-    return plain, ours, (torch.randn(8, 1, 4, 4).double(), *labels)
+    labels = () if num_classes is None else (classes(8, num_classes),)
+    return plain, ours, (torch.randn(8, *SMALL).double(), *labels)
 
 
 def foreign(name: str) -> Built:
@@ -173,7 +153,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 def the_whole_batch(rank: int, build: Callable[[], Built], wrapper: str, bound: float) -> None:
-    """Check that two steps on a half each have the gradients of the whole batch."""
+    """Two steps on a half each have the gradients of the whole batch."""
     torch.manual_seed(0)
     plain, ours, batch = build()
     call = WRAPPERS[wrapper](ours)
@@ -190,26 +170,20 @@ def the_whole_batch(rank: int, build: Callable[[], Built], wrapper: str, bound: 
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    def case(build: Callable[..., Built], *args: Any, wrapper: str, bound: float) -> Case:
-        made = partial(build, *args)
-        return partial(the_whole_batch, build=made, wrapper=wrapper, bound=bound)
+    def case(what: str, bound: float, build: Any, *args: Any, wrapper: str) -> tuple[str, Case]:
+        made = partial(the_whole_batch, build=partial(build, *args), wrapper=wrapper, bound=bound)
+        return f"{what} {' '.join(map(str, args))}, {wrapper}", made
 
-    for memory in ("sqrt", 1, "constant"):
-        for what in ("plain", "unused", "shared"):
-            wrapper = "ddp, unused" if what == "unused" else "ddp"
-            made = case(chain, memory, what, wrapper=wrapper, bound=1e-12)
-            yield f"chain in memory {memory}, {what}", made
-        for wrapper in ("fsdp", "fsdp, each"):
-            made = case(chain, memory, "plain", wrapper=wrapper, bound=1e-12)
-            yield f"chain in memory {memory}, {wrapper}", made
-    for way in ("tiled", "tiled_loss"):
-        for wrapper in ("ddp", "fsdp, each", "fsdp"):
-            yield f"tiles by {way}, {wrapper}", case(tiles, way, wrapper=wrapper, bound=1e-6)
-    for name in FLOWS:
-        for wrapper in ("ddp", "ddp, unused"):
-            yield f"flow {name}, {wrapper}", case(flow, name, wrapper=wrapper, bound=1e-9)
+    of_chains = [("plain", "ddp"), ("unused", "ddp, unused"), ("shared", "ddp"), ("plain", "fsdp"),
+                 ("plain", "fsdp, each")]  # fmt: skip
+    for memory, (what, wrapper) in product(("sqrt", 1, "constant"), of_chains):
+        yield case("chain", 1e-12, chain, memory, what, wrapper=wrapper)
+    for way, wrapper in product(("tiled", "tiled_loss"), ("ddp", "fsdp, each", "fsdp")):
+        yield case("tiles", 1e-6, tiles, way, wrapper=wrapper)
+    for (name, num), wrapper in product(FLOWS, ("ddp", "ddp, unused")):
+        yield case("flow", 1e-9, flow, name, num, wrapper=wrapper)
     for name in ("zuko_spline", "nflows_affine", "freia_sequence"):
-        yield f"flow {name}", case(foreign, name, wrapper="ddp", bound=1e-9)
+        yield case("flow", 1e-9, foreign, name, wrapper="ddp")
     yield "flow after a first step is that of the other rank", a_first_step_leaves_the_ranks_alike
 
 

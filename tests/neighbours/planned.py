@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Logits",
     "Net",
     "assert_same",
+    "fresh",
     "give_steady_times",
     "give_steps_times",
     "loss_of",
@@ -53,6 +55,12 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def fresh(**options: Any) -> tuple[Net, Tensor]:
+    """The model, always the same, and its input."""
+    torch.manual_seed(0)
+    return Net(**options), torch.randn(64, 32)
 
 
 class Language(nn.Module):
@@ -146,7 +154,5 @@ def result_of(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        same = (
-            torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
-        )
-        assert same, name
+        same = torch.equal if isinstance(value, Tensor) else operator.eq
+        assert same(found[name], value), name

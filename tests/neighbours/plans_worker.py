@@ -167,10 +167,10 @@ def started(rank: int, promise: Callable[[int, float], None], share: float) -> N
         promise(rank, share)
 
 
+LEAST = ("the whole batch, ddp before", "the whole batch, fsdp of blocks", "stages_of_a_pipeline")
 CASES: dict[str, Case] = {
-    f"{name}, {of}": partial(started, promise=promise, share=share)
-    for name, promise in PROMISES.items()
-    for of, share in (("least", 0.0), ("middle", 0.5))
+    **{name: partial(started, promise=each, share=0.5) for name, each in PROMISES.items()},
+    **{f"{name}, least": partial(started, promise=PROMISES[name], share=0.0) for name in LEAST},
 }
 
 if __name__ == "__main__":

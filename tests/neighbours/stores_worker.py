@@ -25,7 +25,6 @@ STEPS = 3
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
     "views": {"gradient_as_bucket_view": True},
     "views unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
     "views static": {"gradient_as_bucket_view": True, "static_graph": True},
@@ -79,6 +78,26 @@ def collect(store: recoup.GradStore, loss: Tensor, way: str, **options: Any) -> 
         store.backward(loss, mode=way, **options)
 
 
+def train(
+    ours: Any, theirs: Any, rank: int, kind: Any, bound: float = 1e-12, **settings: Any
+) -> None:
+    """Steps of an optimizer, clipped by the norm that all have, each over two micro-batches."""
+    optimizers = [kind(each.parameters(), lr=0.1, **settings) for each in (ours, theirs)]
+    store = recoup.GradStore(ours.parameters())
+    for step in range(4):
+        for micro in range(2):
+            x = batch(10 * step + micro).to(next(theirs.parameters()))
+            store.backward(mean_square(ours(half(x, rank))))
+            mean_square(theirs(x)).backward()
+        store.clip_norm_(0.05)
+        store.step(optimizers[0])
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    found = {n.removeprefix("module."): p for n, p in ours.named_parameters()}
+    assert apart(found, dict(theirs.named_parameters())) < bound
+
+
 # -- DistributedDataParallel -----------------------------------------------------------------------
 
 
@@ -88,13 +107,8 @@ def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
         yield mean_square(wrapped(half(batch(step), rank)))
 
 
-def run_on(wrapped: nn.Module, rank: int) -> None:
-    """Another backward, which is no business of a store."""
-    next(losses(wrapped, rank, 9)).mul(100).backward()
-
-
 def several_backwards(rank: int, kind: str, way: str) -> None:
-    """With something in `.grad`, which is there again, and others after that."""
+    """With something in `.grad`, which is there again; later backwards write to no store."""
     model, wrapped = model_for(kind)
     store = recoup.GradStore(model.parameters())
     for each in model.parameters():
@@ -104,21 +118,12 @@ def several_backwards(rank: int, kind: str, way: str) -> None:
     want = whole(model)
     assert apart(store.named(model), want) < 1e-12
     assert all(bool((each.grad == 7).all()) for each in model.parameters())
-    run_on(wrapped, rank)
-    run_on(wrapped, rank)
-    assert apart(store.named(model), want) < 1e-12, "a later backward writes to the store"
-
-
-def taken_from_grad(rank: int, kind: str) -> None:
-    """What is taken is not the buffer of a reducer, which goes on."""
-    model, wrapped = model_for(kind)
-    want = whole(model)
-    for loss in losses(wrapped, rank):
-        loss.backward()
-    store = recoup.GradStore.from_grad(model.parameters())
+    next(losses(wrapped, rank, 9)).backward()
+    taken = recoup.GradStore.from_grad(model.parameters())
+    values = {name: value.clone() for name, value in taken.named(model).items()}
+    next(losses(wrapped, rank, 9)).mul(100).backward()
     assert apart(store.named(model), want) < 1e-12
-    run_on(wrapped, rank)
-    assert apart(store.named(model), want) < 1e-12
+    assert apart(taken.named(model), values) == 0
 
 
 def some_parameters(rank: int, kind: str, way: str) -> None:
@@ -190,21 +195,8 @@ def partly_unreduced(rank: int) -> None:
 
 
 def trained(rank: int) -> None:
-    """Steps of AdamW, clipped by the norm that all have."""
-    (model, wrapped), (single, _) = model_for(), model_for()
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, single))
-    store = recoup.GradStore(model.parameters())
-    for step in range(4):
-        for micro in range(2):
-            x = batch(10 * step + micro)
-            store.backward(mean_square(wrapped(half(x, rank))))
-            mean_square(single(x)).backward()
-        store.clip_norm_(0.05)
-        store.step(ours)
-        nn.utils.clip_grad_norm_(single.parameters(), 0.05)
-        theirs.step()
-        theirs.zero_grad()
-    assert apart(dict(model.named_parameters()), dict(single.named_parameters())) < 1e-12
+    (_, wrapped), (single, _) = model_for(), model_for()
+    train(wrapped, single, rank, torch.optim.AdamW)
 
 
 def with_a_graph(rank: int, is_known: bool) -> None:
@@ -347,8 +339,7 @@ def processes_that_differ(rank: int, what: str) -> None:
         store.backward(given[0].pow(3).sum(), create_graph=True)
     elif own == "scale":
         store.clear()
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        store.backward(given[0].sum(), scaler=scaler)
+        store.backward(given[0].sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     elif own == "damage":
         late = given[1] * 1  # whose turn comes when the other gradient is there already
         late.register_hook(lambda gradient: 1 / 0)
@@ -382,26 +373,26 @@ def cases() -> Iterator[tuple[str, Case]]:
 
     ways = ("auto", "collecting")
     yield from over(several_backwards, KINDS, (*ways, "harvest"))
-    yield from over(taken_from_grad, KINDS)
     yield from over(some_parameters, ("plain", "views"), ways)
     yield from over(ranks_that_use_other_layers, ("unused", "views unused"))
     yield from over(unreduced, (*ways, "grad", "segments"), ("all_reduce_", "backward"))
     yield from over(sparse_of_a_layer, ("all", "all_reduce_"))
-    yield from over(several_types, ("mean", "sum"), ([-1, -1], [0, -1], [0, 3], [4, 1]),
-                    (1, 40, "25 MiB"))  # fmt: skip
+    yield from over(several_types, ("mean", "sum"), ([-1, -1], [0, 3], [4, 1]), (1, 40, "25 MiB"))
     layouts = [list(each) for each in product(("sparse", "dense", "absent"), ("sparse", "dense"))]
     yield from over(sparse_layouts, layouts)
     yield from over(few_messages, (True, False))
     yield from over(batches_of_unequal_length, ("mean", "sum"))
     yield from over(processes_that_differ, (*STRANGERS, *CULPRITS))
     single = torch.float32
-    in_single = partial(unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6)
-    yield "unreduced in single precision", in_single
-    # Collected apart, the rest alone would be reduced.
-    yield (
-        "unreduced in segments, unknown",
-        partial(unreduced, way="segments", end="backward", ddp=None),
-    )
+    # Where segments are collected apart, the rest alone would be reduced.
+    yield from {
+        "unreduced in single precision": partial(
+            unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6
+        ),
+        "unreduced in segments, unknown": partial(
+            unreduced, way="segments", end="backward", ddp=None
+        ),
+    }.items()
     for case in (trained, a_mean_of_large_numbers, a_rank_without_gradients_learns_their_scale):
         yield case.__name__, case
     # Last, since what goes wrong here may leave a reducer waiting.
@@ -415,10 +406,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         ("unknown", unreduced, "(?s)GradStore\\(params, ddp=model\\).*ddp=False", "auto",
          "backward", single, None),
     ):  # fmt: skip
-        yield (
-            f"refused: {name}",
-            lambda rank, run=run, words=words, args=args: is_refused(rank, run, words, *args),
-        )
+        given = (run, words, *args)
+        yield f"refused: {name}", lambda rank, given=given: is_refused(rank, *given)
     yield "a graph where nobody reduces", partial(with_a_graph, is_known=False)
 
 

@@ -38,9 +38,8 @@ def random_numbers_of_eager_code():
         yield
 
 
-@pytest.fixture
-def weight():
-    return nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+def compiled(call, backend="aot_eager", *, fullgraph=True):
+    return torch.compile(call, backend=backend, fullgraph=fullgraph)
 
 
 def step_of(call, x, parameters, seed):
@@ -50,11 +49,11 @@ def step_of(call, x, parameters, seed):
     return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted), torch.get_rng_state()]
 
 
-def assert_like_eager(compiled, call, x, parameters, seeds=(0, 1)):
+def assert_like_eager(made, call, x, parameters, seeds=(0, 1)):
     """Steps of compiled code leave what those of eager code do; returns their outputs."""
     outputs = []
     for seed in seeds:
-        found = step_of(compiled, x, parameters, seed)
+        found = step_of(made, x, parameters, seed)
         want = step_of(call, x, parameters, seed)
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-5)
         outputs.append(found[0])
@@ -64,16 +63,18 @@ def assert_like_eager(compiled, call, x, parameters, seeds=(0, 1)):
 # -- regions in one graph --------------------------------------------------------------------------
 
 
+def an_input():
+    return torch.randn(BATCH, WIDTH, requires_grad=True)
+
+
 def check(call, parameters, backend="aot_eager"):
     """Compare `call` as one graph with eager code; return the bytes that a forward leaves.
 
     They are those of its input and of what is held for backward, and not those of its output.
     """
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
-    assert_like_eager(compiled, call, x, parameters)
-    left = []
-    return allocated_bytes(lambda: left.append(compiled(x.clone())))[1] - left[0].nbytes
+    x, made, left = an_input(), compiled(call, backend), []
+    assert_like_eager(made, call, x, parameters)
+    return allocated_bytes(lambda: left.append(made(x.clone())))[1] - left[0].nbytes
 
 
 def blocks():
@@ -83,64 +84,63 @@ def blocks():
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("by", ["function", "block"])
-def test_a_noisy_weight_that_a_graph_computes_again(by, backend, weight):
-    """The input is held, and a random state at most."""
+def within_recomputing(fn):
+    def call(*args):
+        with recoup.recomputing():
+            return fn(*args)
 
-    def noisy():
-        return weight + 0.1 * torch.randn_like(weight)
-
-    def linear(x):
-        if by == "function":
-            value = recoup.recompute(noisy)()
-        else:
-            with recoup.recomputing():
-                value = noisy()
-        return torch.tanh(F.linear(x, value))
-
-    assert check(linear, [weight], backend) <= UNIT + RANDOM_STATE
-    assert check(lambda x: torch.tanh(F.linear(x, noisy())), [weight]) >= UNIT + weight.nbytes
+    return call
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_checkpointed_call(backend):
+def noisy_linear(make):
+    """A layer whose noisy weight is made in some way."""
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+    noisy = make(lambda: weight + 0.1 * torch.randn_like(weight))
+    return lambda x: torch.tanh(F.linear(x, noisy())), [weight]
+
+
+def checkpointed_blocks():
     model = nn.Sequential(*blocks())
-    parameters = list(model.parameters())
-    assert check(lambda x: recoup.checkpoint(model, x), parameters, backend) <= UNIT
-    assert check(model, parameters) > 8 * UNIT
+    return lambda x: recoup.checkpoint(model, x), list(model.parameters())
+
+
+def chained_blocks(memory):
+    model = recoup.Sequential(*blocks(), memory=memory)
+    return model, list(model.parameters())
+
+
+# What is held: the input and a random state at most; the inputs of the segments, of which the last
+# one is not computed again, and which hold their output, too.
+HELD = {
+    "by a function": (lambda: noisy_linear(recoup.recompute), UNIT + RANDOM_STATE),
+    "by a block": (lambda: noisy_linear(within_recomputing), UNIT + RANDOM_STATE),
+    "checkpoint": (checkpointed_blocks, UNIT),
+    "inputs": (lambda: chained_blocks("inputs"), (5 + 3) * UNIT),
+    "sqrt": (lambda: chained_blocks("sqrt"), (3 + 3) * UNIT),
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("memory", "num_units"), [("inputs", 5 + 3), ("sqrt", 3 + 3)])
-def test_a_chain(memory, num_units, backend):
-    """The inputs of the segments; the last one is not computed again. It holds its output, too."""
-    model = recoup.Sequential(*blocks(), memory=memory)
-    assert check(model, list(model.parameters()), backend) <= num_units * UNIT
+@pytest.mark.parametrize("region", HELD)
+def test_what_a_graph_holds_of_a_region(region, backend):
+    build, most_bytes = HELD[region]
+    assert check(*build(), backend) <= most_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # a first run finds modules
 def test_compiled_modules_in_a_chain():
-    modules, x = blocks(), torch.randn(BATCH, WIDTH, requires_grad=True)
-    compiled = [torch.compile(module, backend="aot_eager") for module in modules]
-    plain, chain = nn.Sequential(*modules), recoup.Sequential(*compiled, memory="sqrt")
-    assert_like_eager(chain, plain, x, list(plain.parameters()))
+    modules = blocks()
+    plain = nn.Sequential(*modules)
+    parts = [compiled(module, fullgraph=False) for module in modules]
+    chain = recoup.Sequential(*parts, memory="sqrt")
+    assert_like_eager(chain, plain, an_input(), list(plain.parameters()))
 
 
 @pytest.mark.parametrize("memory", ["log", 2, "1 MiB"])
 def test_a_chain_that_no_graph_can_hold_says_the_way_out(memory):
     model = recoup.Sequential(*blocks(), memory=memory)
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
     with pytest.raises(Exception, match=r'"inputs" and "sqrt"'):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-
-
-def within_recomputing(fn):
-    def call(x):
-        with recoup.recomputing():
-            return fn(x)
-
-    return call
+        compiled(model)(an_input())
 
 
 REGIONS = {
@@ -177,14 +177,14 @@ class Breaking(nn.Module):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("region", REGIONS)
-def test_around_code_that_breaks_a_graph(region, weight):
-    call = REGIONS[region](Breaking())
+def test_around_code_that_breaks_a_graph(region):
+    call, layer = REGIONS[region](Breaking()), nn.Linear(WIDTH, WIDTH)
 
     def linear(x):
-        return F.linear(call(x + torch.randn_like(x)), weight).sin()
+        return layer(call(x + torch.randn_like(x))).sin()
 
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    assert_like_eager(torch.compile(linear, backend="aot_eager"), linear, x, [weight])
+    made = compiled(linear, fullgraph=False)
+    assert_like_eager(made, linear, an_input(), list(layer.parameters()))
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -255,23 +255,28 @@ MODULES = WHOLE | {
     "broken": lambda: STACKED(Tree(broken)),
     "recurrent": lambda: STACKED(recurrent(), r".*weight.*"),
     "tied": tied,
-    "function": lambda: MORE["function"](block()),
-    "learned": lambda: MORE["learned"](block()),
-    "all": lambda: MORE["all"](block()),
+    "all": lambda: MORE["all"](block()),  # a function and a learned deviation among them
 }
 CALLS = {
     "once": lambda module: module,
     "twice": lambda module: lambda x: module(module(x)),
     "in a checkpoint": lambda module: lambda x: checkpoint(module, x, use_reentrant=False),
 }
+SLOW = [(name, "once", "inductor") for name in ("stacked", "checkpointed", "recurrent")]
+DRAWN = [
+    *((name, "once", "aot_eager") for name in MODULES),
+    *((name, c, "aot_eager") for name in ("stacked", "each its own") for c in [*CALLS][1:]),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+]
 
 
-def assert_draws_anew(name, call="once", backend="aot_eager"):
+@pytest.mark.parametrize(("name", "call", "backend"), DRAWN)
+def test_compiled_code_draws_anew_in_each_call_as_eager_code_does(name, call, backend):
     torch.manual_seed(0)
     module = MODULES[name]()
     x = torch.randint(8, (4, 3)) if isinstance(module, nn.Embedding) else X
     eager, steps = CALLS[call](module), []
-    compiled = torch.compile(CALLS[call](module), backend=backend, fullgraph=name in WHOLE)
+    made = compiled(CALLS[call](module), backend, fullgraph=name in WHOLE)
 
     def counted(run):
         def counts(x):
@@ -283,55 +288,27 @@ def assert_draws_anew(name, call="once", backend="aot_eager"):
         return counts
 
     parameters = list(module.parameters())
-    outputs = assert_like_eager(counted(compiled), counted(eager), x, parameters, (0, 1, 0))
+    outputs = assert_like_eager(counted(made), counted(eager), x, parameters, (0, 1, 0))
     torch.testing.assert_close(outputs[0], outputs[2])
     assert torch.equal(outputs[0], outputs[1]) == (name == "norm")
     assert steps[::2] == steps[1::2]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_compiled_code_draws_anew_in_each_call_as_eager_code_does(name):
-    assert_draws_anew(name)
-
-
-@pytest.mark.parametrize("name", ["stacked", "each its own"])
-@pytest.mark.parametrize("call", ["twice", "in a checkpoint"])
-def test_forwards_that_are_compiled_together(call, name):
-    assert_draws_anew(name, call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["stacked", "checkpointed", "recurrent"])
-def test_the_optimizing_backend_does_not_fold_the_noise(name):
-    assert_draws_anew(name, backend="inductor")
-
-
-def test_a_schedule_counts_compiled_forwards():
-    seen = []
-    module = recoup.weight_noise(block(), std=lambda step: seen.append(step) or 0.1)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    seen.clear()
-    for _ in range(3):
-        compiled(X).sum().backward()
-    assert seen == [0, 0, 1, 1, 2, 2]
-    with recoup.weights.step(module):
-        torch.testing.assert_close(compiled(X), compiled(X))
-    assert applied(module)[0].step == 4
-
-
 def test_contexts_around_a_compiled_module_and_a_compiled_part_of_an_eager_tree():
     module = OURS["dropout"](nn.Linear(8, 8))
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    made = compiled(module)
     plain = F.linear(X, module.get_parameter("weight"), module.bias)
     with same_draw(seed=1):
-        assert torch.equal(compiled(X), compiled(X))
-        torch.testing.assert_close(compiled(X), module(X))
+        assert torch.equal(made(X), made(X))
+        torch.testing.assert_close(made(X), module(X))
+    with recoup.weights.step(module):
+        torch.testing.assert_close(made(X), made(X))
     with recoup.weights.disabled(module):
-        torch.testing.assert_close(compiled(X), plain)
+        torch.testing.assert_close(made(X), plain)
     module.eval()
-    torch.testing.assert_close(compiled(X), plain)
+    torch.testing.assert_close(made(X), plain)
     with recoup.weights.enabled(module):
-        assert not torch.equal(compiled(X), compiled(X))
+        assert not torch.equal(made(X), made(X))
     tree, found = OURS["dropout"](nn.Sequential(layer := nn.Linear(8, 8), layer)), []
     for _ in range(2):
         with same_draw(seed=2):
@@ -349,7 +326,7 @@ def test_evaluation_has_nothing_of_ours_in_the_graph_and_is_exported_as_the_plai
 
     for is_training in (False, True):
         torch._dynamo.reset()
-        torch.compile(module.train(is_training), fullgraph=True, backend=backend)(X)
+        compiled(module.train(is_training), backend)(X)
     assert ["ops.recoup" in graph for graph in graphs] == [False, True]
     exported = torch.export.export(module.eval(), (X,))
     called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
@@ -359,12 +336,10 @@ def test_evaluation_has_nothing_of_ours_in_the_graph_and_is_exported_as_the_plai
 
 
 def test_what_no_graph_can_hold_says_the_way_out():
-    module = torch.compile(MORE["function"](block()), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="Leave `fullgraph` out"):
-        module(X)
-    compiled = torch.compile(torch.sin, backend="aot_eager", fullgraph=True)
+        compiled(MORE["function"](block()))(X)
     with pytest.raises(Exception, match="as_subclass"):
-        compiled(gelu(torch.randn(3, requires_grad=True)))
+        compiled(torch.sin)(gelu(torch.randn(3, requires_grad=True)))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -395,6 +370,6 @@ GIVEN = {
 def test_a_graph_breaks_where_it_is_given_a_value(given):
     """The operator that takes it runs as it does elsewhere; the rest is compiled."""
     w, x = torch.randn(8, 8, requires_grad=True), X.clone().requires_grad_()
-    compiled = torch.compile(linear, backend="aot_eager")
-    eager, found = (lambda x, call=call: GIVEN[given](call, x, w) for call in (linear, compiled))
-    assert_like_eager(found, eager, x, [w])
+    graph = compiled(linear, fullgraph=False)
+    made, eager = (lambda x, call=call: GIVEN[given](call, x, w) for call in (graph, linear))
+    assert_like_eager(made, eager, x, [w])

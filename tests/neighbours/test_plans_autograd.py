@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.neighbours.planned import (
     Block,
     Net,
     assert_same,
+    fresh,
     loss_of,
     peak_of,
     plan_for,
@@ -34,13 +35,8 @@ from tests.weight_zoo import OURS
 in_shares = pytest.mark.parametrize("share", [0.0, 0.5], ids=["least", "middle"])
 
 
-def fresh() -> tuple[Net, Tensor]:
-    torch.manual_seed(0)
-    return Net(), torch.randn(64, 32)
-
-
 def chain(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    """The same in a row, as situations take it."""
+    """The model in a row, as situations take it."""
     net, x = fresh()
     model = nn.Sequential(net.stem, *net.blocks, net.head)
     return model.to(dtype), x.to(dtype).requires_grad_()
@@ -55,17 +51,10 @@ def simple(model: nn.Module, x: Tensor) -> None:
 
 def batches_of_other_sizes(model, x):
     loss_of_all(model(x[:7])).backward()
-    with (
-        pytest.warns(match="where the plan is for")
-        if is_planned(model)
-        else contextlib.nullcontext()
-    ):
+    is_planned = recoup.applied_plans(model) != []
+    with pytest.warns(match="where the plan is for") if is_planned else nullcontext():
         loss_of_all(model(torch.cat([x, x]))).backward()
     return left_by(model, x)
-
-
-def is_planned(model):
-    return recoup.applied_plans(model) != []
 
 
 def scaled(model, x):
@@ -79,13 +68,12 @@ def scaled(model, x):
     return [*left_by(model, x), *(p.detach() for p in model.parameters())]
 
 
-def blocks_in(order, times=1):
+def blocks_in(order):
     """Blocks in other numbers, or in another order, than those of the planned step."""
 
     def situation(model, x):
         for place in order:
-            for _ in range(times):
-                x = model[place](x)
+            x = model[place](x)
         loss_of_all(x).backward()
         return left_by(model, None)
 
@@ -94,7 +82,7 @@ def blocks_in(order, times=1):
 
 OTHERWISE = {
     "some blocks": blocks_in([1, 2, 3]),
-    "blocks twice": blocks_in([1, 2, 3, 4, 5], times=2),
+    "blocks twice": blocks_in([1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
     "blocks in reverse": blocks_in([5, 4, 3, 2, 1]),
     "blocks left out": blocks_in([0, 1, 3, 5, 6]),
 }
@@ -124,16 +112,14 @@ def test_a_step_is_the_plain_one(name: str, share: float):
         assert_same_values(outcome(model, x, STEPS[name]), wanted)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_blocks_that_are_called_otherwise_are_said_once(name: str):
+def test_blocks_that_are_called_otherwise_are_said_once():
     model, x = chain()
     plan = plan_for(model, x, share=0.0, loss=loss_of)
     with plan.applied(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            OTHERWISE[name](model, x)
-    assert len([each for each in said if "otherwise" in str(each.message)]) <= 1
+            OTHERWISE["blocks in reverse"](model, x)
+    assert len([each for each in said if "otherwise" in str(each.message)]) == 1
 
 
 def test_transforms_and_other_parameters_are_right_or_an_error():
@@ -156,7 +142,7 @@ WEIGHTS = OURS | {"torch's norm": parametrizations.weight_norm}
 # A norm of torch that is applied after planning keeps copies, of which the first step warns.
 @pytest.mark.filterwarnings("ignore:The first step of a Net under its plan took")
 @pytest.mark.filterwarnings("ignore:.*with more parameters than it was planned with")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_before", [True, False])
 @in_shares
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -169,7 +155,7 @@ def test_reparametrized_weights_in_a_planned_step(name: str, share: float, is_be
         if is_before:
             apply()
         plan = plan_for(model, x, share=share) if is_planned else None
-        with contextlib.nullcontext() if plan is None else plan.applied():
+        with nullcontext() if plan is None else plan.applied():
             if not is_before:
                 apply()
             result_of(model, step)
@@ -193,9 +179,7 @@ def test_nothing_is_left_of_many_steps(share: float):
             model(x)
         handle.remove()
 
-    def some_blocks() -> None:
-        loss_of(model.blocks[1](model.blocks[0](x))).backward()
-
+    some_blocks = lambda: loss_of(model.blocks[1](model.blocks[0](x))).backward()  # noqa: E731
     trains = partial(simple, model, x)
     for _ in range(3):
         fails()
@@ -215,11 +199,10 @@ def test_a_model_is_what_it_was():
     model, x = fresh()
     model.blocks[1].forward = model.blocks[1].forward  # somebody else's
     before = {name: vars(module).copy() for name, module in model.named_modules()}
-    state, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    names = [*model.state_dict()], [name for name, _ in model.named_parameters()]
     shown = str(model)
     plan = plan_for(model, x).apply()
-    assert list(model.state_dict()) == state
-    assert [name for name, _ in model.named_parameters()] == names
+    assert ([*model.state_dict()], [name for name, _ in model.named_parameters()]) == names
     assert isinstance(model, Net)
     assert f"{type(model)!r} {model}" == f"{Net!r} {shown}"
     plan.remove()

@@ -1,7 +1,8 @@
-"""What changes between forward and backward of a planned model: right, or an error."""
+"""What changes under a plan, or is not what was measured: right, or an error."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from tests.neighbours.planned import Net, assert_same, loss_of, plan_for, result_of
+from recoup._core.kept_products import _KeptTensor as KeptTensor
+from recoup._core.surroundings import Surroundings
+from recoup.errors import BudgetError, ReplayError
+from recoup.planning import priced_blocks
+from recoup.planning.verification import Verification, outcome_of
+from tests.neighbours.planned import Block, assert_same, fresh, loss_of, plan_for, result_of
+
+
+def stepping(model: nn.Module, *args: Any) -> Callable[[], None]:
+    return lambda: loss_of(model(*args)).backward()
+
+
+# -- what changes between forward and backward -----------------------------------------------------
 
 
 class Scaled(nn.Module):
@@ -35,16 +48,12 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
-        self.x, self.shift = torch.randn(64, 32), torch.randn(32)
-        self.items, self.options = [torch.randn(32)], {"inner": [torch.randn(32)]}
+        self.shift, self.items = torch.randn(32), [torch.randn(32)]
+        self.options = {"inner": [torch.randn(32)]}
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.x, self.shift, self.items, self.options
-
-    def forward(self, x: Tensor, shift: Tensor, items: list[Tensor], options: Any) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, shift=shift, items=items, options=options)
+            x = block(x, shift=self.shift, items=self.items, options=self.options)
         return x
 
 
@@ -87,13 +96,13 @@ CHANGES: dict[str, tuple[Callable[[Stack], Any], str]] = {  # the change, and th
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_changes_in_a_planned_model(what: str):
     torch.manual_seed(0)
-    model, (change, text) = Stack(), CHANGES[what]
-    loss_of(model(*model.args)).backward()
+    model, x, (change, text) = Stack(), torch.randn(64, 32), CHANGES[what]
+    stepping(model, x)()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    with plan_for(model, *model.args, share=0.0).applied() as plan:
+    with plan_for(model, x, share=0.0).applied() as plan:
         assert plan.blocks[0].way != "keep"
-        loss = loss_of(model(*model.args))
+        loss = loss_of(model(x))
         change(model)
         if text:
             with pytest.raises(RuntimeError, match=text):
@@ -103,11 +112,8 @@ def test_what_changes_in_a_planned_model(what: str):
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
 
 
-# -- blocks with states of their own ---------------------------------------------------------------
-
-
-class Storing(nn.Module):
-    """Stores what it made."""
+class Counting(nn.Module):
+    """Stores what it made, counts what it was given in a buffer, and computes with the count."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -116,29 +122,124 @@ class Storing(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.last = torch.tanh(self.up(x))
-        return x + self.down(torch.sin(self.last))
-
-
-class Counting(Storing):
-    """Counts what it was given in a buffer, and computes with the count."""
-
-    def forward(self, x: Tensor) -> Tensor:
         self.seen.add_((x > 0).sum() / x.numel())
-        return x + self.down(torch.tanh(self.up(x))) / (1 + self.seen)
+        self.last = torch.tanh(self.up(x))
+        return x + self.down(torch.sin(self.last)) / (1 + self.seen)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
-@pytest.mark.parametrize("kind", [Storing, Counting])
-def test_a_planned_block_counts_once(kind: Any, share: float):
-    torch.manual_seed(0)
-    model, x = Net(block=kind), torch.randn(64, 32)
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_a_planned_block_counts_once(share: float):
+    model, x = fresh(block=Counting)
 
     def two_steps() -> None:
         for _ in range(2):
-            loss_of(model(x)).backward()
+            stepping(model, x)()
 
     wanted, frontier = result_of(model, two_steps), recoup.plan(model, x, loss=loss_of)
     least, most = frontier.least_bytes, frontier.points[-1].peak_bytes
     with frontier.plan(least + int(share * (most - least))).applied():
         assert_same(result_of(model, two_steps), wanted)
+
+
+# -- a planned step that is not the measured one ---------------------------------------------------
+
+
+@pytest.mark.parametrize("of_arguments", [False, True])
+def test_products_that_are_kept_wrong_are_not_planned(of_arguments: bool, monkeypatch: Any):
+    """As if a write to what is kept had gone unseen; with gradients of arguments alone, too."""
+    model, x = fresh()
+    model.requires_grad_(not of_arguments)
+    x.requires_grad_(of_arguments)
+    plain = result_of(model, stepping(model, x))
+    x.grad = None
+    plan = plan_for(model, x)
+    assert "keep products" in {row.way for row in plan.blocks}
+    get = KeptTensor.get
+    monkeypatch.setattr(KeptTensor, "get", lambda self: get(self).mul_(1.01))
+    monkeypatch.setattr(Surroundings, "decides_anew", lambda self: False)
+    with pytest.warns(UserWarning, match="keeps no results of products"):
+        plan = recoup.plan(model, x, budget=plan.budget_bytes, loss=loss_of)
+    assert x.grad is None
+    assert "keep products" not in {row.way for row in plan.blocks}
+    with plan.applied():
+        assert_same(result_of(model, stepping(model, x)), plain)
+
+
+calls = itertools.count()
+
+
+class Counts(Block):
+    """Reads Python state that changes from run to run, where nobody looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + 0.1 * (next(calls) % 97))
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_model_whose_steps_differ_is_refused(has_room: bool, monkeypatch: Any):
+    """Without room for a plain step it is the measured one that a step is compared with."""
+    words = r"gradient of parameter `.*` by about .* leave that"
+    if not has_room:
+        monkeypatch.setattr(priced_blocks, "has_room", lambda device, num_bytes: False)
+        words = "differs from the measured one"
+        plan_for(*fresh())
+    with pytest.raises(ReplayError, match=words):
+        plan_for(*fresh(block=Counts))
+
+
+class WritesToItsInput(Block):
+    """Changes what it is given where no version counter sees it, also when it runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.tanh_()
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_wrong_whenever_they_run_again_are_kept_or_refused():
+    """The measured step shows it, in which they run again."""
+    why = r"block `blocks\.\d` again .* did not repeat"
+    model, x = fresh(block=WritesToItsInput)
+    plain = result_of(model, stepping(model, x))
+    with pytest.warns(UserWarning, match=why):
+        plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
+    with plan.applied():
+        assert_same(result_of(model, stepping(model, x)), plain)
+    with pytest.raises(BudgetError, match=why):
+        recoup.plan(model, x, budget="64 KiB", loss=loss_of)
+    assert_same(result_of(model, stepping(model, x)), plain)
+
+
+def test_the_plain_step_takes_the_place_of_the_measured_one():
+    module = nn.Linear(1, 600_001)
+    module.weight.grad = torch.ones(600_001, 1)
+    measured = outcome_of(module, ())
+    module.weight.grad[17] = 2.0  # one entry of many
+    plain, verification = outcome_of(module, ()), Verification()
+    verification.expect(measured, is_plain=False)
+    assert verification.difference(plain) is not None
+    verification.expect(plain, is_plain=True)
+    verification.expect(measured, is_plain=False)
+    assert verification.difference(plain) is None
+    assert verification.difference(measured) is not None
+
+
+def test_gradients_that_are_missing_sparse_or_complex():
+    module = nn.Embedding(20, 4, sparse=True)
+    module.other = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    module.register_buffer("count", torch.zeros((), dtype=torch.long))
+    verification = Verification()
+    verification.expect(outcome_of(module, ()), is_plain=True)
+    state = torch.get_rng_state()
+    for change, words in (
+        (lambda: module(torch.tensor([1, 2])).sum().backward(), "gradient of parameter `weight`"),
+        (lambda: module.other.conj().real.sum().backward(), "gradient of parameter `other`"),
+        (lambda: module.count.add_(1), "buffer `count`"),
+        (lambda: torch.rand(()), "the random stream"),
+    ):
+        change()
+        assert words in (verification.difference(outcome_of(module, ())) or "")
+        module.zero_grad()
+        module.count.zero_()
+        torch.set_rng_state(state)
+        assert verification.difference(outcome_of(module, ())) is None

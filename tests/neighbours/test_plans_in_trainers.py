@@ -5,25 +5,210 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import recoup
+from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import BudgetError
 from recoup.integrations.lightning import MemoryBudget
 from recoup.planning.options import PlanOptions
-from tests.neighbours.planned import give_steady_times
-from tests.neighbours.trainers import TRAINERS, Module, OfLightning, Trained
-from tests.planned_zoo import is_plain, transformers_or_skip
+from tests.neighbours.planned import Net
+from tests.planned_zoo import MODELS, is_plain, transformers_or_skip
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(dataloader|num_workers|logging interval|torch.jit|isinstance|srun|val_loader).*"
 )
 ITS_OWN = "its own activation checkpointing on"
+
+
+# -- trainers, and a way to ask both for the same --------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """A model after its training, and the losses of the steps."""
+
+    model: nn.Module
+    losses: list[float]
+
+    def assert_same(self, wanted: Trained) -> None:
+        assert self.losses == wanted.losses
+        state = self.model.state_dict()
+        for name, value in wanted.model.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+    def assert_no_trace(self) -> None:
+        for each in self.model.modules():
+            assert {"log", "log_dict"}.isdisjoint(vars(each)), type(each).__name__
+            assert not each._forward_pre_hooks
+            # transformers itself gives some of them another forward.
+            own = [type(value) for name, value in vars(each).items() if "forward" in name]
+            assert all(kind.__module__.partition(".")[0] != "recoup" for kind in own)
+
+
+class Following:
+    """The peaks of the steps, and how many plans there were after each."""
+
+    plans: Any = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks, self.families = [], []
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.tracker = StorageTracker("cpu").__enter__()
+
+    def end(self, *_: Any, **__: Any) -> None:
+        self.tracker.__exit__(None, None, None)
+        self.peaks.append(self.tracker.peak_bytes)
+
+    def count(self, *_: Any, **__: Any) -> None:
+        self.families.append(len(self.plans[0].family) if self.plans else 0)
+
+
+class Module(LightningModule):
+    """Logs, counts, draws, and trains a net with batch norm."""
+
+    def __init__(self, *, is_manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.automatic_optimization = not is_manual
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        (x,) = batch
+        loss = (self.net(x) - x).square().mean()
+        self.log("train", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class OfLightning:
+    budget = MemoryBudget
+    num_planning = 0  # steps that a plan is made in
+    # A module returns its loss, and is planned with all forwards that it has in a step.
+    left_out = {"loss", "num_forwards", "optimizer", "holds_output"}  # noqa: RUF012
+    shapes = {"sizes": (40, 30, 64, 58, 64)}  # noqa: RUF012 - the largest of which comes late
+
+    @staticmethod
+    def train(folder: Any, *callbacks: Any, module: Any = None, **options: Any) -> Trained:
+        module = module or Module()
+        ends = [0, *itertools.accumulate(options.pop("sizes", (64,) * 4))]
+        torch.manual_seed(7)
+        rows = TensorDataset(torch.randn(256, 32))
+        batches = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+        data = DataLoader(rows, batch_sampler=batches)
+        torch.manual_seed(3)
+        no = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = lightning.Trainer(
+            default_root_dir=folder, callbacks=list(callbacks), accelerator="cpu", devices=1,
+            max_epochs=2, **dict.fromkeys(no, False), **options,
+        )  # fmt: skip
+        trainer.fit(module, data, data)
+        return Trained(module, module.losses)
+
+    @staticmethod
+    def bytes_of() -> tuple[int, int]:
+        """The least and the most that a training step takes."""
+        x = torch.randn(64, 32)
+        loss = lambda y: (y - x).square().mean()  # noqa: E731
+        whole = recoup.plan(Module().net, x, budget="1 GiB", loss=loss)
+        return whole.least_bytes, whole.most_bytes
+
+    @staticmethod
+    def follow() -> Any:
+        class Follows(Following, lightning.pytorch.Callback):
+            on_train_batch_start = Following.begin
+            on_after_backward = Following.end
+            on_train_batch_end = Following.count
+
+        return Follows()
+
+
+class Tokens(list):
+    """Rows of tokens; a batch is as long as the next of `lengths`."""
+
+    def __init__(self, lengths: Any) -> None:
+        torch.manual_seed(5)
+        super().__init__(torch.randint(100, (32, 24)))
+        self.lengths = itertools.cycle(lengths)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        length = next(self.lengths)
+        rows = [list.__getitem__(self, index)[:length] for index in indices]
+        return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class OfTransformers:
+    num_planning = 1
+    left_out = {"optimizer", "holds_output"}  # noqa: RUF012
+    shapes = {  # noqa: RUF012
+        "lengths": (12, 12, 24, 24, 20, 24, 24, 16), "num_train_epochs": 2
+    }  # fmt: skip
+
+    @property
+    def budget(self) -> Any:
+        transformers_or_skip()
+        from recoup.integrations.transformers import MemoryBudget
+
+        return MemoryBudget
+
+    @staticmethod
+    def train(folder: Any, *callbacks: Any, trainer: Any = None, **options: Any) -> Trained:
+        transformers = transformers_or_skip()
+        pytest.importorskip("accelerate")
+        model, rows = MODELS["gpt2"]().model, Tokens(options.pop("lengths", (24,)))
+        settings = {
+            "per_device_train_batch_size": 4, "num_train_epochs": 1, "logging_steps": 1, "seed": 1,
+            "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
+        }  # fmt: skip
+        args = transformers.TrainingArguments(output_dir=str(folder), **settings | options)
+        made = (trainer or transformers.Trainer)(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[*callbacks]
+        )
+        made.train()
+        history = made.state.log_history
+        return Trained(model, [entry["loss"] for entry in history if "loss" in entry])
+
+    @staticmethod
+    def bytes_of() -> tuple[int, int]:
+        tokens = torch.randint(100, (4, 24))
+        model = MODELS["gpt2"]().model
+        points = recoup.plan(model, input_ids=tokens, labels=tokens, holds_output=False).points
+        return points[0].peak_bytes, points[-1].peak_bytes
+
+    @staticmethod
+    def follow() -> Any:
+        class Follows(Following, transformers_or_skip().TrainerCallback):
+            on_step_begin = Following.begin
+            on_pre_optimizer_step = Following.end
+            on_step_end = Following.count
+
+            def on_substep_end(self, *_: Any, **__: Any) -> None:
+                self.end()
+                self.begin()
+
+        return Follows()
+
+
+TRAINERS: dict[str, Any] = {"lightning": OfLightning(), "transformers": OfTransformers()}
 
 
 @pytest.fixture(params=TRAINERS)
@@ -34,31 +219,22 @@ def trainer(request):
 # -- the same training -----------------------------------------------------------------------------
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 2}
+TRAININGS = {
+    "lightning": ("lightning", {}),
+    "lightning accumulated": ("lightning", {"accumulate_grad_batches": 2}),
+    "lightning bf16": ("lightning", {"precision": "bf16-mixed"}),
+    "transformers accumulated": ("transformers", EVALUATES),
+    "transformers bf16": ("transformers", EVALUATES | {"bf16": True}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("lightning", {}),
-        ("lightning", {"accumulate_grad_batches": 2}),
-        ("lightning", {"precision": "bf16-mixed"}),
-        ("transformers", EVALUATES),
-        ("transformers", EVALUATES | {"bf16": True}),
-    ],
-    ids=[
-        "lightning",
-        "lightning accumulated",
-        "lightning bf16",
-        "transformers accumulated",
-        "bf16",
-    ],
-)
-def test_the_same_training_within_the_budget(tmp_path, name, options):
-    trainer = TRAINERS[name]
+@pytest.mark.parametrize("training", TRAININGS)
+def test_the_same_training_within_the_budget(tmp_path, training):
+    name, options = TRAININGS[training]
+    trainer, plans = TRAINERS[name], []
     least, most = trainer.bytes_of()
     budget = least + (most - least) // (4 if name == "lightning" else 2)
-    plans: list[recoup.Plan] = []
     callback, follows = trainer.budget(budget, show=plans.append), trainer.follow()
     found = trainer.train(tmp_path, callback, follows, **options)
     found.assert_same(trainer.train(tmp_path, **options))
@@ -70,26 +246,13 @@ def test_the_same_training_within_the_budget(tmp_path, name, options):
 
 
 @pytest.mark.slow
-def test_blocks_are_inverted_where_they_may_be(tmp_path, trainer):
-    least, most = trainer.bytes_of(**trainer.invertible)
-    budget, follows = least + (most - least) // 3, trainer.follow()
-    wanted = trainer.train(tmp_path, **trainer.invertible)
-    callback = trainer.budget(budget, exact=False)
-    found = trainer.train(tmp_path, callback, follows, **trainer.invertible)
-    assert "invert" in {row.way for row in callback.plan.blocks}
-    assert callback.plan.drift is not None
-    assert max(follows.peaks[trainer.num_planning :]) <= budget
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-3)
-    found.assert_no_trace()
-
-
-@pytest.mark.slow
 def test_batches_of_several_sizes_are_planned_again(tmp_path, trainer):
     """They keep to the budget, and in the second epoch nothing is planned."""
     least, most = trainer.bytes_of()
-    budget, plans = least + (most - least) // (4 if trainer.num_planning == 0 else 2), []
-    follows = trainer.follow(plans)
-    callback = trainer.budget(budget, show=plans.append, replan=True)
+    budget = least + (most - least) // (4 if trainer.num_planning == 0 else 2)
+    follows = trainer.follow()
+    follows.plans = []
+    callback = trainer.budget(budget, show=follows.plans.append, replan=True)
     found = trainer.train(tmp_path, callback, follows, **trainer.shapes)
     found.assert_same(trainer.train(tmp_path, **trainer.shapes))
     found.assert_no_trace()
@@ -97,18 +260,6 @@ def test_batches_of_several_sizes_are_planned_again(tmp_path, trainer):
     assert max(follows.peaks[num * trainer.num_planning :]) <= budget
     assert max(follows.families) > 1
     assert follows.families[num:] == follows.families[num - 1 : num] * num
-    with pytest.raises(ValueError, match="`replan` is True with `compile`"):
-        trainer.budget("1 GiB", replan=True, compile=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_compiled_blocks(tmp_path, trainer, monkeypatch):
-    give_steady_times(monkeypatch)
-    plans: list[recoup.Plan] = []
-    trainer.train(tmp_path, trainer.budget("1 GiB", show=plans.append, compile="aot_eager"))
-    assert all(row.way.startswith("keep, compiled") for row in plans[0].blocks)
 
 
 @pytest.mark.slow
@@ -166,11 +317,10 @@ def test_transformers_switches_the_own_checkpointing_of_a_model_off(tmp_path):
 
 
 class Around(nn.Module):
-    """Has the attributes of what it wraps, as models of peft do."""
+    """Has the attributes of what it wraps, as models of peft do, with checkpointing of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        # It has checkpointing of its own, as models of transformers do.
         self.base = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "abc"))
         self.base.gradient_checkpointing = True
 
@@ -199,42 +349,32 @@ def test_own_checkpointing_is_left_as_it_was_found(budget):
         assert "gradient_checkpointing" not in vars(model)
 
 
-def test_every_option_of_a_plan_is_one_of_a_trainer(trainer):
+OTHER = {  # than the defaults
+    "loss": torch.sum, "blocks": ["net"], "budget_of": "total", "compile": True, "exact": False,
+    "offload_to": "host", "tiles": True, "num_forwards": 2, "headroom": 0.5,
+}  # fmt: skip
+
+
+def test_every_option_of_a_plan_is_one_of_a_trainer_and_is_checked_where_it_is_written(trainer):
     own = inspect.signature(trainer.budget.__init__).parameters
     fields = [f for f in dataclasses.fields(PlanOptions) if f.name not in trainer.left_out]
     wanted = {field.name: field.default for field in fields}
     assert {name: own[name].default for name in wanted} == wanted
     assert set(own) == {"self", "budget", *wanted, "show", "replan"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+    given = {name: OTHER[name] for name in wanted}
+    options = trainer.budget("1 GiB", **given).options
+    assert {name: getattr(options, name) for name in wanted} == given
+    for options, words in (
         ({"budget": -1}, "`budget` is -1"),
         ({"budget_of": "all"}, "`budget_of`"),
         ({"compile": "fast"}, "`compile` is 'fast'"),
-    ],
-)
-def test_what_is_wrong_is_refused_where_it_is_written(trainer, options, words):
-    with pytest.raises(ValueError, match=words):
-        trainer.budget(**{"budget": "1 GiB"} | options)
+        ({"compile": True, "replan": True}, "`replan` is True with `compile`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trainer.budget(**{"budget": "1 GiB"} | options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"budget": 1000}, "`budget`"),
-        # On the CPU there is no host beside it, so an error shows that it is asked for.
-        ({"offload_to": "host"}, '`offload_to` is "host", but the model is on the cpu'),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(tmp_path, trainer, options, words):
-    with pytest.raises(ValueError, match=words):
-        trainer.train(tmp_path, trainer.budget(**{"budget": "1 GiB"} | options))
-
-
-def test_lightning_refuses_manual_optimization_and_leaves_no_trace(tmp_path):
+def test_lightning_refuses_what_it_cannot_plan_and_leaves_no_trace(tmp_path):
     for module, budget, words in (
         (Module(is_manual=True), "1 GiB", "automatic_optimization"),
         (Module(), 1000, "`budget`"),

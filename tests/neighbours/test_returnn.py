@@ -32,16 +32,15 @@ def rf():
 class Noise:
     """As `rf.WeightNoise`, with our block in the place of RETURNN's scope; and with dropout."""
 
-    def __init__(self, rf, context=recomputing, dropout=0.0):
-        self.rf, self.context, self.dropout = rf, context, dropout
+    def __init__(self, rf, context=recomputing):
+        self.rf, self.context = rf, context
 
     def __call__(self, weight):
         rf = self.rf
         if not rf.get_run_ctx().is_train_flag_enabled(func=None):
             return weight
         with self.context():
-            if self.dropout:
-                weight = rf.dropout(weight, self.dropout, on_forward=True)
+            weight = rf.dropout(weight, 0.3, on_forward=True)
             return weight + rf.random_normal(weight.dims, stddev=0.1, like=weight)
 
 
@@ -79,41 +78,30 @@ class Returnn:
         return {name: value.grad for name, value in parameters.items()}, held
 
 
-def assert_holds_no_weight(layer, ours, kept, plain_held):
-    """Gradients are those of weights that are kept, which takes more than states and losses."""
-    (found, held), (want, kept_held) = ours, kept
-    assert list(found) == list(want)
-    assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
-    assert held <= min(kept_held, plain_held + len(layer.names) * STATE + SMALL)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
 @pytest.mark.parametrize("kind", ["Linear", "Conv1d", "LSTM"])
-def test_a_block_in_a_parametrization(rf, kind, dropout):
-    layer = Returnn(rf, kind)
-    (_, plain_held), found = layer.run(), []
-    for context in (recomputing, nullcontext):
-        for name in layer.names:
-            rf.register_parametrization(layer.layer, name, Noise(rf, context, dropout))
-        found.append(layer.run())
-        for name in layer.names:
-            rf.remove_parametrization(layer.layer, name)
-    assert found[1][1] >= plain_held + 64 * 64 * 4
-    assert_holds_no_weight(layer, *found, plain_held)
-
-
-@pytest.mark.parametrize("kind", ["Linear", "Conv1d", "LSTM"])
-def test_the_parametrizations_of_returnn_over_our_blocks(rf, kind, monkeypatch):
-    """One line in a setup: its own weight noise and dropout then hold nothing."""
+def test_noisy_weights_hold_states_and_losses_alone(rf, kind, whose, monkeypatch):
+    """By our block in a parametrization; or by one line in a setup, by those of RETURNN."""
     from returnn.torch.frontend import TorchBackend
 
     layer = Returnn(rf, kind)
-    _, plain_held = layer.run()
-    for name in layer.names:
-        rf.weight_noise(layer.layer, name, std=0.1)
-    theirs = layer.run()
-    monkeypatch.setattr(TorchBackend, "gradient_checkpoint_scope", staticmethod(recomputing))
-    assert_holds_no_weight(layer, layer.run(), theirs, plain_held)
+    (_, plain_held), found = layer.run(), []
+    for context in (nullcontext, recomputing):
+        if whose == "theirs" and context is recomputing:
+            monkeypatch.setattr(TorchBackend, "gradient_checkpoint_scope", staticmethod(context))
+        for name in layer.names:
+            if whose == "ours":
+                rf.register_parametrization(layer.layer, name, Noise(rf, context))
+            else:
+                rf.weight_noise(layer.layer, name, std=0.1)
+        found.append(layer.run())
+        for name in layer.names:
+            rf.remove_parametrization(layer.layer, name)
+    (want, kept_held), (found, held) = found
+    assert list(found) == list(want)
+    assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
+    assert whose == "theirs" or kept_held >= plain_held + 64 * 64 * 4
+    assert held <= min(kept_held, plain_held + len(layer.names) * STATE + SMALL)
 
 
 def test_without_training_the_parameter_itself_is_used(rf):

@@ -8,7 +8,7 @@ from torch import nn
 
 import recoup
 from recoup.invertible import AdditiveCoupling, Squeeze
-from tests.oracle import assert_same_step, assert_same_tensors, run_step
+from tests.oracle import assert_same_step, run_step
 
 
 def residual(channels, dropout):
@@ -20,41 +20,31 @@ def residual(channels, dropout):
     )
 
 
-def stage(channels, num_blocks):
-    parts = [residual(channels // 2, 0.2) for _ in range(2 * num_blocks)]
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [AdditiveCoupling(*pair, condition="second") for pair in pairs]
+def stage(channels, num_blocks=2):
+    def parts():
+        return residual(channels // 2, 0.2), residual(channels // 2, 0.2)
 
-
-def classifier(num_blocks=3, **options):
-    torch.manual_seed(0)
-    return recoup.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        *stage(8, num_blocks),
-        Squeeze(),
-        nn.Conv2d(32, 16, 1),
-        *stage(16, num_blocks),
-        nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(16, 10),
-        drift="raise",  # so that nothing mends a wrong inverse
-        **options,
-    ).double()
-
-
-def images(n=8):
-    return torch.randn(n, 1, 8, 8, dtype=torch.float64)
-
-
-def cross_entropy(logits):
-    return nn.functional.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+    return [AdditiveCoupling(*parts(), condition="second") for _ in range(num_blocks)]
 
 
 @pytest.mark.parametrize("otherwise", ["keep", "recompute"])
 def test_gradients_norms_and_stream_are_those_of_linear(otherwise):
-    model = classifier(otherwise=otherwise)
-    x = images().requires_grad_()
-    want = run_step(model, x, memory="linear", loss=cross_entropy)
-    got = run_step(model, x, memory="constant", loss=cross_entropy)
+    torch.manual_seed(0)
+    model = recoup.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        *stage(8),
+        Squeeze(),
+        nn.Conv2d(32, 16, 1),
+        *stage(16),
+        nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(16, 10),
+        drift="raise",  # so that nothing mends a wrong inverse
+        otherwise=otherwise,
+    ).double()
+    x = torch.randn(8, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+    loss = lambda logits: nn.functional.cross_entropy(logits, torch.arange(8))  # noqa: E731
+    want = run_step(model, x, memory="linear", loss=loss)
+    got = run_step(model, x, memory="constant", loss=loss)
     assert_same_step(got, want, rtol=1e-9)
     counts = [value for name, value in got.buffers.items() if name.endswith("num_batches_tracked")]
     assert {int(count) for count in counts} == {1}
@@ -82,57 +72,27 @@ class Part(nn.Module):
         return getattr(y, "hidden_states", y).transpose(1, 2)
 
 
-def reformer(kinds, dropout):
+def layers_of_a_reformer():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
+    drops = ("hidden_dropout_prob", "local_attention_probs_dropout_prob",
+             "lsh_attention_probs_dropout_prob")  # fmt: skip
     config = transformers.ReformerConfig(
         hidden_size=16, num_attention_heads=2, attention_head_size=8, feed_forward_size=32,
-        attn_layers=list(kinds), local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_hashes=2,
-        num_buckets=4, axial_pos_embds=False, max_position_embeddings=16, is_decoder=False,
-        hidden_dropout_prob=dropout, local_attention_probs_dropout_prob=dropout,
-        lsh_attention_probs_dropout_prob=dropout, vocab_size=20,
+        attn_layers=["lsh", "local", "lsh"], local_attn_chunk_length=4, lsh_attn_chunk_length=4,
+        num_hashes=2, num_buckets=4, axial_pos_embds=False, max_position_embeddings=16,
+        is_decoder=False, vocab_size=20, **dict.fromkeys(drops, 0.2),
     )  # fmt: skip
     return transformers.ReformerModel(config).double().train().encoder.layers
 
 
-class Reversible(nn.Module):
-    """Layers of a Reformer as a chain, or by its own backward where `memory` is None."""
-
-    def __init__(self, layers, memory):
-        super().__init__()
-        self.layers, blocks = layers, []
-        for layer in layers:
-            parts = Part(layer.attention), Part(layer.feed_forward)
-            blocks.append(AdditiveCoupling(*parts, condition="second"))
-        self.chain = memory and recoup.Sequential(*blocks, memory=memory, drift="raise")
-
-    def forward(self, x):
-        x = torch.cat([x, x], dim=-1)  # as its encoder does
-        if self.chain is not None:
-            return self.chain(x.transpose(1, 2)).transpose(1, 2)
-        from transformers.models.reformer.modeling_reformer import _ReversibleFunction as own
-
-        return own.apply(x, self.layers, None, None, [], [], None, False, None, False, False)
-
-
-def step_by(layers, x, memory):
-    step = run_step(Reversible(layers, memory), x)
-    named = [(n, g) for n, g in step.gradients.items() if not n.startswith("chain")]
-    return dict(named) | {"output": step.outputs[0]}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "dropout", "plain", "memories"),
-    [
-        (("local",) * 4, 0.0, None, ("linear", "constant")),
-        (("local", "local"), 0.2, "linear", ("constant", "sqrt")),
-        (("lsh", "local", "lsh"), 0.2, "linear", ("constant", "sqrt")),
-    ],
-    ids=["its own backward", "dropout", "random hashes"],
-)
-def test_a_reformer(kinds, dropout, plain, memories):
-    layers = reformer(kinds, dropout)
+def test_a_reformer_that_draws_its_hashes():
+    """As a chain in constant memory and in segments: as in linear."""
+    parts = [(Part(each.attention), Part(each.feed_forward)) for each in layers_of_a_reformer()]
+    blocks = [AdditiveCoupling(*pair, condition="second") for pair in parts]
+    chain = recoup.Sequential(*blocks, drift="raise")
     x = torch.randn(2, 32, 16, dtype=torch.float64, requires_grad=True)
-    want = step_by(layers, x, plain)
-    for memory in memories:
-        assert_same_tensors(step_by(layers, x, memory), want, rtol=1e-9)
+    twice = lambda chain, x: chain(torch.cat([x, x], -1).transpose(1, 2))  # noqa: E731
+    want = run_step(chain, x, memory="linear", call=twice)
+    for memory in ("constant", "sqrt"):
+        assert_same_step(run_step(chain, x, memory=memory, call=twice), want, rtol=1e-9)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from tests.deciding import Grouped, Router, distance
+from tests.deciding import Grouped, Router, distance, perturbed_linear
 from tests.zoo import CountsTokens
 
 RIGHT, WRONG, ERROR = "right", "wrong", "error"
@@ -49,28 +49,47 @@ def leaf(*size):
     return torch.randn(*size).requires_grad_()
 
 
-def a_module(build, *size):
+def doubled(tensor, run):
+    """What somebody does between forward and backward."""
+    if run is not plainly:
+        with torch.no_grad():
+            tensor.mul_(2)
+
+
+def a_module(build, *size, is_changed=False):
     """A step of a module, with the buffers that it changes."""
 
     def step(run):
         model, x = build(), leaf(*size)
-        run(model, x).square().sum().backward()
+        y = run(model, x)
+        if is_changed:
+            doubled(model[0].weight, run)
+        y.square().sum().backward()
         states = [each for each in model.buffers() if each.is_floating_point()]
         return [x.grad, *(p.grad for p in model.parameters()), *states]
 
     return step
 
 
-def a_function(fn, size=64, change=None, **options):
-    """A step of a function of its input and a tensor, which `change` changes before backward."""
+def a_function(fn, **options):
+    """A step of a function of its input."""
 
     def step(run):
         random.seed(0)
-        x, scale = leaf(size), torch.rand(size)
-        given = {} if run is plainly else options
-        y = run(lambda x: fn(x, scale), x, **given)
-        if change is not None and run is not plainly:
-            change(scale)
+        x, generator = leaf(64), torch.Generator().manual_seed(0)
+        run(lambda x: fn(x, generator), x, **({} if run is plainly else options)).sum().backward()
+        return [x.grad]
+
+    return step
+
+
+def a_changed_tensor(call):
+    """A step of a call that is given a tensor, which changes before backward."""
+
+    def step(run):
+        x, scale = leaf(64), torch.rand(64)
+        y = call(run, x, scale)
+        doubled(scale, run)
         y.sum().backward()
         return [x.grad]
 
@@ -91,42 +110,60 @@ def a_cache_of_transformers(run):
     return [x.grad, cache.layers[0].keys.detach()]
 
 
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    "use_cache": False,
+}  # fmt: skip
+KINDS = {  # of mixtures of experts, with options of their own
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {
+        "num_experts": 8, "moe_intermediate_size": 32, "head_dim": 8, "decoder_sparse_step": 1
+    },
+}  # fmt: skip
+
+
+def mixture_of_transformers(kind, experts):
+    """A model whose gates have ties between four experts, which a softmax shows."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, **KINDS[kind], experts_implementation=experts
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).train()
+    gates = [layer.mlp.gate.weight for layer in model.model.layers]
+    with torch.no_grad():
+        for gate in gates:
+            gate.copy_(20 * gate[:2].repeat_interleave(4, 0))
+    return model, gates, torch.randint(64, (2, 24))
+
+
+def gradients_of_mixture(model, gates, ids):
+    """The gradients of a step whose routers are a rounding step off in a second run."""
+    model.zero_grad()
+    with perturbed_linear(gates):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def a_mixture(kind, experts):
+    """Two steps of such a model, which lets the checkpoint function call its layers."""
+
+    def step(run):
+        given = mixture_of_transformers(kind, experts)
+        for module in given[0].modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = run
+                module.gradient_checkpointing = True
+        return [*gradients_of_mixture(*given), *gradients_of_mixture(*given)]
+
+    return step
+
+
 def a_loop_variable(run):
     x = y = leaf(3)
     for scale in (1.0, 2.0, 3.0):
         y = run(lambda y: (y * scale).sin(), y)  # noqa: B023 - the mistake that is meant
     y.sum().backward()
-    return [x.grad]
-
-
-def a_tensor_in(*place):
-    def step(run):
-        x, scale = leaf(3), torch.rand(3)
-        if place == ("keyword",):
-            y = run(lambda x, scale: (x * scale).sin(), x, scale=scale)
-        else:
-            y = run(lambda x, scales: (x * scales[0]).sin(), x, [scale])
-        if run is not plainly:
-            scale.mul_(2)
-        y.sum().backward()
-        return [x.grad]
-
-    return step
-
-
-def a_weight_changed_in_place(run):
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), leaf(2, 3)
-    y = run(model, x)
-    if run is not plainly:
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-    y.sum().backward()
-    return [x.grad]
-
-
-def a_generator_of_its_own(run):
-    generator, x = torch.Generator().manual_seed(0), leaf(64)
-    run(lambda x: (x * torch.rand(64, generator=generator)).sin(), x).sum().backward()
     return [x.grad]
 
 
@@ -141,6 +178,10 @@ def a_gradient_for_some_inputs(run):
     return list(torch.autograd.grad(run(torch.sin, x).sum(), x))
 
 
+def layer():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
 def norm():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
@@ -148,17 +189,30 @@ def norm():
 ROWS = {  # the step, what it is elsewhere, and what it is here
     "a router a rounding error off": (a_module(Router, 32, 16), theirs, WRONG, RIGHT),
     "a router, expert by expert": (a_module(Grouped, 32, 16), theirs, ERROR, RIGHT),
+    "Mixtral": (a_mixture("Mixtral", "eager"), theirs, (WRONG, ERROR), RIGHT),
+    "Qwen3-MoE": (a_mixture("Qwen3Moe", "eager"), theirs, (WRONG, ERROR), RIGHT),
+    "Mixtral, grouped": (a_mixture("Mixtral", None), theirs, (WRONG, ERROR), RIGHT),
+    "Qwen3-MoE, grouped": (a_mixture("Qwen3Moe", None), theirs, (WRONG, ERROR), RIGHT),
     "what a module counts": (a_module(CountsTokens, 3, 6), theirs, (WRONG, ERROR), RIGHT),
     "a cache of transformers": (a_cache_of_transformers, theirs, (WRONG, ERROR), RIGHT),
     "batch norm": (a_module(norm, 8, 4), theirs, WRONG, RIGHT),
     "a loop variable": (a_loop_variable, theirs, WRONG, ERROR),
-    "a changed keyword": (a_tensor_in("keyword"), theirs, WRONG, ERROR),
-    "a changed list": (a_tensor_in("list"), theirs, WRONG, ERROR),
-    "a changed closure": (
-        a_function(lambda x, s: (x * s).sin(), change=lambda s: s.mul_(2)), theirs, WRONG, ERROR
+    "a changed keyword": (
+        a_changed_tensor(lambda run, x, s: run(lambda x, s: (x * s).sin(), x, s=s)),
+        theirs, WRONG, ERROR,
     ),
-    "a changed weight": (a_weight_changed_in_place, theirs, WRONG, ERROR),
-    "a generator of its own": (a_generator_of_its_own, theirs, WRONG, ERROR),
+    "a changed list": (
+        a_changed_tensor(lambda run, x, s: run(lambda x, given: (x * given[0]).sin(), x, [s])),
+        theirs, WRONG, ERROR,
+    ),
+    "a changed closure": (
+        a_changed_tensor(lambda run, x, s: run(lambda x: (x * s).sin(), x)), theirs, WRONG, ERROR
+    ),
+    "a changed weight": (a_module(layer, 8, 4, is_changed=True), theirs, WRONG, ERROR),
+    "a generator of its own": (
+        a_function(lambda x, generator: (x * torch.rand(64, generator=generator)).sin()),
+        theirs, WRONG, ERROR,
+    ),
     "random of python": (
         a_function(lambda x, _: (x * random.random()).sin()), theirs, WRONG, ERROR
     ),
@@ -177,3 +231,12 @@ def test_what_is_wrong_elsewhere(row):
     step, others, elsewhere, here = ROWS[row]
     assert outcome(step, others) in elsewhere
     assert outcome(step, recoup.checkpoint) == here
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_routes_as_it_did(kind):
+    model, gates, ids = mixture_of_transformers(kind, "eager")
+    plain = gradients_of_mixture(model, gates, ids)
+    frontier = recoup.plan(model, input_ids=ids, labels=ids)
+    with frontier.plan(frontier.least_bytes).applied():
+        assert distance(gradients_of_mixture(model, gates, ids), plain) < 1e-4
