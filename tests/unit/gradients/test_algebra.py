@@ -84,7 +84,6 @@ CHANGES = {
     "a.extend_(a, alpha=-0.5)": (0.5, 0, 2),
     "a.extend_(b, b, consume=False)": (1, 2, 10),
     "a.extend_(b, alpha=-0.4, consume=False)": (1, -0.4, 2),
-    "a.merge_(b, a)": (2, 1, 8, True),
     "a.extend_(a, b)": (2, 1, 8, True),
     "a.extend_(b, alpha=0.25)": (1, 0.25, 2, True),
     "a.extend_(b, weight=3)": (1, 3, 14, True),
@@ -111,6 +110,7 @@ NEW = {
 }
 
 
+@pytest.mark.sampled(61)
 @pytest.mark.parametrize("call", [*CHANGES, *NEW])
 def test_a_store_is_a_vector_and_counts_as_often_as_it_is_named(call, kind):
     """Surgery changes the direction, and not how many batches a gradient stands for."""
@@ -183,7 +183,7 @@ def test_second_derivatives_through_numbers(name, is_sparse):
         close(one.to_dense(), other)
 
 
-def test_products_of_sparse_with_dense_and_other_keys():
+def test_products_of_sparse_with_dense_and_of_other_keys():
     params = [nn.Parameter(torch.zeros(8, 3, dtype=torch.float64)) for _ in range(3)]
     a = holding(params, sparse()(), dense(8, 3)(), None)
     b = holding(params, dense(8, 3)(), sparse(rows=torch.tensor([[1, 0]]))(), dense(8, 3)())
@@ -191,6 +191,7 @@ def test_products_of_sparse_with_dense_and_other_keys():
         close(one.dot(other), dot(numbers_of(one, params), numbers_of(other, params)))
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("max_norm", [1e-3, 0.7, 1e6])
@@ -229,7 +230,7 @@ LOW = (torch.float32, torch.float64, torch.bfloat16)
 TYPES = [*itertools.product(LOW, LOW), (torch.complex128, torch.complex128)]
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("alpha", [1.0, -0.5])
 @pytest.mark.parametrize("consume", [True, False])
 @pytest.mark.parametrize("dtypes", TYPES, ids=str)
@@ -261,7 +262,7 @@ def test_sums_over_layouts_and_types_are_in_the_type_of_the_store(
     assert consume or all(map(torch.equal, (g.to_dense() for g in more.values()), held))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [*WAYS, "extend_", "add_"])
 @pytest.mark.parametrize("num_rows", [10, 1000])
 def test_sparse_sums_stay_small(num_rows, way):
@@ -269,9 +270,9 @@ def test_sparse_sums_stay_small(num_rows, way):
     layer = nn.Embedding(num_rows, 2, sparse=True).double()
     store, total = GradStore(layer.parameters()), torch.zeros(num_rows, 2, dtype=torch.float64)
     most = 0
-    for step in range(1000):
-        tokens = torch.randint(num_rows if step > 500 else 8, (4,))
-        total.index_add_(0, tokens, torch.ones(4, 2, dtype=torch.float64))
+    for step in range(400):
+        tokens = torch.randint(num_rows if step > 100 else 8, (8,))
+        total.index_add_(0, tokens, torch.ones(8, 2, dtype=torch.float64))
         if way in ("extend_", "add_"):
             other = GradStore.from_backward(layer(tokens).sum(), layer.parameters())
             if way == "extend_":
@@ -282,7 +283,7 @@ def test_sparse_sums_stay_small(num_rows, way):
             collect(store, layer(tokens).sum(), way)
         most = max(most, store.nbytes())
     assert torch.equal(store[layer.weight].to_dense(), total)
-    assert most <= (num_rows + 4) * (2 * 8 + 8)  # two entries and an index a row
+    assert most <= (num_rows + 8) * (2 * 8 + 8)  # two entries and an index a row
     assert store[layer.weight].is_sparse
 
 
