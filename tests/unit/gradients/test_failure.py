@@ -195,8 +195,7 @@ def test_what_would_lose_gradients_raises(name, is_last):
         pytest.raises(GradientError, match="Within `collecting`"),
         store.collecting(),
     ):
-        for _ in range(2):
-            calls.pop(-is_last)()
+        [call() for call in (reversed(calls) if is_last else calls)]
     with pytest.raises(GradientError, match="Call `clear"):
         store.clone()
 

@@ -228,11 +228,6 @@ def test_a_module_is_registered_trained_saved_and_copied_beside_the_weight():
     assert list(recoup.weights.remove(layer).state_dict()) == ["weight", "bias"]
 
 
-def test_several_functions_run_in_the_order_of_the_calls():
-    layer = apply(apply(nn.Linear(4, 4), lambda w, draw: w + 1), lambda w, draw: w * 2)
-    torch.testing.assert_close(layer.weight, (layer.get_parameter("weight") + 1) * 2)
-
-
 def test_draws_of_torch_within_a_function_are_repeated_and_a_buffer_counts_once():
     class Counts(nn.Module):
         def __init__(self):
@@ -248,6 +243,8 @@ def test_draws_of_torch_within_a_function_are_repeated_and_a_buffer_counts_once(
     torch.rand(5)
     made.sum().backward()
     torch.testing.assert_close(x.grad, made.detach().sum(0).expand(3, 3))
+    layer = apply(apply(nn.Linear(4, 4), lambda w, draw: w + 1), lambda w, draw: w * 2)  # in order
+    torch.testing.assert_close(layer.weight, (layer.get_parameter("weight") + 1) * 2)
     layer, counts = nn.Linear(2, 2), Counts()
     apply(layer, counts)(torch.ones(1, 2)).sum().backward()
     assert counts.scale == 2

@@ -32,7 +32,6 @@ from tests.weight_zoo import (
     built,
     compare,
     given,
-    looped,
     used,
 )
 
@@ -213,11 +212,7 @@ def of_type(dtype):
 
 KINDS = LAYERS | {
     "bias": Kind(lambda: nn.Linear(6, 5), given((4, 6)), "bias"),
-    "biases of an lstm": Kind(lambda: nn.LSTM(4, 5), given((6, 2, 4)), "bias_.*"),
     "prelu": Kind(lambda: nn.PReLU(6), given((4, 6))),
-    "gru cell, in a loop": Kind(
-        lambda: Runs(nn.GRUCell(4, 5), looped), given((6, 2, 4)), r".*weight_.*"
-    ),
     "embedding bag, sparse": Kind(
         lambda: nn.EmbeddingBag(11, 6, mode="sum", sparse=True),
         lambda: (torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])),
@@ -228,7 +223,6 @@ KINDS = LAYERS | {
         ".*weight",
     ),
     "lstm of a user": Kind(lambda: OfUsers(4, 5, 2), given((6, 2, 4)), r"weight_hh_l\d"),
-    "float64": of_type(torch.float64),
     "bfloat16": of_type(torch.bfloat16),
     "float16": of_type(torch.float16),
 }
@@ -238,7 +232,7 @@ WAYS = MORE | {
 }
 EXACT = ["dropout", "noise", "norm", "thirds"]  # but where gradients are added in another order:
 ADDED = {"embedding bag, sparse": 1e-6, "embedding, its weight read, too": 1e-5}
-OF_TYPES = {"float64": 1e-6, "bfloat16": 0.05, "float16": 0.05}
+OF_TYPES = {"bfloat16": 0.05, "float16": 0.05}
 SPARSE = ["dropout", "noise", "thirds", "shared"]  # a norm of torch takes no sparse gradient
 CASES = [(n, w) for n, w in itertools.product(KINDS, WAYS) if "sparse" not in n or w in SPARSE]
 
@@ -267,7 +261,6 @@ LAYOUTS = {
     "every second": lambda w: w.repeat_interleave(2, 0).repeat_interleave(2, 2)[::2, :, ::2],
 }
 OF_LAYOUTS = OURS | {
-    "rows": Way(dropout={"p": 0.5, "axes": (1,)}),
     "norm of the second axis": Way({"dim": 1}),
     "norm of the last axis": Way({"dim": -1}, {"p": 0.5, "axes": (1,)}),
     "norm of the whole": Way({"dim": None}),
@@ -318,28 +311,24 @@ def test_axes_share_the_mask(size, axes, is_table):
 
 SETTINGS = {
     "dense": {},
-    "sparse": {"sparse": True},
-    "padded": {"padding_idx": 2},
     "padded and sparse": {"padding_idx": 2, "sparse": True},
     "by frequency": {"scale_grad_by_freq": True},
 }
 IDS = {
     "empty": torch.zeros(0, 4, dtype=torch.int64),
     "of no dimension": torch.tensor(2),
-    "repeated": torch.tensor([[[1, 2], [2, 10]], [[1, 1], [9, 2]]]),
-    "of 32 bits": torch.tensor([[3, 2, 3]], dtype=torch.int32),
+    "repeated": torch.tensor([[[1, 2], [2, 10]], [[1, 1], [9, 2]]], dtype=torch.int32),
     "more than rows": torch.arange(24).remainder(11).view(4, 6),
 }
 ROWS = {
     "dropout": Way(dropout={"p": 0.5}),
     "noise": Way(noise={"std": 0.3}),
     "rows": Way(dropout={"p": 0.5, "axes": (1,)}),
-    "columns": Way(dropout={"p": 0.5, "axes": (-2,)}),
     "rows and noise": Way(dropout={"p": 0.5, "axes": (-1,)}, noise={"std": 0.3}),
 }
 
 
-@pytest.mark.sampled(37)
+@pytest.mark.sampled(31)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup.weights import applied, disabled, enabled, same_draw, set_step, step, update
+from recoup.weights import applied, disabled, enabled, same_draw, set_step, step
 from tests.weight_zoo import MORE, OURS, Reads, materialised
 
 # -- the rule: who reads a weight, in which mode, where, and what the read is ----------------------
@@ -416,17 +416,3 @@ def test_backward_has_the_magnitude_of_forward():
     p.fill_(0.9)
     y.backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
-
-
-def test_an_update_of_some():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))
-    recoup.weight_noise(dropped(model, nn.LSTM), [nn.LSTM, nn.Linear])
-    update(model, "1.weight_hh_l0", p=0.25, std=lambda step: 0.1)
-    update(model, nn.Linear, std=torch.tensor(0.5))
-    assert {repr(each) for each in applied(model)} == {
-        "0.weight: weight_noise(std=0.5)",
-        "1.weight_hh_l0: weight_dropout(p=0.25)",
-        "1.weight_hh_l0: weight_noise(std=<lambda>)",
-        "1.weight_ih_l0: weight_dropout(p=0.5)",
-        "1.weight_ih_l0: weight_noise(std=0.01)",
-    }

@@ -261,10 +261,9 @@ def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
             assert name not in values or torch.equal(value.double(), values[name].double())
 
 
-@pytest.mark.parametrize("p", [0, 1, 1.0, np.float32(0.5), np.int64(1), torch.tensor(0.5),
-                               torch.tensor(1), lambda _: 0])  # fmt: skip
-def test_what_is_in_range(p):
-    recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2)).sum().backward()
+def test_what_is_in_range():
+    for p in (0, np.float32(0.5), np.int64(1), torch.tensor(0.5), torch.tensor(1), lambda _: 0):
+        recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2)).sum().backward()
     with same_draw(np.int64(3)), disabled(layer()), enabled(layer()):
         assert applied(layer()) == []
 
@@ -332,25 +331,19 @@ CHANGES = {
     "add_": lambda p: p.add_(1.0),
     "a detached view": lambda p: p.detach().view(-1)[:1].mul_(2.0),
 }
-CHANGED = {
-    "lstm": (lambda: nn.LSTM(4, 4), "weight_hh_l0", (3, 2, 4)),
-    "tree": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1.weight", (3, 4)),
-}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("way", ["dropout", "noise", "norm", "learned", "function", "all"])
-def test_what_a_weight_is_made_of_must_not_change_before_backward(way, name, change):
-    build, parameter, size = CHANGED[name]
+def test_what_a_weight_is_made_of_must_not_change_before_backward(way, change):
     suffixes = {"norm": ["", "_g"], "learned": ["", "_std"], "all": ["", "_g", "_std"]}
     for suffix in suffixes.get(way, [""]):
-        module = MORE[way](build(), re.escape(parameter))
-        loss = tensors(module(torch.randn(size, requires_grad=True)))[0].sum()
+        module = MORE[way](nn.Sequential(nn.LSTM(4, 4)), r"0\.weight_hh_l0")
+        loss = tensors(module(torch.randn(3, 2, 4, requires_grad=True)))[0].sum()
         loss.backward(retain_graph=True)
         with torch.no_grad():
-            CHANGES[change](module.get_parameter(parameter + suffix))
-        with pytest.raises(RecoupError, match=rf"`{parameter}` of \w+.* changed in place"):
+            CHANGES[change](module.get_parameter(f"0.weight_hh_l0{suffix}"))
+        with pytest.raises(RecoupError, match=r"`0\.weight_hh_l0` of \w+.* changed in place"):
             loss.backward()
         assert hooks_in_force() is None
 
