@@ -63,19 +63,6 @@ def test_collecting_equals_plain_backward(layer, way):
     assert sum(part.untyped_storage().nbytes() for part in parts) == store.nbytes()
 
 
-@pytest.mark.sampled(21)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layer", ["linear", "bfloat16", "complex", "sparse"])
-def test_in_another_type(layer, way, dtype):
-    module, inputs = made(layer)
-    want = plain(module, inputs)
-    for name, gradient in collected(module, inputs, way, dtype=dtype).named(module).items():
-        kind = dtype.to_complex() if layer == "complex" else dtype
-        assert gradient.dtype is kind
-        torch.testing.assert_close(gradient.to_dense(), want[name].to(kind), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("preset", [torch.float32, torch.float64, None], ids=str)
 def test_grad_dtype_that_was_set(preset, way):
