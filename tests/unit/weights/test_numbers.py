@@ -108,6 +108,10 @@ def test_noise_is_gaussian_in_every_chunk_and_row(build):
     assert are_gaussian(found.flatten())
     parts = found.split(CHUNK) if build is weight else found[:2]
     assert are_gaussian((parts[0][: len(parts[1])] - parts[1]) / 2**0.5)
+    for dtype in (torch.bfloat16, torch.float16):
+        few = (300,) if build is weight else (30, 10)
+        rounded = noise(7, *few, build=build).to(dtype)
+        assert torch.equal(noise(7, *few, build=build, dtype=dtype), rounded)
     if build is table:  # two numbers a word, which is an integer
         want = [-1.783506347667, -0.716002106003, 1.370798745253, 0.610981384582]
         torch.testing.assert_close(found[1, :4], torch.tensor(want, dtype=torch.float64))
