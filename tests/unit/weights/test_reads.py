@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup.weights import applied, disabled, enabled, same_draw, set_step, step
+from recoup.weights import applied, disabled, enabled, remove, same_draw, set_step, step
 from tests.weight_zoo import MORE, OURS, Reads, materialised
 
 # -- the rule: who reads a weight, in which mode, where, and what the read is ----------------------
@@ -120,13 +120,14 @@ def test_a_layer_that_saves_its_weight_itself_saves_the_parameter():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_norm_is_no_noise_and_applies_everywhere():
+def test_a_norm_is_no_noise_applies_everywhere_and_stays_in_the_weight_when_it_is_removed():
     model = recoup.weight_norm(Model())
     model.layer.weight_g.data.mul_(2)
+    want = 2 * model.get_parameter("layer.weight").detach()
     for training, grad in itertools.product((True, False), repeat=2):
         with torch.set_grad_enabled(grad):
-            got = model.train(training).encode()
-        torch.testing.assert_close(got, 2 * model.get_parameter("layer.weight"))
+            torch.testing.assert_close(model.train(training).encode(), want)
+    torch.testing.assert_close(remove(model).get_parameter("layer.weight").detach(), want)
 
 
 def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
