@@ -149,6 +149,22 @@ def holding(params, *gradients, weight: float = 1.0) -> GradStore:
     return store
 
 
+def scaler_of(scale: float = 8.0, **settings) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, **settings)
+
+
+def tripled(params, scaler) -> GradStore:
+    """A store of gradients that are full of 3, through a scaler."""
+    store = GradStore(params)
+    store.backward(sum((3.0 * each).sum() for each in params), scaler=scaler)
+    return store
+
+
+def same(one, other) -> bool:
+    """Whether tensors are equal bit by bit."""
+    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def collect(
     store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
 ) -> None:

@@ -1,18 +1,19 @@
-"""Steps from stores: what is applied and what is left, with scalers, and after failures."""
+"""Steps from stores: what is applied and what is left, and after failures."""
 
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_flatten
 
 import recoup
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import holding
+from tests.unit.gradients.cases import holding, same, scaler_of, tripled
 
 
 def parameters(count=3, size=4):
@@ -22,16 +23,6 @@ def parameters(count=3, size=4):
 def twins(count=3):
     params = parameters(count)
     return params, copy.deepcopy(params)
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
-
-
-class FailsOnce(torch.optim.SGD):
-    def step(self, closure=None):
-        self.step = super().step
-        raise OSError("the power went")
 
 
 # -- what is applied -------------------------------------------------------------------------------
@@ -44,11 +35,10 @@ def test_without_gradients_nothing_happens():
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     for param in params:
         param.grad = torch.ones_like(param)
-    GradStore(params).step(optimizer)
     recoup.step(optimizer, GradStore(params), GradStore())
     store = holding(stranger, 1.0)
-    store.step(optimizer, unknown="ignore")
-    store.step(optimizer, unknown="ignore", scaler=torch.amp.GradScaler("cpu"))
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        store.step(optimizer, unknown="ignore", scaler=scaler)
     assert len(store) == 1
     assert not calls
     assert same(params, before)
@@ -104,38 +94,33 @@ def test_groups_and_two_optimizers_that_share_a_store():
         return torch.optim.AdamW(groups, lr=0.1), torch.optim.SGD(each[2:], lr=0.2, momentum=0.9)
 
     ours, theirs = build(params), build(plain)
-    for _ in range(3):
+    for step in range(4):
         store = holding(params, 1.0, 2.0, 3.0, 4.0)
         places = {each: gradient.data_ptr() for each, gradient in store.items()}
-        parts = store.split(*ours)
-        assert len(store) == 0
+        parts = store.split(*ours) if step < 3 else (store, store)
         assert {e: g.data_ptr() for part in parts for e, g in part.items()} == places
         for value, param in enumerate(plain, start=1):
             param.grad = torch.full_like(param, float(value))
         for part, optimizer, reference in zip(parts, ours, theirs, strict=True):
-            part.step(optimizer)
+            part.step(optimizer, unknown="ignore")
             reference.step()
+        assert len(store) == 0
     assert same(params, plain)
-    store = holding(params, 1.0, 2.0, 3.0, 4.0)
-    store.step(ours[1], unknown="ignore")
-    assert set(store) == set(params[:2])
-    store.step(ours[0])
-    assert len(store) == 0
 
 
 def test_as_grad_puts_back_what_was_there():
     params = parameters()
     stale = params[1].grad = torch.ones_like(params[1])
-    names = [(str(place), param) for place, param in enumerate(params)]
+    twos = torch.full_like(params[0], 2.0)
     for fails in (False, True):
         store = holding(params, 2.0)
         try:
-            with store.as_grad(names):
-                assert torch.equal(params[0].grad, torch.full_like(params[0], 2.0))
+            with store.as_grad([(str(place), param) for place, param in enumerate(params)]):
+                assert torch.equal(params[0].grad, twos)
                 assert params[1].grad is None
                 assert not fails or 1 / 0
         except ZeroDivisionError:
-            assert torch.equal(store[params[0]], torch.full_like(params[0], 2.0))
+            assert torch.equal(store[params[0]], twos)
         else:
             assert len(store) == 0
         assert params[0].grad is None
@@ -144,43 +129,37 @@ def test_as_grad_puts_back_what_was_there():
         params[0].grad.zero_()
         holding(params, 10.0).step(torch.optim.SGD(params, lr=1.0))  # another store, within
         assert bool((params[0].grad == 0).all())
-    assert torch.equal(store[params[0]], torch.full_like(params[0], 2.0))
+    assert torch.equal(store[params[0]], twos)
 
 
 # -- failures --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_stores", [1, 3])
 @pytest.mark.parametrize("consume", [True, False])
-def test_a_step_that_fails_can_be_tried_again(consume, num_stores):
+def test_a_step_of_several_stores_that_fails_can_be_tried_again(consume):
     params, before = twins()
-    stores = [holding(params, 3.0, 1.0) for _ in range(num_stores)]
-    optimizer = FailsOnce(params, lr=1.0)
-    with pytest.raises(OSError, match="power"):
+    stores, fails = [holding(params, 3.0, 1.0) for _ in range(3)], [False, True]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0 if fails.pop() else None)
+    with pytest.raises(ZeroDivisionError):
         recoup.step(optimizer, *stores, consume=consume)
     assert same(params, before)
     recoup.step(optimizer, *stores, consume=consume)
-    assert torch.equal(params[0], before[0] - 3.0 * num_stores)
+    assert torch.equal(params[0], before[0] - 9.0)
 
 
-CHANGED = {"momentum": 0.5, "nesterov": True, "foreach": True}  # which adds momentum to gradients
+HALF_WAY = [(kind, how) for kind in ("own", "kept")
+            for how in ("changed", "divided", "divided, fused", "unscaled")]  # fmt: skip
 
 
-HALF_WAY = [
-    (kind, how, when)
-    for kind in ("own", "cast", "kept")
-    for how in ("changed", "divided", "divided, fused", "unscaled")
-    for when in ("pre", "post")
-    if kind != "cast" or how == "changed"
-]
-
-
-@pytest.mark.parametrize(("kind", "how", "when"), HALF_WAY)
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize(("kind", "how"), [("cast", "changed"), *HALF_WAY])
 def test_a_step_that_fails_after_changing_gradients(kind, how, when):
     """Only copies of them may be tried again: a store may not pass for what it was."""
     param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16 if kind == "cast" else torch.float32))
-    scaler = None if how == "changed" else scaler_of()
-    settings = CHANGED if how == "changed" else {"fused": "fused" in how}
+    scaler, settings = scaler_of(), {"fused": "fused" in how}
+    if how == "changed":  # momentum is added to gradients
+        scaler, settings = None, {"momentum": 0.5, "nesterov": True, "foreach": True}
     optimizer = torch.optim.SGD([param], lr=1.0, **settings)
     fails = [True]
 
@@ -189,7 +168,7 @@ def test_a_step_that_fails_after_changing_gradients(kind, how, when):
             raise OSError("the power went")
 
     getattr(optimizer, f"register_step_{when}_hook")(hook)
-    store, consume = collected([param], scaler), kind != "kept"
+    store, consume = tripled([param], scaler), kind != "kept"
     if how == "unscaled":
         store.unscale_(scaler, optimizer)
     before = store[param].clone()
@@ -239,195 +218,139 @@ def test_gradients_with_a_graph_are_not_changed_in_place(use):
     assert same(*ends)
 
 
-# -- scalers ---------------------------------------------------------------------------------------
+# -- every optimizer of torch: a step from a store is the step from `.grad`, its state included ----
 
-
-def scaler_of(scale=8.0, **settings):
-    return torch.amp.GradScaler("cpu", init_scale=scale, **settings)
-
-
-def model_of():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def collected(params, scaler):
-    store = GradStore(params)
-    store.backward(sum((3.0 * each).sum() for each in params), scaler=scaler)
-    return store
-
-
-def trackers(scaler):
-    state = scaler.state_dict()
-    return state["scale"], state["_growth_tracker"]
-
-
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
-    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+SPECIAL = {"Optimizer", "LBFGS", "SparseAdam"}
+OPTIMIZERS = sorted(
+    name
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and name not in SPECIAL
+)
+VARIANTS = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "maximize": {"maximize": True},
+    "nesterov": {"nesterov": True, "momentum": 0.9},
+    "nesterov foreach": {"nesterov": True, "momentum": 0.9, "foreach": True},
+    "amsgrad foreach": {"amsgrad": True, "foreach": True},
+    "decay foreach maximize": {"weight_decay": 0.1, "foreach": True, "maximize": True},
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("windows", [1, 3])
-@pytest.mark.parametrize("way", ["step", "unscale", "clip", "several", "kept"])
+def takes(name, settings):
+    return set(settings) <= set(torch.optim.__dict__[name].__init__.__annotations__)
+
+
+CASES = [(name, way) for name in OPTIMIZERS for way in VARIANTS if takes(name, VARIANTS[way])]
+
+
+def matrices(dtype=torch.float32):
+    """Of two dimensions, as Muon asks for."""
+    torch.manual_seed(1)
+    shapes = [(4, 3), (5, 5), (1, 7), (2, 6)]
+    return [nn.Parameter(torch.randn(*each, dtype=dtype)) for each in shapes]
+
+
+def run_both(name, settings, *, dtype=torch.float32, consume=True, **preset):
+    """Step a pair of models side by side: one by `.grad`, and one by a store.
+
+    A schedule would warn, an error here, if `optimizer.step` was not called before its own.
+    """
+    build = torch.optim.__dict__[name]
+
+    def clip(optimizer, *_):
+        torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
+
+    plain, ours = matrices(dtype), matrices(dtype)
+    optimizers = [build(each, lr=0.05, **settings) for each in (plain, ours)]
+    schedules = [lr_scheduler.StepLR(each, 2) for each in optimizers]
+    for each in optimizers:
+        each.register_step_pre_hook(clip)
+    for each in (*plain, *ours):
+        each.grad_dtype = preset.get("grad_dtype", each.grad_dtype)
+    for step in range(4):
+        store = GradStore(ours)
+        for place, (one, other) in enumerate(zip(plain, ours, strict=True)):
+            # What has no gradient in a step has an old one lying around.
+            one.grad, other.grad = None, torch.full_like(other, 100.0, dtype=other.grad_dtype)
+            if step == place:
+                continue
+            gradient = torch.randn(one.shape)
+            one.grad = gradient.to(preset.get("grad_dtype") or dtype)
+            store.add_(other, gradient)
+        before = {each: value.clone() for each, value in store.items()}
+        stale = [each.grad for each in ours]
+        optimizers[0].step()
+        assert store.step(optimizers[1], consume=consume) is None
+        assert all(each.grad is value for each, value in zip(ours, stale, strict=True))
+        assert all(bool((value == 100).all()) for value in stale)
+        assert len(store) == 0 if consume else same(store.values(), before.values())
+        assert same(ours, plain)
+        for each in schedules:
+            each.step()
+    states = [tree_flatten(each.state_dict()) for each in reversed(optimizers)]
+    assert states[0][1] == states[1][1]
+    for one, other in zip(states[0][0], states[1][0], strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(other) else one == other
+    assert [each.grad_dtype for each in ours] == [each.grad_dtype for each in plain]
+
+
+@pytest.mark.sampled(23)
+@pytest.mark.parametrize("consume", [True, False], ids=["consumed", "kept"])
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_step_is_that_of_torch(name, way, consume):
+    run_both(name, VARIANTS[way], consume=consume)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fifty_steps_with_infinities_are_those_of_the_standard_loop(name, way, windows):
-    plain, ours = model_of(), model_of()
-    optimizers = [OPTIMIZERS[name](each.parameters()) for each in (plain, ours)]
-    scalers = [scaler_of(2.0**10, growth_interval=4) for _ in range(2)]
-    torch.manual_seed(7)
-    scales = set()
-    for step in range(50):
-        batches = torch.randn(windows, 6, 5)
-        if step % 7 == 5 or step in (20, 21):
-            batches[-1, 0, 0] = math.inf if step % 2 else math.nan
-
-        optimizers[0].zero_grad()
-        for x in batches:
-            scalers[0].scale(plain(x).square().mean()).backward()
-        if way in ("unscale", "clip"):
-            scalers[0].unscale_(optimizers[0])
-        if way == "clip":
-            want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        scalers[0].step(optimizers[0])
-        scalers[0].update()
-
-        stores = [GradStore(ours.parameters())]
-        for x in batches:
-            if way == "several":
-                stores.append(GradStore(ours.parameters()))
-            stores[-1].backward(ours(x).square().mean(), scaler=scalers[1])
-        if way in ("unscale", "clip"):
-            found = stores[0].unscale_(scalers[1], optimizers[1])
-            assert bool(found) != bool(batches.isfinite().all())
-        if way == "clip":
-            torch.testing.assert_close(
-                stores[0].clip_norm_(0.1), want, rtol=0, atol=0, equal_nan=True
-            )
-        recoup.step(optimizers[1], *stores, scaler=scalers[1], consume=way != "kept")
-        scalers[1].update()
-        assert all(len(store) == 0 for store in stores) or way == "kept"
-
-        assert trackers(scalers[0]) == trackers(scalers[1])
-        scales.add(trackers(scalers[0]))
-        for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-            assert torch.equal(one, other), step
-            assert other.grad is None
-    assert len(scales) > 8, "the scale hardly moved"
+def test_parameters_of_16_bits_have_float32_sums_or_the_type_that_was_asked_for(name):
+    run_both(name, {}, dtype=torch.bfloat16)
+    for grad_dtype in (torch.float32, None) if name in ("SGD", "Adafactor", "Muon") else ():
+        run_both(name, {}, dtype=torch.bfloat16, grad_dtype=grad_dtype)
 
 
-def test_two_optimizers_and_one_of_them_with_an_infinity():
-    """The scaler skips that one alone."""
-    ends, x = [], torch.full((2, 5), 1e30)
-    for is_ours in (False, True):
-        model, scaler = model_of(), scaler_of()
-        loss = model[0](x).square().sum() * 1e30 + model[2](torch.ones(2, 4)).sum()
-        optimizers = [torch.optim.SGD(model[place].parameters(), lr=0.1) for place in (0, 2)]
-        if is_ours:
-            store = GradStore(model.parameters())
-            store.backward(loss, scaler=scaler)
-            assert store.unscale_(scaler, *optimizers)
-            for part, optimizer in zip(store.split(*optimizers), optimizers, strict=True):
-                part.step(optimizer, scaler=scaler)
-        else:
-            scaler.scale(loss).backward()
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-        scaler.update()
-        ends.append((trackers(scaler), [*model.parameters()]))
-    assert ends[0][0] == ends[1][0]
-    assert same(ends[0][1], ends[1][1])
-    before = [*model_of().parameters()]
-    assert [torch.equal(*each) for each in zip(ends[1][1], before, strict=True)] == [True] * 2 + [
-        False
-    ] * 2
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
+@pytest.mark.parametrize(
+    "windows", [[[[1, 1, 4]], [[0, 4, 0]]], [[[0, 1], [2, 3], [3, 4], [4, 5]], [[2, 2]]]]
+)
+@pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
+def test_sparse_gradients_of_few_and_of_most_rows(name, windows):
+    """What torch keeps sparse must stay so for an optimizer that takes nothing else."""
+    plain = nn.Embedding(6, 3, sparse=True)
+    ours = copy.deepcopy(plain)
+    optimizers = [torch.optim.__dict__[name](each.parameters(), lr=0.1) for each in (plain, ours)]
+    for window in windows:
+        store = GradStore(ours.parameters())
+        plain.weight.grad = None
+        for rows in window:
+            plain(torch.tensor(rows)).pow(2).sum().backward()
+            store.backward(ours(torch.tensor(rows)).pow(2).sum())
+        optimizers[0].step()
+        store.step(optimizers[1])
+    torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-6, atol=1e-7)
+    for key, value in optimizers[0].state[plain.weight].items():
+        found = optimizers[1].state[ours.weight][key]
+        torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_that_is_not_enabled(unscales):
-    params, before = twins(1)
-    optimizer, scaler = torch.optim.SGD(params, lr=1.0), torch.amp.GradScaler("cpu", enabled=False)
-    store = collected(params, scaler)
-    assert not unscales or not store.unscale_(scaler, optimizer)
-    store.step(optimizer, scaler=scaler)
-    scaler.update()
-    assert torch.equal(params[0], before[0] - 3.0)
+def test_a_layout_that_an_optimizer_refuses_leaves_a_store_that_can_be_mended():
+    layer = nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    store = GradStore.from_backward(layer(torch.tensor([1, 1])).sum(), layer.parameters())
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="sparse"):
+        store.step(optimizer)
+    assert torch.equal(layer.weight, before)
+    store.densify_().step(optimizer)
+    assert not torch.equal(layer.weight, before)
 
 
-@pytest.mark.parametrize("how", ["updated", "another", "loaded"])
-def test_what_was_unscaled_is_not_unscaled_again_by_the_step(how):
-    """Torch itself cannot know, and divides a second time."""
-    layer = nn.Linear(2, 1, bias=False)
-    params, scaler = list(layer.parameters()), scaler_of()
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    store = collected(params, scaler)
-    store.unscale_(scaler, optimizer, optimizer)
-    assert bool((store[params[0]] == 3.0).all())
-    if how == "updated":
-        scaler.update()
-    elif how == "another":
-        scaler = scaler_of()
-    else:
-        state = store.state_dict(layer)
-        store, scaler = GradStore(params), scaler_of()
-        store.load_state_dict(state, layer)
-    before = params[0].detach().clone()
-    with pytest.raises(GradientError, match="unscale it again"):
-        store.step(optimizer, scaler=scaler)
-    assert torch.equal(params[0], before)
-    store.step(optimizer)
-    assert torch.equal(params[0], before - 3.0)
-
-
-def test_the_scale_of_a_store_that_goes_elsewhere():
-    layer, scaler = nn.Linear(2, 1), scaler_of()
-    store = collected(list(layer.parameters()), scaler)
-    loaded, merged = GradStore(), GradStore()
-    loaded.load_state_dict(store.state_dict(layer), layer)
-    merged.extend_(store, consume=False)
-    pair = copy.deepcopy((layer, store))[1]
-    for other in (store.to("cpu"), store.clone(), pair, store * 2, loaded, merged):
-        with pytest.raises(GradientError, match=r"scaled by 8"):
-            other.step(torch.optim.SGD([*other], lr=0.1))
-    while store:  # one that was emptied forgets it
-        store.popitem()
-    with store.collecting():
-        layer(torch.ones(1, 2)).sum().backward()
-    store.step(torch.optim.SGD(layer.parameters(), lr=0.1))
-    assert not store
-
-
-def test_gradients_on_another_device_than_their_parameters():
-    param = nn.Parameter(torch.ones(2, device="meta"))
-    store = GradStore([param], device="cpu").add_(param, torch.ones(2))
-    scaler = scaler_of()
-    scaler.scale(torch.ones(()))
-    with pytest.raises(GradientError, match=r"another device.*`to`"):
-        store.unscale_(scaler, torch.optim.SGD([param], lr=1.0))
-    assert torch.equal(store[param], torch.ones(2))
-
-
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_gradients_of_float16_are_unscaled_in_float32(is_sparse):
-    """What torch refuses for `.grad` in float16 works, and does not overflow in between."""
-    layer = nn.Embedding(6, 3, sparse=is_sparse).half()
-    before = layer.weight.detach().float()
-    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=1.0), scaler_of(2.0**14)
-    low = GradStore(layer.parameters(), dtype=torch.float16)
-    low.backward(layer(torch.tensor([1])).sum(), scaler=scaler)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
-        low.step(optimizer, scaler=scaler)
-    store, factor = GradStore(layer.parameters()), 1.0
-    counts = torch.tensor([0, 6, 0, 0, 3, 0]).float()[:, None]
-    for is_infinite in (False, True):
-        factor = math.inf if is_infinite else 1.0
-        for _ in range(3):
-            store.backward(layer(torch.tensor([1, 1, 4])).sum() * factor, scaler=scaler)
-        assert store[layer.weight].dtype is torch.float32
-        assert store.norm() > 65504
-        assert bool(store.unscale_(scaler, optimizer)) is is_infinite
-        store.step(optimizer, scaler=scaler)
-        scaler.update()
-        torch.testing.assert_close(layer.weight.float(), before - counts, rtol=2e-3, atol=2e-3)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_gradients_are_installed_in_the_strides_of_their_parameter(layout):
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    gradient = torch.randn(4, 3, 2, 2)
+    store = GradStore([weight]).add_(weight, gradient.contiguous(memory_format=layout))
+    with store.as_grad([weight]):
+        assert weight.grad.stride() == weight.stride()
+        assert torch.equal(weight.grad, gradient)

@@ -1,8 +1,9 @@
-"""Which reads share a draw, what turns noise on and off, and what a schedule is given."""
+"""Which reads of a weight are noisy and share a draw; what turns noise on; and schedules."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import weakref
 
@@ -10,10 +11,137 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup.weights import applied, disabled, enabled, same_draw, set_step, step, update
-from tests.weight_zoo import Reads
+from recoup.weights import applied, disabled, enabled, remove, same_draw, set_step, step
+from tests.weight_zoo import MORE, OURS, Reads, materialised
+
+# -- the rule: who reads a weight, in which mode, where, and what the read is ----------------------
+
+
+class Model(nn.Module):
+    """Methods, and functions beside them, read one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+
+    def forward(self, read):
+        return read(self)
+
+    def encode(self):
+        return self.layer.weight
+
+
+READERS = {
+    "a method": Model.encode,
+    "a function": lambda model: model.layer.weight,
+    "the layer": lambda model: model.layer(torch.eye(6)).T,
+}
+PLACES = {
+    "forward": lambda model, read: model(read),
+    "step": lambda model, read: step(model)(read)(model),
+    "outside": lambda model, read: read(model),
+}
+CHECKPOINTS = {
+    "none": lambda call, x: call(x),
+    "torch": lambda call, x: torchs(call, x, use_reentrant=False),
+    "reentrant": lambda call, x: torchs(call, x, use_reentrant=True),
+    "ours": recoup.checkpoint,
+}
+
+
+@pytest.mark.sampled(127)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["dropout", "noise", "function"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", ["training", "always"])
+def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
+    mode, training, grad, checkpoint, place, kind, reader
+):
+    plain, read = Model().train(training), READERS[reader]
+    way = MORE[kind]._replace(how={"mode": mode})
+    model, x = way(copy.deepcopy(plain)), torch.randn(6, requires_grad=True)
+    raw = model.get_parameter("layer.weight")
+    torch.manual_seed(7)
+    with torch.set_grad_enabled(grad):
+        got = PLACES[place](model, lambda m: CHECKPOINTS[checkpoint](lambda x: read(m) * x, x))
+
+    torch.manual_seed(7)
+    builds_graph = grad and checkpoint != "reentrant"
+    is_noisy = (training or mode == "always") and (builds_graph or place != "outside")
+    weight = raw
+    if is_noisy:
+        weight = materialised(way, plain, "layer.weight", {"layer.weight": raw})["layer.weight"]
+    assert torch.equal(weight, raw) is not is_noisy
+    del plain.layer.weight
+    plain.layer.weight = weight
+    want = read(plain) * x
+    assert torch.equal(got, want)
+    if grad:
+        gradients = []
+        for y in (want, got):
+            x.grad = raw.grad = None
+            y.sin().sum().backward()
+            gradients.append((x.grad, raw.grad))
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+class SavesItself(nn.Linear):
+    """A layer that reads its weight to save and to load it, as those of torch_geometric do."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_load_state_dict_pre_hook(SavesItself.note)
+
+    def note(self, *_):
+        self.loaded_over = self.weight
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        destination[prefix + "bias"] = self.bias
+
+
+def test_a_layer_that_saves_its_weight_itself_saves_the_parameter():
+    model = nn.Sequential(SavesItself())
+    layer, raw = model[0], model[0].weight
+    OURS["stacked"](model)
+    before = torch.get_rng_state()
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], raw)
+    assert model.state_dict(keep_vars=True)["0.weight"] is raw
+    model.load_state_dict(state, strict=False)
+    assert layer.loaded_over is raw
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_norm_is_no_noise_applies_everywhere_and_stays_in_the_weight_when_it_is_removed():
+    model = recoup.weight_norm(Model())
+    model.layer.weight_g.data.mul_(2)
+    want = 2 * model.get_parameter("layer.weight").detach()
+    for training, grad in itertools.product((True, False), repeat=2):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model.train(training).encode(), want)
+    torch.testing.assert_close(remove(model).get_parameter("layer.weight").detach(), want)
+
+
+def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
+    linear = nn.utils.parametrize.register_parametrization(Model().layer, "weight", nn.Identity())
+    recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
+    assert torch.count_nonzero(linear(torch.eye(6))) == 0
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    recoup.weight_dropout(encoder, r"self_attn\.in_proj_weight", mode="always")
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        assert not torch.equal(encoder(x), encoder(x))
+
+
+# -- which reads share a draw ----------------------------------------------------------------------
 
 
 class Calls(nn.Module):
@@ -29,8 +157,8 @@ class Calls(nn.Module):
         return self.call(self, *args)
 
 
-def reads(value=3.0):
-    return Reads(torch.full((16, 16), value))
+def reads():
+    return Reads(torch.full((16, 16), 3.0))
 
 
 def dropped(module, pattern=r"(.*\.)?weight", **settings):
@@ -57,8 +185,6 @@ def num_seeds(call):
         assert num < 10, "something else is drawn"
     return num
 
-
-# -- which reads share a draw ----------------------------------------------------------------------
 
 READS = {
     "a": lambda tree: [tree.a.weight * 1],
@@ -138,19 +264,14 @@ def test_which_reads_share_a_draw(program, pattern, seeds):
     assert (letters, taken) == (pattern.replace(" ", ""), int(seeds))
 
 
-def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
-    layer = dropped(reads())
-    with step(layer):
-        alive = weakref.ref(layer.weight)
-        assert layer.weight is alive()
-
-
 def test_a_step_is_the_forward_of_what_something_was_applied_to():
     twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=reads())
     dropped(twice.layer)
     assert differ(*twice())  # here each call of the layer
     with step(twice):
         assert agree(*twice())
+        alive = weakref.ref(twice.layer.weight)  # and what was read last is not made again
+        assert twice.layer.weight is alive()
     inner = Calls(lambda tree: (tree.a(), tree.b()), a=reads(), b=reads())
     outer = Calls(lambda tree: (*tree.inner(), *tree.inner()), inner=inner)
     dropped(inner, "a.weight")
@@ -169,7 +290,6 @@ def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
     raw = tree.layer.get_parameter("weight")
     with step(tree):
         first = tree()
-        assert torch.equal(copy.deepcopy(tree.layer).get_parameter("weight"), raw)
         assert torch.equal(functional_call(tree, {"layer.weight": 2 * raw}, ()), 2 * first)
         assert torch.equal(tree(), first)
         want = first.detach() * 4
@@ -206,27 +326,25 @@ def test_hooks_in_backward_may_look_at_the_parameter(before):
     assert seen[0] is raw
 
 
-# -- one draw for several steps --------------------------------------------------------------------
+# -- one draw for several steps, and schedules -----------------------------------------------------
 
 
 class Other(Calls):
     """A tree of another class."""
 
 
-def tree_of(kind, wrap=lambda tree: tree):
-    tree = kind(lambda tree, names: [getattr(tree, name)() for name in names],
-                a=reads(), b=reads(), c=reads())  # fmt: skip
-    return dropped(wrap(tree))
-
-
 def test_same_draw_goes_by_qualified_names_alone():
     """Whatever class it has, whatever ran before, and whatever trainers wrap it in."""
-    tree, other = tree_of(Calls), tree_of(Other)
-    wrapped = tree_of(Calls, lambda tree: Calls(lambda whole, *args: whole.module(*args),
-                                                module=tree))  # fmt: skip
+
+    def tree_of(kind):
+        return kind(lambda tree, names: [getattr(tree, name)() for name in names],
+                    a=reads(), b=reads(), c=reads())  # fmt: skip
+
+    tree, other = dropped(tree_of(Calls)), dropped(tree_of(Other))
+    wrapped = Calls(lambda whole, *args: whole.module(*args), module=tree_of(Calls))
     other(["a"])
     found = []
-    for call, names in ((tree, "abc"), (other, "cab"), (wrapped, "abc")):
+    for call, names in ((tree, "abc"), (other, "cab"), (dropped(wrapped), "abc")):
         with same_draw(8):
             made = dict(zip(names, call(names), strict=True))
         found.append([made[name] for name in "abc"])
@@ -259,9 +377,6 @@ def test_a_context_may_end_before_what_is_within_and_outlive_the_forward_where_i
     with disabled(always):
         assert agree(always(), always.get_parameter("weight"))
     assert differ(always(), always(), always.get_parameter("weight"))
-
-
-# -- schedules -------------------------------------------------------------------------------------
 
 
 def test_a_schedule_is_given_the_number_of_steps_in_training():
@@ -302,17 +417,3 @@ def test_backward_has_the_magnitude_of_forward():
     p.fill_(0.9)
     y.backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
-
-
-def test_an_update_of_some():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))
-    recoup.weight_noise(dropped(model, nn.LSTM), [nn.LSTM, nn.Linear])
-    update(model, "1.weight_hh_l0", p=0.25, std=lambda step: 0.1)
-    update(model, nn.Linear, std=torch.tensor(0.5))
-    assert {repr(each) for each in applied(model)} == {
-        "0.weight: weight_noise(std=0.5)",
-        "1.weight_hh_l0: weight_dropout(p=0.25)",
-        "1.weight_hh_l0: weight_noise(std=<lambda>)",
-        "1.weight_ih_l0: weight_dropout(p=0.5)",
-        "1.weight_ih_l0: weight_noise(std=0.01)",
-    }
