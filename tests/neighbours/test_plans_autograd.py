@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
-from recoup.errors import ChangedError, RecoupError
+from recoup.errors import RecoupError
 from tests.alive import no_collector
 from tests.neighbours.planned import (
     Block,
@@ -122,18 +122,15 @@ def test_blocks_that_are_called_otherwise_are_said_once():
     assert len([each for each in said if "otherwise" in str(each.message)]) == 1
 
 
-def test_transforms_and_other_parameters_are_right_or_an_error():
+def test_transforms_are_right_or_an_error():
     model, x = fresh()
     model.eval()
     wanted = torch.func.grad(lambda x: loss_of(model(x)))(x)
-    doubled = {name: 2 * value for name, value in model.named_parameters()}
     with plan_for(model, x).applied():
         try:
             assert torch.equal(torch.func.grad(lambda x: loss_of(model(x)))(x), wanted)
         except RecoupError as error:
             assert "transforms" in str(error)  # noqa: PT017 - right, or this
-        with pytest.raises(ChangedError, match="replaced"):
-            loss_of(torch.func.functional_call(model, doubled, (x,))).backward()
 
 
 WEIGHTS = OURS | {"torch's norm": parametrizations.weight_norm}

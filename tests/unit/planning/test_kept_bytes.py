@@ -10,14 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import recoup
-from recoup._core.call import Call, run_again
-from recoup._core.kept_products import PackedMask, Products
+from recoup._core.kept_products import PackedMask
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.planning.work import is_costly
 from tests.alive import held_after, no_collector
 from tests.oracle import Operators, loss_of_all
-from tests.unit.planning.test_kept_operators import COSTLY, EVERY, NONE, keeping, mlp, own
+from tests.unit.planning.test_kept_operators import EVERY, NONE, keeping, own
 from tests.zoo import leaf
 
 STATE = torch.get_rng_state().numel()
@@ -191,18 +190,9 @@ def weight_written_to():
     return y
 
 
-def mode_changed():
-    net = mlp().double()
-    products = Products(COSTLY, EVERY)
-    y = run_again(Call("the net", net.forward, (leaf(4, 6),), {}, net, products=products))
-    net.eval()
-    return y
-
-
 CHANGES = {
     "an output that is held": (output_written_to, "changed in place"),
     "a weight": (weight_written_to, "changed in place"),
-    "the mode": (mode_changed, "was in training mode"),
 }
 
 
