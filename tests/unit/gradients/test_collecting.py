@@ -362,3 +362,29 @@ def test_what_is_added_is_taken_over_or_copied_once(own):
         add = lambda dtype=dtype: GradStore(dtype=dtype).add_(large, low, own=own)  # noqa: E731
         got = recoup.measure(add, device="cpu", repeats=0)
         assert got.peak_bytes == got.held_bytes == 256 * 256 * dtype.itemsize
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_losses_of_one_graph(mode):
+    module, (x, _) = made("linear")
+    y, losses = module(x), (lambda y: y.sin().sum(), lambda y: y.exp().sum())
+    for loss in losses:
+        store = GradStore(module.parameters())
+        store.backward(loss(y), mode=mode, retain_graph=loss is losses[0])
+        assert_holds(store, module, plain(module, [x], loss))
+
+
+def test_hessian_times_vector():
+    w, v = leaf(4), torch.randn(4, dtype=torch.float64)
+
+    def loss(w):
+        return (w.sin() * w.roll(1) ** 2).sum()
+
+    want = torch.autograd.functional.hvp(loss, w, v)[1]
+    store = GradStore([w])
+    store.backward(loss(w) / 2, create_graph=True)
+    store.extend_(GradStore.from_backward(loss(w), [w], create_graph=True), alpha=0.5)
+    second = GradStore.from_backward((store[w] * v).sum(), [w])
+    torch.testing.assert_close(second[w], want)
+    assert store[w].requires_grad
+    assert not store.detach_()[w].requires_grad

@@ -206,3 +206,15 @@ def test_torch_compile_and_export():
         torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=True)(x)
     exported = torch.export.export(tiled, (x.detach(),))
     assert_same([exported.module()(x)], [module(x)])
+
+
+def test_double_backward_and_retained_graphs():
+    module, x = mlp(), rows(N, L, D)
+
+    def of(fn):
+        y = fn(x).sin().sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        first = torch.autograd.grad(y, x, retain_graph=True)[0]
+        return [g, first, *torch.autograd.grad(g.square().sum(), [x, *module.parameters()][:-1])]
+
+    assert_same(of(recoup.tiled(module, tiles=3)), of(module))

@@ -340,3 +340,28 @@ def test_the_names_of_others():
         to_plain_names({"model": {}})
     with pytest.raises(ValueError, match="different values"):
         to_plain_names({"weight": torch.ones(1), "parametrizations.weight.original": torch.ones(2)})
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "function"])
+def test_a_functional_call_reparametrizes_what_it_is_given(layer, way):
+    build, pattern, x = layer
+    way, plain = WAYS[way], build()
+    module = way(copy.deepcopy(plain), pattern)
+    before = copy.deepcopy(dict(module.named_parameters()))
+    some = {entry.name for entry in applied(module)}
+    for names in (by_name(module).keys(), some):
+        values = {name: torch.rand_like(p) for name, p in by_name(module).items() if name in names}
+        leaves = [{n: v.clone().requires_grad_() for n, v in values.items()} for _ in range(2)]
+        torch.manual_seed(3)
+        output = first_of(functional_call(module, leaves[0], x))
+        torch.manual_seed(3)
+        made = materialised(way, plain, pattern, {**by_name(module), **leaves[1]})
+        made = {name: made[name] for name in by_name(plain)}
+        want = first_of(functional_call(plain, made, x))
+        torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-5)
+        for y in (output, want):
+            y.sin().sum().backward()
+        for mine, theirs in zip(*(each.values() for each in leaves), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    for name, value in module.named_parameters():
+        assert torch.equal(value, before[name])
