@@ -213,6 +213,19 @@ def test_an_error_in_the_first_step_leaves_the_chain_as_it_was(monkeypatch):
     step()
 
 
+class OneWay(Off):
+    error = NotImplementedError("no closed form")
+
+
+def test_a_module_without_an_inverse_is_not_inverted():
+    model = nn.Sequential(*(OneWay() for _ in range(6)))
+    for each in model:
+        each.forward = lambda x, scale=each.scale: (scale * x).sin()
+    with pytest.warns(UserWarning, match=r"No block is inverted.*no closed form"):
+        frontier = recoup.plan(model, batch(), exact=False)
+    assert frontier.least_bytes == recoup.plan(model, batch()).least_bytes
+
+
 @pytest.mark.drifts
 def test_a_module_whose_inverse_drifts_is_not_inverted_or_an_error():
     chain, _, _, _ = assert_inverts(lambda memory: chain_of(memory, [Off]), batch())

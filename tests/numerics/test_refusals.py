@@ -126,6 +126,14 @@ def test_what_is_refused_changes_nothing():
     assert type(model[2]) is nn.Dropout
 
 
+def test_lazy_modules_are_called_outside_of_a_region_first():
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(RecoupError, match=r"LazyLinear.*outside"):
+        recoup.checkpoint(lazy, torch.randn(4, 6))
+    lazy(torch.randn(4, 6))
+    recoup.checkpoint(lazy, torch.randn(4, 6)).sum().backward()
+
+
 CULPRITS = {
     "parameter": (lambda net: net[0].weight.detach().mul_(2), r"`0.weight` of \w+ .*in place"),
     "hook": (lambda net: net[1].register_forward_hook(lambda *a: a[2] * 2), "hooks of its modules"),

@@ -53,7 +53,7 @@ import torch
 from recoup._core.compile import is_compiled
 from recoup._core.devices import generator_states, same_states
 from recoup._core.drift_guard import DriftGuard
-from recoup.errors import ChangedError, RecoupError, ReplayError
+from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
 from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode, NudgedCode
 from recoup.planning.following import PlannedModel
@@ -323,12 +323,10 @@ def with_inverses(kind: PricedBlocks, guard: DriftGuard) -> PricedBlocks:
     costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
     try:
         measured = _measured_inverses(kind, guard, inverted)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001  # whatever an `inverse` raises, it is none
-        said = f"An `inverse` failed ({type(error).__name__}): "
-        said = "" if isinstance(error, RecoupError) else said
-        warnings.warn(f"No block is inverted. {said}{error}", stacklevel=5)
+    except (ChangedError, ReplayError, NotImplementedError) as error:
+        has_none = isinstance(error, NotImplementedError)
+        said = f"An `inverse` is not implemented: {error}" if has_none else error
+        warnings.warn(f"No block is inverted. {said}", stacklevel=5)
         return kind
     for index, (work, num_bytes) in measured.items():
         costs[index] = replace(

@@ -285,3 +285,13 @@ def test_nothing_is_left(folder):
         assert pair_in_force() is None
     with pytest.raises(RecoupError, match=r"torch\.func"):
         torch.func.grad(loss)(torch.ones(3))
+
+
+def test_zeros_without_memory_stay(tmp_path):
+    """Forward mode makes them, for what no derivative reaches."""
+    zeros = torch._efficientzerotensor(1000)
+    x = torch.ones(1000, requires_grad=True)
+    with recoup.offloading(min_bytes=1, to=tmp_path):
+        y = x * zeros
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(1000))

@@ -46,6 +46,14 @@ def test_steps(name):
     assert held <= held_plainly + more
 
 
+def test_numbers_without_dimensions_are_overwritten():
+    x, number = torch.ones(6, requires_grad=True), torch.zeros(())
+    with recoup.recomputing():
+        y = x * number.fill_(2.0) + number.copy_(number + 1)
+    (found,) = torch.autograd.grad(y.sum(), [x])
+    assert torch.equal(found, torch.full_like(x, 2.0))
+
+
 AGAIN = [  # what makes the values, how many of them are used, and how often what runs again
     (lambda a: (a.sin(), a.detach().cosh()), 1, {"sin": 1, "cosh": 0}),
     (lambda a: a * (torch.rand(6, 6), torch.rand(6, 6))[1], 1, {"rand": 2}),

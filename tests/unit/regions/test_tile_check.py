@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -129,6 +130,48 @@ def test_a_function_is_checked_once_wherever_it_is_made():
         call(lambda x: x.softmax(1))  # the same code, another function
     with refused:
         recoup.tiled(torch.cumsum, split=[0])(x, 1)
+
+
+class Softmax(nn.Module):
+    dim = 2
+
+    def forward(self, x, dim=None):
+        return x.softmax(dim or self.dim)
+
+
+def test_other_numbers_are_another_function():
+    """In a closure, a partial, an argument or an attribute."""
+    x, module = rows(2, 64, D), Softmax()
+    recoup.tiled(module)(x)
+    for made in (lambda dim: lambda x: x.softmax(dim), lambda dim: partial(F.softmax, dim=dim)):
+        recoup.tiled(made(2))(x)
+        with refused:
+            recoup.tiled(made(1))(x)
+    with refused:
+        recoup.tiled(module)(x, 1)
+    with refused:
+        recoup.tiled(module)(x, dim=1)
+    module.dim = 1
+    with refused:
+        recoup.tiled(module)(x)
+
+
+WEIGHTED = {  # what a mean weights its rows by, with all alike and not
+    "a mask": (lambda x, m: (x.mean(-1) * m).sum() / m.sum(), torch.ones(2, 64)),
+    "a selection": (lambda x, m: x.mean(-1)[m].mean(), torch.ones(2, 64, dtype=torch.bool)),
+    "ignored ones": (head_and_loss(ignore_index=0), torch.ones(2, 64, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("how", WEIGHTED)
+def test_a_mean_is_checked_in_each_call(how):
+    fn, weights = WEIGHTED[how]
+    loss, x = recoup.tiled_loss(fn, dim=1, tiles=4), rows(2, 64, D)
+    torch.testing.assert_close(loss(x, weights), fn(x, weights))
+    weights = weights.clone()
+    weights[1, 20:] = 0
+    with refused:
+        loss(x, weights)
 
 
 def test_a_module_is_checked_in_each_mode():

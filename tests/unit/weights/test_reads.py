@@ -417,3 +417,10 @@ def test_backward_has_the_magnitude_of_forward():
     p.fill_(0.9)
     y.backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
+
+
+def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
+    layer = dropped(reads())
+    with step(layer):
+        alive = weakref.ref(layer.weight)
+        assert layer.weight is alive()
