@@ -24,7 +24,7 @@ class RecoupError(RuntimeError):
 
 
 class ChangedError(RecoupError):
-    """A tensor, a module, a mode or a hook was changed between forward and backward."""
+    """A tensor, a submodule or a hook was changed between forward and backward."""
 
 
 class ReplayError(RecoupError):
