@@ -357,13 +357,15 @@ def largest_of(
         try:
             frontier = frontier_of(options.step(model, model, args, kwargs), options)
         except Exception as error:
-            if smaller is not None:
-                error.add_note(
-                    f"Size {smaller.size} ran, and size {size} did not: if {type(model).__name__} "
-                    "takes no more (positions, targets), give that bound as `most`."
-                )
             shapes = shapes_of(model, args, kwargs)
             error.add_note(f"`build_batch` returned these arguments for size {size}: {shapes}.")
+            name = type(model).__name__
+            error.add_note(
+                f"If {name} needs more than size {size} (as a batch norm does), give `least`."
+                if smaller is None
+                else f"Size {smaller.size} ran, and size {size} did not: if {name} takes no more "
+                "(positions, targets), give that bound as `most`."
+            )
             raise
         try:
             plan = frontier.plan(budget_bytes)

@@ -315,6 +315,7 @@ def test_a_batch_that_does_not_fit_the_model_is_shown():
         with pytest.raises(RuntimeError) as caught:
             attempt()
         assert "`build_batch` returned these arguments for size" in caught.value.__notes__[0]
+        assert "give `least`" in caught.value.__notes__[1]
         assert " x 7" in caught.value.__notes__[0]
 
 
