@@ -130,7 +130,7 @@ def are_assigned(found: Attributes) -> bool:
 
 
 def are_own(found: Attributes) -> bool:
-    """Whether its parameters are plain, so that FSDP2 has not put others in their places."""
+    """Whether these are plain tensors, so that FSDP2 has not put others in their places."""
     return {type(each) for own in found for each in own.values()} <= {*PLAIN, type(None)}
 
 

@@ -249,8 +249,6 @@ class Surroundings(Draws):
             self.counted += [(each, None) for each in written if id(each) not in known]
         held = list(filter(is_there, chain.from_iterable(map(values_of, self.spaces))))
         if [*map(id, held)] != [*map(id, self.parameters)]:
-            pairs = zip(self.spaces, self._spaces_before, strict=True)
-            self._assigned += [each for each in pairs if are_assigned(each) and are_own(each)]
             self.parameters, self.versions = held, versions_of(held)
         assigned = {id(own) for own, _ in self._assigned}
         begun = [
@@ -387,13 +385,13 @@ class Surroundings(Draws):
         run = self._restored(assigned) if is_any else self.replaying()
         modules, parameters = self._modules, self.parameters
         attributes = list(map(_copy, map(vars, modules)))
-        if list(map(_training, modules)) != self._modes:
-            for module, training in zip(modules, self._modes, strict=True):
-                module.training = training
         hooks: list[tuple[Any, ...]] = list(map(_hooks_of, parameters))
         if hooks.count((None, None)) < len(hooks):
             hooks = [tuple(own if own is None else dict(own) for own in each) for each in hooks]
         try:
+            if list(map(_training, modules)) != self._modes:  # See Rule 2
+                for module, training in zip(modules, self._modes, strict=True):
+                    module.training = training
             with run:
                 yield
         finally:  # See Rule 3
