@@ -178,118 +178,89 @@ class Shared(nn.Module):
         return x
 
 
-def _sequential() -> Case:
-    torch.manual_seed(0)
-    widths = [48, 64, 16, 80, 32, 48, 48, 48]
-    links = []
-    for given, made in pairwise(widths):
-        links += [
-            nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())
-        ]
-    return Case(nn.Sequential(*links), (torch.randn(64, 48),), {}, lambda y: y.square().sum(), 7)
+def _sequential() -> nn.Module:
+    links = pairwise([48, 64, 16, 80, 32, 48, 48, 48])
+    return nn.Sequential(*(
+        nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())
+        for given, made in links
+    ))  # fmt: skip
 
 
-def _resnet() -> Case:
-    torch.manual_seed(0)
-    return Case(ResNet(), (torch.randn(4, 3, 16, 16),), {}, lambda y: y.logsumexp(-1).sum(), 6)
+def _of(
+    build: Callable[[], nn.Module], x: Callable[[], Tensor], loss: Any, num_blocks: int
+) -> Callable[[], Case]:
+    def made() -> Case:
+        torch.manual_seed(0)
+        return Case(build(), (x(),), {}, loss, num_blocks)
+
+    return made
 
 
-def _unet() -> Case:
-    torch.manual_seed(0)
-    return Case(
-        UNet(), (torch.randn(2, 3, 16, 16),), {},
+def _of_transformers(
+    config: str, kind: str, num_blocks: int, inputs: Callable[[], dict[str, Any]], **sizes: Any
+) -> Callable[[], Case]:
+    def made() -> Case:
+        t = transformers_or_skip()
+        torch.manual_seed(0)
+        kwargs = inputs()
+        model = getattr(t, kind)(getattr(t, config)(**sizes)).train()
+        return Case(model, (), kwargs, None, num_blocks)
+
+    return made
+
+
+def _text(length: int = 32, num_labels: int = 32) -> dict[str, Tensor]:
+    tokens = torch.randint(100, (2, length))
+    return {"input_ids": tokens, "labels": tokens[:, :num_labels].contiguous()}
+
+
+_OF_LAYERS = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+MODELS: dict[str, Callable[[], Case]] = {
+    "sequential": _of(
+        _sequential, lambda: torch.randn(64, 48), lambda y: y.square().sum(), 7
+    ),
+    "resnet": _of(
+        ResNet, lambda: torch.randn(4, 3, 16, 16), lambda y: y.logsumexp(-1).sum(), 6
+    ),
+    "unet": _of(
+        UNet, lambda: torch.randn(2, 3, 16, 16),
         lambda y: [y["image"].square().mean(), y["beside"]], 5,
-    )  # fmt: skip
-
-
-def _moe() -> Case:
-    torch.manual_seed(0)
-    return Case(
-        MoE(), (torch.randint(50, (16, 48)),), {}, lambda y: y[0].logsumexp(-1).mean() + y[1], 4
-    )
-
-
-def _recurrent() -> Case:
-    torch.manual_seed(0)
-    return Case(Recurrent(), (torch.randn(4, 12, 32),), {}, lambda y: y.square().mean(), 5)
-
-
-def _shared() -> Case:
-    torch.manual_seed(0)
-    return Case(Shared(), (torch.randn(64, 32),), {}, lambda y: y.square().mean(), 2)
-
-
-def _gpt2() -> Case:
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    config = t.GPT2Config(
-        n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0
-    )
-    tokens = torch.randint(100, (2, 32))
-    return Case(t.GPT2LMHeadModel(config).train(), (tokens,), {"labels": tokens}, None, 6)
-
-
-def _bert() -> Case:
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    config = t.BertConfig(
-        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, intermediate_size=128,
-        vocab_size=100,
-    )  # fmt: skip
-    tokens = torch.randint(100, (2, 32))
-    mask = torch.ones(2, 32, dtype=torch.long)
-    kwargs = {"attention_mask": mask, "labels": tokens}
-    return Case(t.BertForMaskedLM(config).train(), (tokens,), kwargs, None, 4)
-
-
-def _t5() -> Case:
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    config = t.T5Config(
+    ),
+    "moe": _of(
+        MoE, lambda: torch.randint(50, (16, 48)),
+        lambda y: y[0].logsumexp(-1).mean() + y[1], 4,
+    ),
+    "recurrent": _of(
+        Recurrent, lambda: torch.randn(4, 12, 32), lambda y: y.square().mean(), 5
+    ),
+    "shared": _of(Shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
+    "gpt2": _of_transformers(
+        "GPT2Config", "GPT2LMHeadModel", 6, _text,
+        n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0,
+    ),
+    "bert": _of_transformers(
+        "BertConfig", "BertForMaskedLM", 4,
+        lambda: _text() | {"attention_mask": torch.ones(2, 32, dtype=torch.long)},
+        intermediate_size=128, vocab_size=100, **_OF_LAYERS,
+    ),
+    "t5": _of_transformers(
+        "T5Config", "T5ForConditionalGeneration", 6, lambda: _text(24, 16),
         num_layers=3, num_decoder_layers=3, d_model=64, d_ff=128, d_kv=16, num_heads=4,
         vocab_size=100, decoder_start_token_id=0,
-    )  # fmt: skip
-    tokens = torch.randint(100, (2, 24))
-    model = t.T5ForConditionalGeneration(config).train()
-    return Case(model, (), {"input_ids": tokens, "labels": tokens[:, :16].contiguous()}, None, 6)
-
-
-def _vit() -> Case:
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    config = t.ViTConfig(
-        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, intermediate_size=128,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
-    model = t.ViTForImageClassification(config).train()
-    kwargs = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 1, 0, 1])}
-    return Case(model, (), kwargs, None, 4)
-
-
-def _whisper() -> Case:
-    t = transformers_or_skip()
-    torch.manual_seed(0)
-    config = t.WhisperConfig(
+    ),
+    "vit": _of_transformers(
+        "ViTConfig", "ViTForImageClassification", 4,
+        lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2},
+        intermediate_size=128, image_size=32, patch_size=8, **_OF_LAYERS,
+    ),
+    "whisper": _of_transformers(
+        "WhisperConfig", "WhisperForConditionalGeneration", 6,
+        lambda: {
+            "input_features": torch.randn(2, 20, 64), "labels": torch.randint(3, 100, (2, 16))
+        },
         encoder_layers=3, decoder_layers=3, d_model=64, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100,
         num_mel_bins=20, max_source_positions=32, max_target_positions=32, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
-    )  # fmt: skip
-    tokens = torch.randint(3, 100, (2, 16))
-    kwargs = {"input_features": torch.randn(2, 20, 64), "labels": tokens}
-    return Case(t.WhisperForConditionalGeneration(config).train(), (), kwargs, None, 6)
-
-
-MODELS: dict[str, Callable[[], Case]] = {
-    "sequential": _sequential,
-    "resnet": _resnet,
-    "unet": _unet,
-    "moe": _moe,
-    "recurrent": _recurrent,
-    "shared": _shared,
-    "gpt2": _gpt2,
-    "bert": _bert,
-    "t5": _t5,
-    "vit": _vit,
-    "whisper": _whisper,
-}
+    ),
+}  # fmt: skip

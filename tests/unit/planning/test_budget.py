@@ -16,13 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import recoup
 from recoup.errors import BudgetError
 from recoup.flows import DenseNetwork, Glow
-from recoup.invertible import (
-    ActNorm,
-    AdditiveCoupling,
-    AffineCoupling,
-    Chain,
-    Flip,
-)
+from recoup.invertible import ActNorm, AdditiveCoupling, AffineCoupling, Chain, Flip
 from tests.alive import allocated_bytes
 from tests.neighbours.planned import result_of
 from tests.oracle import assert_same_tensors, loss_of_all
@@ -61,8 +55,7 @@ def step_of(chain, *args):
     return lambda: loss_of(chain(*args)).backward()
 
 
-def plans_of(model):
-    return recoup.applied_plans(model)
+plans_of = recoup.applied_plans
 
 
 def least_of(model, step):
@@ -83,7 +76,7 @@ def assert_keeps(model, step, budget, wanted, rtol=1e-10):
 
 
 def of_chain():
-    chain, x = chain_of(4), batch()
+    chain, x = chain_of(3), batch()
     chain(x)  # the first forward starts each ActNorm
     return chain, step_of(chain, x), 0.8, 1e-10
 
@@ -111,7 +104,7 @@ def test_a_chain_keeps_to_its_bytes(build):
     names = [*model.state_dict()]
     least = least_of(model, step)
     assert least < share * most
-    for budget in (least, (least + most) // 2, most):
+    for budget in (least, (least + most) // 2):
         assert_keeps(model, step, budget, wanted, rtol)
         assert len(plans_of(model)) == 1
     assert [*model.state_dict()] == names
@@ -143,46 +136,8 @@ def test_a_context_and_chains_within_are_planned():
     torch.testing.assert_close(minus, -log_det)
 
 
-# -- when a plan is made ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_what_takes_more_is_planned_for_anew():
-    """Larger inputs, unfrozen parameters and training after evaluation; not smaller ones."""
-    chain, x = chain_of(memory="1 GiB"), batch()
-    seen = []
-
-    def plan_of(num_rows):
-        step_of(chain, x[:num_rows])()
-        (made,) = plans_of(chain)
-        if made not in seen:
-            seen.append(made)
-        return len(seen)
-
-    assert [plan_of(n) for n in (64, 64, 32, 128, 64)] == [1, 1, 1, 2, 2]
-    chain.requires_grad_(False)
-    chain[1].requires_grad_(True)
-    assert plan_of(64) == 2
-    chain.memory = "1 GiB"
-    assert plan_of(64) == 3
-    chain.requires_grad_(True)
-    assert plan_of(64) == 4
-    chain.eval()
-    assert plan_of(256) == 5
-    chain.train()
-    assert plan_of(64) == 5  # that of before serves again
-
-
-def test_modules_that_are_added_are_planned_for():
-    chain = recoup.Sequential(*(nn.Linear(DIM, DIM).double() for _ in range(3)), memory="1 GiB")
-    for num_blocks in (3, 4):
-        chain(batch()).sum().backward()
-        assert plans_of(chain)[0].num_blocks == num_blocks
-        chain.append(nn.Linear(DIM, DIM).double())
-
-
-def test_nothing_is_planned_without_a_backward():
-    """Frozen chains, and forwards without gradients; integers pass through."""
+def test_a_plan_is_made_for_a_backward_and_again_for_modules_that_are_added():
+    """None for frozen chains and forwards without gradients; integers pass through."""
     chain, x = chain_of(memory="1 KiB").requires_grad_(False), batch()
     assert not chain(x)[0].requires_grad
     with torch.no_grad():
@@ -193,6 +148,11 @@ def test_nothing_is_planned_without_a_backward():
     embedded = recoup.Sequential(*embedding, memory="1 MiB")
     assert embedded(torch.ones(3, 2, dtype=torch.int64)).shape == (3, 2, 4)
     assert plans_of(chain) == plans_of(embedded) == []
+    chain = recoup.Sequential(*(nn.Linear(DIM, DIM).double() for _ in range(3)), memory="1 GiB")
+    for num_blocks in (3, 4):
+        chain(x).sum().backward()
+        assert plans_of(chain)[0].num_blocks == num_blocks
+        chain.append(nn.Linear(DIM, DIM).double())
 
 
 def test_an_input_that_wants_a_gradient_gets_it():
@@ -204,63 +164,57 @@ def test_an_input_that_wants_a_gradient_gets_it():
     torch.testing.assert_close(found, torch.autograd.grad(loss_of(chain(x)), x)[0])
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda chain: pickle.loads(pickle.dumps(chain))])
-def test_a_copy_plans_for_itself(how):
+def test_a_copy_plans_for_itself():
     chain, x = chain_of(memory="1 GiB"), batch()
     step_of(chain, x)()
     chain.zero_grad()
-    other = how(chain)
-    assert (other.memory, plans_of(other)) == ("1 GiB", [])
-    found = result_of(other, step_of(other, x))
-    assert plans_of(chain) != plans_of(other) != []
-    other.memory = "linear"
-    assert_same_tensors(found, result_of(other, step_of(other, x)), 1e-10)
+    own = plans_of(chain)
+    for other in (copy.deepcopy(chain), pickle.loads(pickle.dumps(chain))):
+        assert (other.memory, plans_of(other)) == ("1 GiB", [])
+        found = result_of(other, step_of(other, x))
+        assert plans_of(chain) == own != plans_of(other) != []
+        other.memory = "linear"
+        assert_same_tensors(found, result_of(other, step_of(other, x)), 1e-10)
 
 
-@pytest.mark.slow
 def test_memory_is_assigned_at_any_time():
     """Also while a graph exists; what is no memory leaves the one of before."""
     chain, x = chain_of(), batch()
     chain(x)
     step = step_of(chain, x)
     wanted = result_of(chain, step)
-    for memory in ("1 GiB", "constant", " 1 GiB", "log", 2, "1 GiB", "linear"):
+    for memory in ("constant", " 1 GiB", 2, "linear"):
         chain.memory = memory
         assert_same_tensors(result_of(chain, step), wanted, 1e-10)
-        assert len(plans_of(chain)) == (str(memory).strip() == "1 GiB")
+        assert len(plans_of(chain)) == (memory == " 1 GiB")
     chain.memory = "1 GiB"
     loss = loss_of(chain(x))
     chain.memory = "linear"
     loss.backward()
-    for chains in (chain, recoup.Sequential(nn.Tanh(), nn.Tanh())):
-        chains.memory = "1 GiB"
-        for wrong in ("1 parsec", "none", 0):
-            with pytest.raises(ValueError, match="`memory`"):
-                chains.memory = wrong
-            assert chains.memory == "1 GiB"
-            chains(x)
+    chain.memory = "1 GiB"
+    for wrong in ("1 parsec", "none", 0):
+        with pytest.raises(ValueError, match="`memory`"):
+            chain.memory = wrong
+        assert chain.memory == "1 GiB"
+    chain(x)
 
-
-# -- what is around --------------------------------------------------------------------------------
 
 CHECKPOINTS = [recoup.checkpoint, functools.partial(torch_checkpoint, use_reentrant=False)]
 
 
-@pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=["ours", "torch"])
-def test_a_checkpoint_around_a_chain_decides(checkpoint, is_planned):
+def test_a_checkpoint_around_a_chain_decides(checkpoint):
     """The chain is run again whole, with a plan of its own or without."""
     chain, x = chain_of(), batch()
     chain(x)
     wanted = result_of(chain, step_of(chain, x))
     chain.memory = "1 GiB"
-    if is_planned:
+    for num_plans in (0, 1):
+        found = result_of(chain, lambda: loss_of(checkpoint(chain, x)).backward())
+        for name in (f"grad of {name}" for name, _ in chain.named_parameters()):
+            torch.testing.assert_close(found[name], wanted[name])
+        assert len(plans_of(chain)) == num_plans
         chain(x)
-    found = result_of(chain, lambda: loss_of(checkpoint(chain, x)).backward())
-    for name, parameter in chain.named_parameters():
-        del parameter
-        torch.testing.assert_close(found[f"grad of {name}"], wanted[f"grad of {name}"])
-    assert len(plans_of(chain)) == is_planned
 
 
 def test_a_chain_within_a_chain_with_bytes_follows_the_outer_plan():
@@ -303,24 +257,16 @@ def test_threads_and_the_compiler_find_one_plan():
     assert len(plans_of(chain)) == 1
 
 
-# -- segments --------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_segments_keep_to_bytes(has_aux):
+def test_segments_keep_to_bytes():
     """The plan lives in the store from one step to the next; the loss is part of the step."""
     torch.manual_seed(0)
     cells = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))] * 6
     x, params = torch.randn(256, 16), list(cells[0].parameters())
 
-    def loss_fn(y):
-        loss = y.square().mean()
-        return (loss, y.detach()) if has_aux else loss
-
     def step(store, memory):
         torch.manual_seed(1)
-        recoup.segments_backward(cells, x, loss_fn, store, memory=memory, has_aux=has_aux)
+        loss_fn = lambda y: (y.square().mean(), y.detach())  # noqa: E731
+        recoup.segments_backward(cells, x, loss_fn, store, memory=memory, has_aux=True)
 
     def gradients_and_peak(memory):
         store = recoup.GradStore(params)
@@ -338,7 +284,7 @@ def test_segments_keep_to_bytes(has_aux):
     assert not store
     least = raised.value.least_bytes
     assert least < most / 2
-    for budget in (least, (least + most) // 2, most):
+    for budget in (least, (least + most) // 2):
         found, peak_bytes = gradients_and_peak(f"{budget} B")
         assert peak_bytes <= budget
         assert_same_tensors(found, want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,17 +29,6 @@ def seconds(kept):
     return 3 + (NUM_BLOCKS - kept) / NUM_BLOCKS
 
 
-class Planned:
-    root = None
-    followed_modules = ()
-    num_forwards = 1
-
-
-class Sizes:
-    def include(self, shapes):
-        pass
-
-
 @functools.cache
 def most_kept(shape, quadratic, budget=BUDGET):
     """The most blocks that can be kept."""
@@ -47,7 +37,8 @@ def most_kept(shape, quadratic, budget=BUDGET):
 
 
 class FakePlan:
-    planned, sizes = Planned(), Sizes()
+    planned = SimpleNamespace(root=None, followed_modules=(), num_forwards=1)
+    sizes = SimpleNamespace(include=lambda shapes: None)
     budget_bytes, baseline_bytes, schedule = BUDGET, 0, None
     usable_bytes = BUDGET
 
@@ -84,19 +75,12 @@ class Maker:
         return peak(args[0].shape, plan.kept, self.quadratic)
 
 
-class Group:
-    follower = True
-
-    def begin(self, modules):
-        pass
-
-
 def served(shapes, quadratic):
     """The maker, the plans, and the most time of a step relative to a plan of its own."""
     maker = Maker(quadratic)
     first = FakePlan(shapes[0], quadratic)
     family = PlansByShape(nn.Linear(1, 1), first, (torch.empty(shapes[0]),), {}, maker)
-    family.begin(Group())
+    family.begin(SimpleNamespace(follower=True, begin=lambda modules: None))
     worst = 0.0
     for shape in shapes:
         family.serve((torch.empty(shape),), {})
@@ -107,8 +91,6 @@ def served(shapes, quadratic):
 
 
 KINDS = {
-    "growing": range(LEAST, MOST),
-    "falling": range(MOST, LEAST, -1),
     "random": random.Random(0).sample(range(LEAST, MOST), MOST - LEAST),
     "there and back": [*range(LEAST, MOST), *range(MOST, LEAST, -1)],
 }

@@ -112,13 +112,14 @@ def test_a_function_may_build_one_dict_for_a_model_that_takes_it():
     def batch(size):
         return {"input_ids": torch.ones(size, 4), "labels": torch.zeros(size, 4)}
 
-    peaks, sizes = [], []
-    for kind in (OfBatches, OfOneDict):
-        found = recoup.estimate(lambda kind=kind: (kind(), batch(8)))
-        peaks.append(found.plain_peak_bytes)
-        sizes.append(recoup.largest(batch, kind(), budget="64 KiB", most=512).size)
-    assert peaks[0] == peaks[1]
-    assert sizes[0] == sizes[1]
+    of_entries, of_one = (
+        (
+            recoup.estimate(lambda kind=kind: (kind(), batch(8))).plain_peak_bytes,
+            recoup.largest(batch, kind(), budget="16 KiB", most=128).size,
+        )
+        for kind in (OfBatches, OfOneDict)
+    )
+    assert of_entries == of_one
 
 
 def test_a_model_that_writes_into_its_batch_is_given_a_new_one_at_each_call():
@@ -143,15 +144,7 @@ def test_every_option_of_a_plan_has_its_default(function):
     assert function is recoup.largest or own == {"budget": None, "policy": None, "replan": False}
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
-
-class Trained(nn.Module):
-    def training_step(self, batch):
-        return batch.sum()
-
-
-class PassedOn(Trained):
+class PassedOn(nn.Module):
     """Has the forward of its class, as modules of Lightning do."""
 
     def forward(self, *args, **kwargs):
@@ -159,7 +152,6 @@ class PassedOn(Trained):
 
 
 MODEL = dense(3, 4)
-FRONTIER = functools.cache(lambda: recoup.plan(MODEL, X))
 
 
 def of(*args, model=MODEL, **kwargs):
@@ -175,48 +167,28 @@ def in_inference_mode():
         recoup.plan(MODEL, X)
 
 
-def never_runs(size):
-    pytest.fail("it ran")
-
-
-# A wrong value of each option, refused by all that make plans before anything runs.
-NO_OPTIONS = {
-    "budget_of": "all", "compile": "fast", "exact": 1, "holds_output": "x", "tiles": 1,
-    "headroom": 1, "loss": "mean", "optimizer": "adam",
-}  # fmt: skip
 ATTEMPTS = {
-    "no arguments": (
-        of(budget=BUDGET),
-        r"forward of Sequential takes \(input\), but got nothing: .* Give its arguments",
-    ),
+    "no arguments": (of(budget=BUDGET), r"Sequential takes \(input\), but got nothing: .* Give i"),
     "too many": (of(X, X, budget=BUDGET), "but got 2 arguments: too many"),
     "memory": (
         of(X, memory=BUDGET),
         "but got 1 argument, memory: .*unexpected keyword argument 'memory'.* are `budget`",
     ),
     "a class": (of(X, model=nn.Linear), "`model` is the class Linear"),
-    "a function": (of(X, model=torch.sin), "`model` is a builtin_function_or_method"),
     "frozen": (
-        lambda: recoup.plan(dense(2, 4).requires_grad_(False), X),
-        "returned nothing that requires a gradient",
+        of(X, model=dense(2, 4).requires_grad_(False)), "returned nothing that requires a gradient"
     ),
     "data parallel": (of(X, model=nn.DataParallel(MODEL)), "Plan for `model.module`"),
-    "a block that is not there": (
-        of(X, blocks=["7"]), "`blocks` has '7', which is no module of Sequential"
-    ),
+    "a block that is not there": (of(X, blocks=["7"]), "`blocks` has '7', which is no module of S"),
     "blocks of no name": (
         of(X, blocks="h\\.[0-9]"), r"`blocks` is 'h\\\\\.\[0-9\]', which matches the name of no mod"
     ),
     "blocks of others": (of(X, blocks=[nn.Linear(2, 2)]), "`blocks` has Linear, which is no modu"),
-    "blocks of a number": (of(X, blocks=[3]), "`blocks` has int"),
-    "blocks of no pattern": (of(X, blocks="("), "`blocks`"),
     "blocks that nothing calls": (
         of(X, model=taking(lambda self, x: self.layers[0](x))(), blocks=["layers"]),
         "calls none of them",
     ),
-    "a model that returns None": (
-        of(X, model=taking(lambda self, x: None)()), "returned None"
-    ),
+    "a model that returns None": (of(X, model=taking(lambda self, x: None)()), "returned None"),
     "a model that is not initialized": (
         of(X, model=nn.Sequential(nn.LazyLinear(8))), r"not initialized.*torch\.no_grad\(\)"
     ),
@@ -225,9 +197,7 @@ ATTEMPTS = {
     ),
     "a step in inference": (in_inference_mode, r"outside of `torch\.inference_mode`"),
     "no blocks": (of(X, blocks=[]), "`blocks` is empty"),
-    "blocks in blocks": (
-        of(X, blocks=["0", "0.0"]), "`blocks` contains `0` and `0.0`, which is part of it"
-    ),
+    "blocks in blocks": (of(X, blocks=["0", "0.0"]), "contains `0` and `0.0`, which is part of it"),
     "a module of criteria": (
         of(X, loss=nn.MSELoss()),
         r"`loss` takes \(input: torch.Tensor, .*\), but got 1 argument: .*lambda",
@@ -236,41 +206,24 @@ ATTEMPTS = {
         of(X, loss=lambda output: output.sum(), num_forwards=2),
         r"`loss` takes \(output\), but got 2 arguments",
     ),
-    "a loss that is no number": (
-        of(X, loss=lambda y: y), r"`loss` returned a tensor of shape \(8, 4\)"
-    ),
+    "a loss that is no number": (of(X, loss=lambda y: y), r"returned a tensor of shape \(8, 4\)"),
     "a training step of Lightning": (
         of(X, model=PassedOn()),
         "`model` is a PassedOn without a `forward`.*callback .*MemoryBudget",
     ),
     "scripted blocks": (
-        lambda: recoup.plan(nn.Sequential(*map(torch.jit.script, MODEL)), X),
+        lambda: of(X, model=nn.Sequential(*map(torch.jit.script, MODEL)))(),
         "A Sequential that torch.jit has scripted or traced .* or name other `blocks`",
     ),
-    **{
-        f"a budget of {budget}": (of(X, budget=budget), f"`budget` is {budget!r}")
-        for budget in ("2 GiBBB", -1, True)
-    },
     "an optimizer of a step": (
         of(X, budget=BUDGET, optimizer=torch.optim.SGD(MODEL.parameters())),
         'counts only with budget_of="total"',
     ),
     "replan without a budget": (of(X, replan=True), "`replan` is True without a `budget`"),
-    **{
-        f"{pending} pending": (
-            lambda pending=pending: FRONTIER().plan("1 GiB", pending=pending),
-            f"`pending` is {pending!r}, but must be a number",
-        )
-        for pending in (-1, True)
-    },
-    "offload to a host": (
-        of(X, offload_to="host"), '`offload_to` is "host", but the model is on the cpu'
-    ),
-    "offload to a number": (of(X, offload_to=3), "`offload_to` is 3, which is no folder"),
+    "offload to a host": (of(X, offload_to="host"), 'is "host", but the model is on the cpu'),
     **{
         f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
         for options, message in (
-            ({"policy": "half"}, "'half', but must be one of full, .*save atten.*, keep"),
             ({"budget": "1 GiB"}, "`budget` is '1 GiB', and .* Choose one"),
             ({"tiles": True}, "`tiles` is True, but .* Leave `tiles` out"),
             ({"replan": True}, "`replan` is True without a `budget`"),
@@ -278,19 +231,10 @@ ATTEMPTS = {
         )
     },
     "least and most": (largest(least=3, most=2), "`least` is 3 and `most` is 2"),
-    "a number for a function": (largest(3), "`build_batch` is 3, but must be a function"),
     "a batch of nothing": (largest(lambda size: None), "`build_batch` returned None for size 2"),
     "a batch that does not grow": (
         largest(lambda size: torch.ones(20, 4)[:size]), "must return larger arguments"
     ),
-    **{
-        f"{name} of {function.__name__}": (
-            functools.partial(function, *given, budget=BUDGET, **{name: value}),
-            f"`{name}` is {value!r}",
-        )
-        for name, value in NO_OPTIONS.items()
-        for function, given in ((recoup.plan, [MODEL]), (recoup.largest, [never_runs, MODEL]))
-    },
 }  # fmt: skip
 
 

@@ -1,32 +1,35 @@
-"""The frontier of a model: plans for several budgets from one measurement."""
+"""The frontier of a model, the points that are rehearsed, stages of pipelines, and the largest."""
 
 from __future__ import annotations
 
-import logging
+import functools
 import pickle
+import random
+from collections import deque
 
 import pytest
 import torch
+from torch import nn
 
 import recoup
 from recoup.errors import BudgetError
-from recoup.planning import compiling
 from recoup.planning import frontier as frontier_module
 from recoup.planning.verification import DifferentStepError
+from recoup.planning.verified_plan import choose
 from tests.neighbours.planned import Net, give_steady_times, give_steps_times, loss_of
-from tests.plan_oracle import assert_as_plain, between, step_of, ways_of
+from tests.plan_oracle import assert_as_plain, between, peak_of, step_of, ways_of
 
 
-def of_net(num_blocks=5, **options):
+def of_net(num_blocks=5, num_rows=64, **options):
     """A model, a step of it, its input, and its frontier."""
     torch.manual_seed(0)
-    model, x = Net(32, num_blocks), torch.randn(64, 32)
+    model, x = Net(32, num_blocks), torch.randn(num_rows, 32)
     model.stem.eval()  # so that all steps are the same
     frontier = recoup.plan(model, x, loss=loss_of, **options)
     return model, step_of(model, x, loss=loss_of), x, frontier
 
 
-def test_points_are_what_plans_take():
+def test_points_are_what_plans_take_and_what_the_table_shows(tmp_path):
     _, _, _, frontier = of_net()
     points = frontier.points
     assert [point.peak_bytes for point in points] == sorted({p.peak_bytes for p in points})
@@ -37,29 +40,28 @@ def test_points_are_what_plans_take():
     plan = frontier.plan(points[-2].peak_bytes + 4096)  # a rehearsal may take a little more
     assert plan.predicted_peak_bytes == points[-2].peak_bytes
     assert sum(row.num_forwards for row in plan.blocks) == points[-2].num_forwards
+    title, _, head, *rows = str(frontier).splitlines()
+    assert title.startswith("Plans for Net: 5 blocks, from ")
+    assert head.split() == ["peak", "time", "forwards", "blocks"]
+    assert 2 < len(rows) <= 12
+    pytest.importorskip("matplotlib")
+    assert frontier.figure(tmp_path / "frontier.png").stat().st_size > 5000
 
 
-def test_a_further_plan_runs_few_steps():
-    model, _, _, frontier = of_net()
-    budget, calls = between(frontier, 0.5), []
-    model.stem.register_forward_hook(lambda *_: calls.append(1))
-    frontier.plan(budget)
-    assert len(calls) <= 4  # the plain step, the least, the planned one, and its time
-
-
-def test_a_plan_after_training_is_compared_with_the_parameters_of_now():
+def test_a_further_plan_runs_few_steps_and_compares_with_the_parameters_of_now():
     model, step, _, frontier = of_net()
-    frontier.plan("1 GiB")
+    budget, calls = between(frontier, 0.5), []
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert_as_plain(frontier.plan(between(frontier, 0.5)), step)
+    model.stem.register_forward_hook(lambda *_: calls.append(1))
+    plan = frontier.plan(budget)
+    assert len(calls) <= 4  # the plain step, the least, the planned one, and its time
+    assert_as_plain(plan, step)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda model: model.eval(), lambda model: model.requires_grad_(False)]
-)
-def test_another_state_of_the_model(change):
+@pytest.mark.parametrize("change", [nn.Module.eval, lambda model: model.requires_grad_(False)])
+def test_another_state_of_the_model_is_refused(change):
     model, _, _, frontier = of_net()
     change(model)
     with pytest.raises(ValueError, match="measured for another state of the Net"):
@@ -76,66 +78,195 @@ def test_an_error_of_too_few_bytes_has_the_frontier_with_it():
     assert frontier.plan(info.value.least_bytes).rehearsed_peak_bytes
 
 
-def test_the_table(tmp_path):
-    _, _, _, frontier = of_net()
-    title, _, head, *rows = str(frontier).splitlines()
-    assert title.startswith("Plans for Net: 5 blocks, from ")
-    assert head.split() == ["peak", "time", "forwards", "blocks"]
-    assert 2 < len(rows) <= 12
-    pytest.importorskip("matplotlib")
-    assert frontier.figure(tmp_path / "frontier.png").stat().st_size > 5000
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-class TestCompiled:
-    """Frontiers with blocks that are compiled."""
+def test_steps_of_compiled_blocks_and_of_others_are_timed_where_predictions_are_close(monkeypatch):
+    give_steady_times(monkeypatch)
+    monkeypatch.setattr(frontier_module, "_CLOSE", 10.0)
+    frontier = of_net(num_blocks=3, compile="aot_eager")[-1]
+    assert True in {point.is_compiled for point in frontier.points}
+    assert "compiled" in str(frontier)
+    peaks = {}
+    for compiled, others in ((1.0, 2.0), (2.0, 1.0), (1.0, 1.01)):
+        give_steps_times(monkeypatch, compiled=compiled, others=others)
+        plan = frontier.plan("1 GiB")
+        is_compiled = any("compiled" in way for way in ways_of(plan))
+        peaks[is_compiled] = plan.rehearsed_peak_bytes
+        assert is_compiled == (others > compiled) or others == 1.01
+    assert set(peaks) == {True, False}
+    assert plan.rehearsed_peak_bytes == min(peaks.values())  # of those about as fast
 
-    @pytest.fixture
-    def of_compiled(self, monkeypatch):
-        give_steady_times(monkeypatch)
-        monkeypatch.setattr(frontier_module, "_CLOSE", 10.0)
-        return of_net(num_blocks=3, compile="aot_eager")
+    verified = frontier_module.verified
 
-    def test_blocks_are_measured_once(self, of_compiled, caplog, tmp_path):
-        _, step, _, frontier = of_compiled
-        assert True in {point.is_compiled for point in frontier.points}
-        assert "compiled" in str(frontier)
-        caplog.set_level(logging.INFO, logger=compiling.__name__)
-        for share in (0.5, 1.0):
-            plan = frontier.plan(between(frontier, share))
-            assert any("compiled" in way for way in ways_of(plan))
-            with plan.applied():
-                peak = recoup.measure(step, device="cpu", repeats=0).peak_bytes
-            assert peak <= plan.budget_bytes
-        assert not [record for record in caplog.records if record.name == compiling.__name__]
-        pytest.importorskip("matplotlib")
-        frontier.figure(tmp_path / "frontier.png")
+    def other_fails(kind, *args):
+        if kind.is_compiled:
+            return verified(kind, *args)
+        raise DifferentStepError("another")
 
-    def test_steps_of_both_kinds_are_timed_where_their_predictions_are_close(
-        self, of_compiled, monkeypatch
-    ):
-        frontier, peaks = of_compiled[-1], {}
-        for compiled, others in ((1.0, 2.0), (2.0, 1.0), (1.0, 1.01)):
-            give_steps_times(monkeypatch, compiled=compiled, others=others)
-            plan = frontier.plan("1 GiB")
-            is_compiled = any("compiled" in way for way in ways_of(plan))
-            peaks[is_compiled] = plan.rehearsed_peak_bytes
-            assert is_compiled == (others > compiled) or others == 1.01
-        assert set(peaks) == {True, False}
-        assert plan.rehearsed_peak_bytes == min(peaks.values())  # of those about as fast
+    monkeypatch.setattr(frontier_module, "verified", other_fails)
+    assert any("compiled" in way for way in ways_of(frontier.plan("1 GiB")))
 
-    def test_a_second_kind_that_computes_something_else_is_passed_over(
-        self, of_compiled, monkeypatch
-    ):
-        verified = frontier_module.verified
 
-        def other_fails(kind, *args):
-            if kind.is_compiled:
-                return verified(kind, *args)
-            raise DifferentStepError("another")
+# -- points that are rehearsed ---------------------------------------------------------------------
 
-        monkeypatch.setattr(frontier_module, "verified", other_fails)
-        assert any("compiled" in way for way in ways_of(of_compiled[-1].plan("1 GiB")))
+
+def rehearsing(peaks):
+    met = []
+
+    def rehearse(place):
+        met.append(place)
+        return peaks[place]
+
+    return met, rehearse
+
+
+def test_few_points_are_rehearsed_and_what_is_named_is_found_again():
+    """F5: the frontier is bisected, also where rehearsals are no order at all."""
+    draw = random.Random(0)
+    for _ in range(300):
+        num_points = draw.choice([1, 2, 3, 10, 100])
+        predicted = sorted(draw.randrange(100, 1000) for _ in range(num_points))
+        peaks = [int(p * draw.uniform(0.7, 1.6)) for p in predicted]
+        budget = draw.randrange(50, 1600)
+        met, rehearse = rehearsing(peaks)
+        within = draw.choice([1.0, 1.25])
+        choice = choose(predicted, budget, rehearse, fastest_within=within)
+        assert len(met) == len(set(met)) <= num_points.bit_length() + 6 + (within > 1)
+        if predicted[-1] <= within * budget and peaks[-1] <= budget:
+            assert choice.point_index == num_points - 1
+        assert (choice.point_index is None) == (choice.peak_bytes > budget)
+        if choice.point_index is not None:
+            assert peaks[choice.point_index] == choice.peak_bytes
+        again = choose(predicted, choice.least_bytes, rehearse)
+        assert again.point_index is not None
+        assert peaks[again.point_index] <= choice.least_bytes
+
+
+HELD = list(range(100, 200))  # predictions that hold
+ROSE = [peak if peak < 140 else peak + 20 for peak in HELD]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "predicted", "budget", "choice", "rehearsed"),
+    [
+        (HELD, HELD, 150, (50, 150, 100), [50, 0]),
+        (HELD, HELD, 60, (None, 100, 100), [0]),
+        (ROSE, HELD, 150, (39, 139, 100), [50, 25, 38, 44, 41, 40, 39, 0]),
+        ([150, 120, 140], [100, 110, 130], 145, (2, 140, 140), [2, 0]),
+        ([150, 120, 140], [100, 110, 130], 115, (None, 140, 140), [1, 0, 2]),
+        ([105, 160, 130], [100, 120, 140], 129, (0, 105, 105), [1, 0]),
+    ],
+)
+def test_points_that_are_rehearsed(peaks, predicted, budget, choice, rehearsed):
+    met, rehearse = rehearsing(peaks)
+    assert choose(predicted, budget, rehearse) == choice
+    assert met == rehearsed
+
+
+# -- stages of a pipeline: each microbatch has a backward, the first one first ---------------------
+
+
+@pytest.mark.parametrize("pending", [0, 2])
+def test_a_step_of_a_stage_keeps_to_its_budget(pending):
+    model, _, x, frontier = of_net(4, 256)
+
+    def one_forward_one_backward():
+        waiting = deque()
+        for _ in range(4):
+            waiting.append(model(x))
+            if len(waiting) > pending:
+                loss_of(waiting.popleft()).backward()
+        while waiting:
+            loss_of(waiting.popleft()).backward()
+
+    with pytest.raises(BudgetError) as error:
+        frontier.plan("1 KiB", pending=pending)
+    least, most = error.value.least_bytes, frontier.plan("1 GiB", pending=pending).most_bytes
+    for budget in (least, (least + most) // 2):
+        plan = frontier.plan(budget, pending=pending)
+        assert_as_plain(plan, one_forward_one_backward)
+        assert ways_of(plan) != {"keep"}
+
+
+def test_what_waits_holds_little_and_one_forward_more_is_refused():
+    """A plan for a step alone keeps what costs nothing there, and several times here."""
+    model, _, x, frontier = of_net(4, 256)
+    plans = [
+        frontier.plan(frontier.plan("1 GiB", pending=pending).least_bytes, pending=pending)
+        for pending in (None, 3, 1)
+    ]
+    alone, beside, _ = (sum(row.keeps_bytes for row in plan.blocks) for plan in plans)
+    assert beside < alone
+    with plans[-1].applied():
+        waiting = [model(x), model(x)]
+        with pytest.raises(BudgetError, match="for the third time before a backward"):
+            model(x)
+        loss_of(waiting.pop()).backward()
+        waiting.append(model(x))
+
+
+# -- the largest batch or sequence in a budget -----------------------------------------------------
+
+
+def net():
+    torch.manual_seed(0)
+    return Net(16, 4)
+
+
+def batch(size):
+    return torch.ones(size, 16)
+
+
+largest = functools.partial(recoup.largest, least=2, loss=loss_of)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kib", [150, 260])
+def test_the_largest_batch_is_that_of_a_search_through_all_sizes(kib):
+    model, budget = net(), kib * 2**10
+    found = largest(batch, model, budget=budget)
+    best = found.size - 1
+    for size in range(found.size - 1, found.size + 8):
+        try:
+            recoup.plan(model, batch(size), budget=budget, loss=loss_of)
+        except BudgetError:
+            break
+        best = size
+    assert best >= found.size >= 0.98 * best - 1
+    assert found.plan.rehearsed_peak_bytes <= budget
+    step = step_of(model, *found.args, loss=loss_of, **found.kwargs)
+    assert peak_of(model, step) > 1.3 * budget  # of the model alone
+    with found.plan.applied():
+        assert peak_of(model, step) <= budget
+
+
+def test_a_bound_that_fits_is_found_with_few_probes():
+    sizes = []
+
+    def build(size):
+        sizes.append(size)
+        return (batch(size),)
+
+    assert largest(build, net(), budget="1 GiB", most=100).size == 100
+    assert len(set(sizes)) <= 8
+
+
+def test_a_batch_that_does_not_grow_will_do_where_one_size_is_asked_for():
+    found = largest(lambda size: batch(20)[:size], net(), budget="1 MiB", least=20, most=20)
+    assert found.size == 20
+
+
+def test_a_model_that_takes_no_more_says_the_way_out():
+    class Positions(Net):
+        def forward(self, x):
+            if len(x) > 20:
+                raise IndexError("20 positions")
+            return super().forward(x)
+
+    with pytest.raises(IndexError, match="20 positions") as caught:
+        largest(batch, Positions(16, 3), budget="1 MiB", least=8)
+    (_, way_out) = caught.value.__notes__
+    assert "Size 16 ran" in way_out
+    assert "`most`" in way_out

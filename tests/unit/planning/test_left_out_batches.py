@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+
+from tests.plan_oracle import dense
 
 lightning = pytest.importorskip("lightning.pytorch")
-DIM = 8
 
 
-def module(left_out):
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            blocks = [nn.Sequential(nn.Linear(DIM, 32), nn.Tanh(), nn.Linear(32, DIM))] * 4
-            self.net = nn.Sequential(*blocks)
+class Module(lightning.LightningModule):
+    def __init__(self, left_out):
+        super().__init__()
+        self.net, self.left_out = dense(4, 8), left_out
 
-        def training_step(self, batch, batch_idx):
-            return None if batch_idx in left_out else self.net(batch).square().mean()
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.left_out else self.net(batch).square().mean()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    torch.manual_seed(0)
-    return Module()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def trained(left_out, *callbacks):
-    model, rows = module(left_out), torch.arange(32.0).view(4, 1, DIM).repeat(1, 4, 1) / 32
+    model, rows = Module(left_out), torch.arange(32.0).view(4, 1, 8).repeat(1, 4, 1) / 32
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=list(callbacks), enable_checkpointing=False,
         enable_model_summary=False, enable_progress_bar=False, logger=False, max_epochs=1,

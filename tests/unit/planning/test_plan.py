@@ -1,10 +1,13 @@
-"""What a plan finds, says and draws."""
+"""What a plan does, says and draws, for bytes or by a policy."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 from unittest.mock import MagicMock
 from xml.etree.ElementTree import fromstring
@@ -12,12 +15,20 @@ from xml.etree.ElementTree import fromstring
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import recoup
 from recoup.errors import BudgetError
-from recoup.planning import priced_blocks
+from recoup.flows import NICE
+from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
+from recoup.planning.report import what_can_be_inverted
+from recoup.schedules import Offload, simulate
+from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+from tests.oracle import Operators
 from tests.plan_oracle import (
+    Made,
+    Residual,
     assert_as_plain,
     between,
     names_of,
@@ -48,19 +59,17 @@ def give_times(monkeypatch, **times):
 # -- what it does ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocks", [r"[02]", ["0", "2"], (0, 2)])
-def test_blocks_that_are_named(blocks):
+def test_blocks_that_are_named():
     model = stack()
-    given = [model[i] for i in blocks] if isinstance(blocks[0], int) else blocks
-    plan = recoup.plan(model, batch(), budget="1 GiB", loss=square, blocks=given)
-    assert names_of(plan) == ["0", "2"]
+    for blocks in (r"[02]", ["0", "2"], [model[0], model[2]]):
+        plan = recoup.plan(model, batch(), budget="1 GiB", loss=square, blocks=blocks)
+        assert names_of(plan) == ["0", "2"]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_total_counts_what_is_alive_before(fused):
-    model, x = stack(), batch()
+def test_a_total_counts_what_is_alive_before():
+    model, x = stack(3), batch()
     parameters = list(model.parameters())
-    optimizer, step = torch.optim.Adam(parameters, fused=fused), step_of(model, x)
+    optimizer, step = torch.optim.Adam(parameters, fused=True), step_of(model, x)
     standing = 3 * sum(p.nbytes for p in parameters) + 4 * len(parameters)  # the numbers of steps
     of_step = recoup.plan(model, x, loss=square).least_bytes
     for _ in range(2):  # before there are states, and then
@@ -114,19 +123,55 @@ def test_nothing_outlives_a_forward_without_backward():
         gc.enable()
 
 
-def test_schedule_says_what_is_run():
-    model, x, made = planned(0.0)
-    simulation = recoup.schedules.simulate(made.schedule, costs=made.costs)
-    assert simulation.peak_bytes == made.predicted_peak_bytes
+def test_blocks_run_as_often_as_the_schedule_says():
     runs = []
-    for module in model:
-        forward = type(module).forward
-        vars(module)["forward"] = lambda x, m=module, f=forward: (runs.append(1), f(m, x))[1]
-    budget = made.budget_bytes
-    with recoup.plan(model, x, budget=budget, loss=square).applied():
+
+    class Counted(Residual):
+        def forward(self, x):
+            runs.append(self)
+            return super().forward(x)
+
+    model, x = stack(kind=Counted), batch()
+    frontier = recoup.plan(model, x, loss=square)
+    made = frontier.plan(frontier.least_bytes)
+    assert simulate(made.schedule, costs=made.costs).peak_bytes == made.predicted_peak_bytes
+    with made.applied():
         runs.clear()
         step_of(model, x)()
-    assert len(runs) == sum(row.num_forwards for row in made.blocks)
+    assert Counter(runs) == {model[int(row.name)]: row.num_forwards for row in made.blocks}
+
+
+def test_blocks_that_keep_products_share_one_kept_input():
+    model = stack(8, lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
+    x = torch.randn(512, 64)
+    frontier = recoup.plan(model, x, loss=square)
+    plan = frontier.plan(between(frontier, 0.5))
+    kept = [getattr(action, "results", 0) for action in plan.schedule.actions]  # of `Advance` alone
+    assert any(one and two for one, two in pairwise(kept))
+    assert_as_plain(plan, step_of(model, x))
+
+
+def test_inputs_wait_in_a_folder_where_that_is_faster_than_to_recompute(tmp_path, monkeypatch):
+    def block():
+        """Its input is large beside what its second run needs."""
+        parts = {name: nn.Linear(64, 64) for name in "ab"}
+        return Made(lambda block, x: x + block.b(block.a(x).tanh()), **parts)
+
+    def plan_for(seconds_per_byte):
+        monkeypatch.setattr(options, "_seconds_per_byte", lambda to, device: seconds_per_byte)
+        return recoup.plan(model, x, budget=budget, offload_to=tmp_path)
+
+    model, x = stack(12, block), torch.randn(512, 64)
+    without = recoup.plan(model, x)
+    budget = without.points[0].peak_bytes + 9 * 512 * 64  # two states are in flight
+    plan = plan_for(1e-12)
+    num_forwards = [sum(b.num_forwards for b in p.blocks) for p in (plan, without.plan(budget))]
+    assert num_forwards[0] < num_forwards[1]
+    assert {a.to for a in plan.schedule.actions if isinstance(a, Offload)} == {str(tmp_path)}
+    assert "recompute, offload" in str(plan)
+    assert_as_plain(plan, step_of(model, x, loss=torch.sum))
+    assert not list(tmp_path.iterdir())
+    assert not any(isinstance(action, Offload) for action in plan_for(0.1).schedule.actions)
 
 
 # -- what it says ----------------------------------------------------------------------------------
@@ -149,6 +194,14 @@ def test_the_report_the_repr_and_the_html_name_blocks_ways_and_bytes():
     assert fromstring(made._repr_html_()).text == text
 
 
+def test_what_runs_inverted_already_is_not_proposed_for_it():
+    assert what_can_be_inverted(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []) == []
+    flow = NICE((1, 4, 4), levels=None, width=16)
+    assert what_can_be_inverted(flow, []) != []
+    flow.memory = "constant"
+    assert what_can_be_inverted(flow, []) == []
+
+
 @pytest.mark.parametrize("share", [0.0, None])
 def test_all_times_of_a_plan_are_seconds(monkeypatch, share):
     """The costs are divided so that whole steps take what the clock said."""
@@ -160,15 +213,13 @@ def test_all_times_of_a_plan_are_seconds(monkeypatch, share):
     assert (pays > 0) == (share == 0.0)
     assert made.predicted_time_ratio == pytest.approx((6.0 + pays) / 6.0)
     for point in made.frontier:
-        simulation = recoup.schedules.simulate(point.schedule, costs=made.costs)
+        simulation = simulate(point.schedule, costs=made.costs)
         assert point.seconds == pytest.approx(simulation.seconds)
 
 
 @pytest.mark.clocked
 def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_plain_peak():
-    torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in "abcd"]
-    model, x = nn.Sequential(*layers), torch.randn(8, 16, 32)
+    model, x = stack(4), batch()
     frontier = recoup.plan(model, x)
     times = [point.relative_time for point in frontier.points]
     assert times == sorted(times, reverse=True)
@@ -205,10 +256,68 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
     assert after[-1] == pytest.approx(float(place)) == pytest.approx(made.predicted_time_ratio)
 
 
-@pytest.mark.slow
-def test_the_figure(tmp_path):
-    _, _, made = planned()
-    for suffix in (".png", ".svg"):
-        assert made.figure(tmp_path / f"plan{suffix}").stat().st_size > 5000
-    with pytest.raises(ValueError, match="must end in one of"):
-        made.figure(tmp_path / "plan.txt")
+# -- policies: what people choose by hand for all blocks -------------------------------------------
+
+
+def attends(width: int) -> nn.Module:
+    """A block with a kernel of attention."""
+
+    def forward(block, x):
+        q, k, v = block.given(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.gelu(block.made(y.transpose(1, 2).flatten(2)))
+
+    return Made(forward, given=nn.Linear(width, 3 * width), made=nn.Linear(width, width))
+
+
+def of_net(block=Block):
+    """A model, its input, and a step."""
+    torch.manual_seed(0)
+    model, x = Net(32, 6, block), torch.randn(8, 64, 32)
+    model.stem = nn.Linear(32, 32)
+    return model, x, lambda: loss_of(model(x)).backward()
+
+
+def counted(model, step):
+    """What a step makes, its peak, and the runs of each block."""
+    runs = Counter()
+    for index, block in enumerate(model.blocks):
+        first = next(block.children())
+        first.register_forward_pre_hook(lambda *_, i=index: runs.update([i]))
+    made = result_of(model, step)
+    runs, forwards = Counter(), runs
+    return made, peak_of(model, step), sorted(forwards.items())
+
+
+@pytest.mark.parametrize(("policy", "every"), [("full", 1), ("every 2nd block", 2), ("keep", 7)])
+def test_a_policy_is_what_people_do_by_hand(policy, every):
+    hand, _, step = of_net()
+    for block in list(hand.blocks)[::every] if every < 7 else []:
+        block.forward = functools.partial(recoup.checkpoint, block.forward)
+    wanted, most, runs = counted(hand, step)
+    model, x, step = of_net()
+    plan = recoup.plan(model, x, policy=policy, loss=loss_of)
+    with plan.applied():
+        found, peak, own_runs = counted(model, step)
+    assert_same(found, wanted)
+    assert own_runs == runs
+    assert abs(peak - most) <= 0.005 * most  # of one region, or of several, are random states
+    assert peak <= plan.rehearsed_peak_bytes
+    with plan.applied():
+        loss_of(model(x) + model(x)).backward()  # it has no budget, and so no bound
+    assert f'Net: 6 blocks, policy "{policy}" (step)' in str(plan)
+    assert "least feasible" not in str(plan)
+
+
+def test_attention_is_kept_and_the_rest_runs_again():
+    model, x, step = of_net(attends)
+    wanted = result_of(model, step)
+    plan = recoup.plan(model, x, policy="save attention", loss=loss_of)
+    assert ways_of(plan) == {"keep products"}
+    kept = x.nbytes + 4 * x.shape[0] * 4 * x.shape[1]  # its result, and a number a row and head
+    assert {row.keeps_bytes for row in plan.blocks} == {x.nbytes + kept}
+    with plan.applied(), Operators() as ran:
+        found = result_of(model, step)
+    assert_same(found, wanted)
+    assert ran.of("_scaled_dot_product_flash_attention_for_cpu") == 6
+    assert ran.of("addmm") >= 2 * 6 + 2

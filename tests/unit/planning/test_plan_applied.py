@@ -28,11 +28,6 @@ def plan(model, x, budget="1 GiB"):
     return recoup.plan(model, x, budget=budget, loss=square)
 
 
-def pair():
-    """Two stacks, each with its plan."""
-    return Made(lambda m, x: m.decoder(m.encoder(x)), encoder=stack(), decoder=stack())
-
-
 def test_one_line_of_log_says_what_the_model_follows(caplog):
     model, x = stack(2), batch()
     made = plan(model, x)
@@ -48,15 +43,17 @@ def test_one_line_of_log_says_what_the_model_follows(caplog):
     assert caplog.records[0].name == "recoup.planning.plan"
 
 
-@pytest.mark.slow
-def test_a_cell_that_is_run_again_replaces_its_plan():
+def test_a_further_plan_replaces_the_one_of_before_when_it_is_applied():
     """A notebook runs `recoup.plan(...).apply()` twice: plans are made as if none were applied."""
     model, x = stack(), batch()
-    wanted, step = plan(model, x), step_of(model, x)
-    first = wanted.apply()
-    for budget in (first.least_bytes, "1 GiB", first.least_bytes):
+    first = plan(model, x).apply()
+    least = first.least_bytes
+    with plan(model, x, least).applied() as inner:
+        assert recoup.applied_plans(model) == [inner]
+    assert recoup.applied_plans(model) == [first]
+    for budget in ("1 GiB", least):
         again = plan(model, x, budget)
-        assert again.most_bytes == wanted.most_bytes
+        assert again.most_bytes == first.most_bytes
         assert recoup.applied_plans(model) != [again], "nothing changes before apply()"
         again.apply()
         assert recoup.applied_plans(model) == [again]
@@ -64,28 +61,18 @@ def test_a_cell_that_is_run_again_replaces_its_plan():
     with pytest.raises(BudgetError):
         plan(model, x, 1)
     assert again.is_applied
-    assert peak_of(model, step) <= first.least_bytes
+    assert peak_of(model, step_of(model, x)) <= least
     first.remove()  # it is no longer there, and takes nothing of another's away
     assert recoup.applied_plans(model) == [again]
-    again.remove()
-    assert is_plain(model)
-
-
-def test_after_a_context_the_plan_of_before_is_there_again():
-    model, x = stack(), batch()
-    outer = plan(model, x).apply()
-    inner = plan(model, x, outer.least_bytes)
-    with inner.applied():
-        assert recoup.applied_plans(model) == [inner]
-    assert recoup.applied_plans(model) == [outer]
-    with outer.applied():
+    with again.applied():
         pass
     assert is_plain(model)
 
 
 @pytest.mark.filterwarnings("ignore:The first step")  # which has the other part, too
 def test_two_plans_for_parts_of_a_model():
-    model, x = pair(), batch()
+    model = Made(lambda m, x: m.decoder(m.encoder(x)), encoder=stack(), decoder=stack())
+    x = batch()
     one, two = plan(model.encoder, x).apply(), plan(model.decoder, x).apply()
     assert recoup.applied_plans(model) == [one, two]
     assert recoup.applied_plans(model.encoder) == [one]
@@ -98,9 +85,8 @@ def test_two_plans_for_parts_of_a_model():
     assert is_plain(model)
 
 
-@pytest.mark.slow
 def test_a_plan_over_blocks_of_another_model_names_the_way_out():
-    model, x = stack(), batch()
+    model, x = stack(2), batch()
     plan(model, x).apply()
     other = nn.Sequential(*model)
     with pytest.raises(ValueError, match=r"plan of another model.*Sequential.*applied_plans"):
@@ -142,11 +128,7 @@ def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
     model, x = stack(), batch()
     planned = plan(model, x).apply()
     ours = model.forward
-
-    @functools.wraps(ours)
-    def wrapped(*args, **kwargs):
-        return ours(*args, **kwargs)
-
+    wrapped = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
     model.forward = wrapped
     assert recoup.applied_plans(model) == [planned]
     again = plan(model, x, planned.least_bytes).apply()
@@ -176,9 +158,6 @@ def test_a_lack_of_memory_names_the_way_out(is_first):
     assert "let a plan leave more `headroom`, or set" in note
 
 
-# -- copies, and classes ---------------------------------------------------------------------------
-
-
 SHALLOW = {
     "copy": copy.copy,
     "DataParallel": nn.Module._replicate_for_data_parallel,
@@ -203,25 +182,27 @@ def test_a_shallow_copy_runs_its_own_forward(how):
 WITHOUT_RECOUP = """
 import pickle, sys
 sys.modules["recoup"] = None
-model, x, wanted = pickle.load(sys.stdin.buffer)
-model(x).sum().backward()
-assert model[0].weight.grad.equal(wanted)
-assert all("_recoup" not in name for each in model.modules() for name in vars(each))
+for data in pickle.load(sys.stdin.buffer):
+    model, x, wanted = pickle.loads(data)
+    model(x).sum().backward()
+    assert model[0].weight.grad.equal(wanted)
+    assert all("_recoup" not in name for each in model.modules() for name in vars(each))
 """
 
 
-@pytest.mark.parametrize("replan", [False, True])
-def test_a_pickle_of_a_planned_model_loads_without_recoup(replan):
+def test_a_pickle_of_a_planned_model_loads_without_recoup():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(16, 4)
     model[2].forward = functools.partial(nn.Linear.forward, model[2])  # as other libraries do
     model(x).sum().backward()
-    wanted = model[0].weight.grad
+    wanted, found = model[0].weight.grad, []
     model.zero_grad()
-    recoup.plan(model, x, budget="1 GiB", replan=replan).apply()
-    for protocol in (2, pickle.HIGHEST_PROTOCOL):
-        data = pickle.dumps((model, x, wanted), protocol)
-        subprocess.run([sys.executable, "-c", WITHOUT_RECOUP], input=data, check=True)
+    for replan in (False, True):
+        recoup.plan(model, x, budget="1 GiB", replan=replan).apply()
+        given = (model, x, wanted)
+        found += [pickle.dumps(given, protocol) for protocol in (2, pickle.HIGHEST_PROTOCOL)]
+    command = [sys.executable, "-c", WITHOUT_RECOUP]
+    subprocess.run(command, input=pickle.dumps(found), check=True)
 
 
 def test_a_forward_that_other_code_sets_on_the_class_of_a_planned_module():

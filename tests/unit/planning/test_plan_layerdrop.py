@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import recoup
 from tests.neighbours.planned import result_of
 from tests.oracle import assert_same_tensors
 from tests.plan_oracle import Residual, between, names_of, peak_of, square, step_of
-from tests.planned_zoo import transformers_or_skip
 
 
 class LayerDrop(nn.Module):
@@ -36,12 +34,10 @@ class LayerDrop(nn.Module):
         return x
 
 
-def assert_keeps(
-    plan: Any, change: Callable[[int], None], step: Callable[[], None], num: int, most: float = 1.0
-) -> None:
-    """Check that `num` steps have the plain gradients, and at most this part of the budget."""
+def assert_keeps(plan, change, step, num):
+    """Check that `num` steps have the plain gradients, and keep to the budget."""
 
-    def run(seed: int) -> Callable[[], None]:
+    def run(seed):
         return lambda: (torch.manual_seed(seed), step())[1]
 
     for index in range(num):
@@ -51,7 +47,7 @@ def assert_keeps(
             found = result_of(plan.model, run(index))
             peak = peak_of(plan.model, run(index))
         assert_same_tensors(found, wanted)
-        assert peak <= most * plan.budget_bytes, f"step {index}: {peak / plan.budget_bytes:.3f}"
+        assert peak <= plan.budget_bytes, f"step {index}: {peak / plan.budget_bytes:.3f}"
 
 
 @pytest.mark.sampled(1)
@@ -67,7 +63,7 @@ def test_layers_that_are_left_out_keep_to_the_budget(num_layers, rate, scale, sh
     assert (plan.num_seen, plan.num_blocks) == (num_layers, num_layers)
     assert names_of(plan) == [f"layers.{i}" for i in range(num_layers)]
 
-    def change(index: int) -> None:
+    def change(index):
         model.rate = rate if index % 3 else 0.0
 
     with warnings.catch_warnings():
@@ -109,47 +105,3 @@ def test_blocks_in_another_order_keep_what_was_planned_once():
                 warnings.simplefilter("ignore")
                 found = peak_of(model, step)
             assert found - plan_bytes <= x.nbytes * (num_more + 5)
-
-
-def whisper(t):
-    config = t.WhisperConfig(
-        encoder_layers=6, decoder_layers=6, d_model=64, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256, vocab_size=100,
-        num_mel_bins=20, max_source_positions=64, max_target_positions=32, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
-        encoder_layerdrop=0.3, decoder_layerdrop=0.3, use_cache=False,
-    )  # fmt: skip
-    tokens = torch.randint(3, 100, (2, 16))
-    given = {"input_features": torch.randn(2, 20, 128), "labels": tokens}
-    return t.WhisperForConditionalGeneration(config), given
-
-
-def wav2vec2(t):
-    config = t.Wav2Vec2Config(
-        hidden_size=64, num_hidden_layers=8, num_attention_heads=4, intermediate_size=256,
-        conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, layerdrop=0.3,
-        vocab_size=30, apply_spec_augment=False,
-    )  # fmt: skip
-    given = {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 30, (2, 8))}
-    return t.Wav2Vec2ForCTC(config), given
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("build", [whisper, wav2vec2])
-def test_models_with_layer_drop_keep_to_the_budget(build):
-    torch.manual_seed(0)
-    model, given = build(transformers_or_skip())
-    frontier = recoup.plan(model.train(), **given)
-
-    def change(index: int) -> None:
-        rate = 0.3 if index % 3 else 0.0  # a forward without it calls all layers
-        for module in model.modules():
-            for holder in (module, getattr(module, "config", None)):
-                if hasattr(holder, "layerdrop"):
-                    holder.layerdrop = rate
-
-    for share in (0.0, 0.5):
-        # Where no forward that was tried calls all layers, the plan predicts such a step.
-        plan = frontier.plan(between(frontier, share))
-        assert_keeps(plan, change, lambda: model(**given).loss.backward(), 12, most=1.002)

@@ -118,10 +118,6 @@ def test_what_a_block_passes_on_is_not_nudged():
     assert torch.equal(nudged(x, mask)[0], made)
 
 
-class Other(BlockCode):
-    """Code that counts as another one than the block's own."""
-
-
 def test_arguments_that_others_were_given_count_as_held():
     """Of blocks that save `x`, and neither a mask nor their output."""
 
@@ -137,7 +133,7 @@ def test_arguments_that_others_were_given_count_as_held():
     model = Made(forward, blocks=[masked() for _ in range(3)], mask=nn.Linear(64, 64))
     step = Step(model, model, (torch.randn(256, 64),), {}, lambda output: [output.square().sum()])
     blocks = [(f"blocks.{place}", block) for place, block in enumerate(model.blocks)]
-    for code in (Other(), BlockCode(), None):
+    for code in (type("Other", (BlockCode,), {})(), BlockCode(), None):
         calls = measure_blocks(step, blocks, code).calls
         assert [call.unheld_bytes for call in calls] == [0, 0, 0]
         assert calls[1].state_bytes == 256 * 64 * 4  # without the mask
