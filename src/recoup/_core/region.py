@@ -49,7 +49,7 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
-from recoup._core.surroundings import Surroundings, values_of
+from recoup._core.surroundings import Surroundings
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
@@ -163,10 +163,10 @@ class Region(Residuals):
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
-        parameters = surroundings.parameters
-        held = filter(is_there, chain.from_iterable(map(values_of, surroundings.spaces)))
-        is_written = [*map(id, held)] != [*map(id, parameters)] or (
-            bool(parameters) and versions_of(parameters) != surroundings.versions
+        held = chain.from_iterable(map(dict.values, surroundings.holders))
+        is_written = bool(surroundings.holders) and (
+            surroundings.found != list(map(id, held))
+            or versions_of(surroundings.parameters) != surroundings.versions
         )
         if is_written or surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()
