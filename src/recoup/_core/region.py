@@ -49,7 +49,7 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
-from recoup._core.surroundings import Surroundings
+from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
@@ -163,7 +163,7 @@ class Region(Residuals):
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
-        held = chain.from_iterable(map(dict.values, surroundings.holders))
+        held = chain.from_iterable(map(values_of, surroundings.holders))
         is_written = bool(surroundings.holders) and (
             surroundings.found != list(map(id, held))
             or versions_of(surroundings.parameters) != surroundings.versions
@@ -340,7 +340,7 @@ class InvertedRegion(Region):
                 f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
             )
         # Under autocast an inverse may return another type than forward was given.
-        before = tuple(map(Tensor.to, before, self._dtypes))
+        before = tuple(map(_in_type, before, self._dtypes))
         return in_order(before, self._strides)  # See Rule 6
 
     def _check_same(self, again: State, after: State) -> None:
@@ -352,6 +352,12 @@ class InvertedRegion(Region):
                     "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
                     'memory="sqrt".'
                 )
+
+
+def _in_type(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a value in a type; what an inverse makes of integers is off by roundings."""
+    is_whole = value.is_floating_point() and not dtype.is_floating_point
+    return (value.round() if is_whole else value).to(dtype)
 
 
 def _distance(value: Tensor, expected: Tensor) -> float:

@@ -79,6 +79,8 @@ from recoup._core.tensors import is_without_values
 from recoup.errors import RecoupError
 
 _training: Callable[[nn.Module], bool] = attrgetter("training")
+_copy: Callable[[dict[str, Any]], dict[str, Any]] = cast("Any", dict.copy)
+values_of: Callable[[dict[str, Any]], Iterable[Any]] = cast("Any", dict.values)
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
 # decided or may have drawn then; modules that changed a buffer of their own; and those that wrote
@@ -189,11 +191,11 @@ class Surroundings(Draws):
         self._modules, self._modes = modules, list(map(_training, modules))
         self.parameters, self.versions = parameters, versions_of(parameters)
         self._hooks = hooks
-        self.spaces, self._spaces_before = spaces, list(map(dict.copy, spaces))
+        self.spaces, self._spaces_before = spaces, list(map(_copy, spaces))
         self.buffers = buffers
         self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
         self.holders = [*spaces, *map(itemgetter(0), buffers)]
-        self.found = list(map(id, chain.from_iterable(map(dict.values, self.holders))))
+        self.found = list(map(id, chain.from_iterable(map(values_of, self.holders))))
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class Surroundings(Draws):
             known = {id(each) for each, _ in self.counted}
             written = compress(self.parameters, map(operator.ne, before, self.versions))
             self.counted += [(each, None) for each in written if id(each) not in known]
-        held = list(filter(is_there, chain.from_iterable(map(dict.values, self.spaces))))
+        held = list(filter(is_there, chain.from_iterable(map(values_of, self.spaces))))
         if [*map(id, held)] != [*map(id, self.parameters)]:
             self.parameters, self.versions = held, versions_of(held)
         assigned = {id(own) for own, _ in self._assigned}
@@ -375,7 +377,7 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         assigned = self._assigned
-        held = chain.from_iterable(map(dict.values, self.holders))
+        held = chain.from_iterable(map(values_of, self.holders))
         if self.holders and self.found != list(map(id, held)):
             found = chain(zip(self.spaces, self._spaces_before, strict=True), self.buffers)
             assigned = [*assigned, *filter(are_own, filter(are_assigned, found))]
@@ -383,7 +385,7 @@ class Surroundings(Draws):
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
         run = self._restored(assigned) if is_any else self.replaying()
         modules, parameters = self._modules, self.parameters
-        attributes = list(map(dict.copy, map(vars, modules)))
+        attributes = list(map(_copy, map(vars, modules)))
         hooks: list[tuple[Any, ...]] = list(map(_hooks_of, parameters))
         if hooks.count((None, None)) < len(hooks):
             hooks = [tuple(own if own is None else dict(own) for own in each) for each in hooks]
