@@ -13,12 +13,12 @@ def is_gathered(module: nn.Module) -> bool:
     return hasattr(type(module), "unshard")
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_hooked(module: object) -> bool:
     """Whether hooks run when `module` is called: calls of its parts are not the same."""
-    return isinstance(module, nn.Module) and any(vars(module)[name] for name in _HOOKS)
+    return isinstance(module, nn.Module) and any(vars(module)[name] for name in HOOKS)
 
 
 def is_in_place(module: Any) -> bool:

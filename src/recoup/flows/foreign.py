@@ -316,7 +316,7 @@ class _ChainedTransform(Transform):
         context = self._context
         num_batch: int = x.dim() - self.domain.event_dim
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
-        is_by_row = context is not None and 0 < num_batch and context.shape[:num_batch] == batch
+        is_by_row = context is not None and num_batch > 0 and context.shape[:num_batch] == batch
         if context is not None and is_by_row:  # a row of any shape for each sample
             context = context.reshape(batch.numel(), *context.shape[num_batch:])
         elif context is not None:
