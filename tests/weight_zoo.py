@@ -78,7 +78,11 @@ def replaced(module: nn.Module) -> nn.Module:
     """A module whose parameters are others."""
     for part in module.modules():
         for key, value in list(part._parameters.items()):
-            setattr(part, key, None if value is None else nn.Parameter(torch.rand_like(value)))
+            other = None if value is None else nn.Parameter(torch.rand_like(value))
+            if f"{key}_g" in part._parameters:  # to set it alone is refused
+                part._parameters[key] = other
+            else:
+                setattr(part, key, other)
     return module
 
 

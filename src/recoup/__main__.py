@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import recoup
+from recoup._core.settings import replaced
 from recoup.errors import BudgetError, RecoupError
 from recoup.memory import Point, curve, format_bytes, load_builder
 from recoup.memory.figures import check_format, require_matplotlib
@@ -182,9 +183,9 @@ def _curve(
 
 def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:
     """Return the model and its arguments, on the device."""
-    builder = load_builder(build)
     try:
-        built: Any = builder()
+        with replaced(sys, "argv", sys.argv[:1]):  # the builder may parse arguments of its own
+            built: Any = load_builder(build)()
     except Exception as error:
         raise _StepError(f"`build` ({build})", error) from error
     model, args, kwargs = model_and_arguments(built, f"`build` ({build})")

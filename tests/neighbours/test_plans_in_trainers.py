@@ -224,6 +224,10 @@ TRAININGS = {
     "lightning accumulated": ("lightning", {"accumulate_grad_batches": 2}),
     "lightning bf16": ("lightning", {"precision": "bf16-mixed"}),
     "transformers accumulated": ("transformers", EVALUATES),
+    "transformers compiled": (
+        "transformers",
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+    ),
     "transformers bf16": ("transformers", EVALUATES | {"bf16": True}),
 }
 
@@ -383,3 +387,13 @@ def test_lightning_refuses_what_it_cannot_plan_and_leaves_no_trace(tmp_path):
             OfLightning.train(tmp_path, MemoryBudget(budget), module=module)
         Trained(module, []).assert_no_trace()
         assert is_plain(module)
+
+
+def test_a_training_step_of_lightning_that_takes_no_number(tmp_path):
+    class Unnumbered(Module):
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch, 0)
+
+    trainer = TRAINERS["lightning"]
+    found = trainer.train(tmp_path, MemoryBudget(trainer.bytes_of()[0]), module=Unnumbered())
+    found.assert_same(trainer.train(tmp_path, module=Unnumbered()))

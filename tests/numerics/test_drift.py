@@ -156,3 +156,51 @@ def test_an_inverse_that_is_off_by_one_number_is_seen(shape):
         y.square().sum().backward()
     seen = float(re.search(r"add up to (\S+),", str(caught.value))[1])
     assert 0.015 < seen < 0.15, "to a factor of three"
+
+
+class Fails(AdditiveCoupling):
+    """Its inverse refuses what is not what it has returned, as a spline does at its bounds."""
+
+    def inverse(self, y, *context):
+        raise ArithmeticError("off by a rounding")
+
+
+@pytest.mark.drifts
+def test_an_inverse_that_fails_is_computed_again_and_said_once():
+    chain, x = couplings(6, kind=AdditiveCoupling), data()
+    chain[3].__class__ = Fails
+    with pytest.warns(UserWarning, match="inverse of module `3`.*off by a rounding"):
+        assert error(chain, x) < 1e-6
+    assert error(chain, x) < 1e-6
+    assert chain.drift.kept == {3}
+    chain.drift = "raise"
+    with pytest.raises(ArithmeticError, match="off by a rounding"):
+        gradients(chain, x)
+
+
+def test_sixteen_bits_cannot_keep_to_the_tolerance_and_say_so():
+    chain, x = couplings(6).bfloat16(), data().bfloat16()
+    with pytest.warns(UserWarning, match=r"Inverses in torch\.bfloat16 round by more"):
+        gradients(chain, x)
+    gradients(chain, x)
+
+
+def test_integers_are_inverted_to_the_nearest():
+    class Scaled(InvertibleModule):
+        def forward(self, x):
+            return x / 255.0 * 0.9 + 0.05, x.new_zeros(len(x), dtype=torch.float32)
+
+        def inverse(self, y):
+            return (y - 0.05) / 0.9 * 255.0, -y.new_zeros(len(y))
+
+    x = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
+    found = []
+    for memory in ("linear", "constant"):
+        torch.manual_seed(0)
+        chain = Chain(Scaled(), ActNorm(8).eval(), memory=memory, drift="ignore")
+        seen = []
+        chain[0].register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0]))
+        chain(x)[0].square().sum().backward()
+        assert all(torch.equal(each, x) for each in seen)
+        found.append(chain[1].log_scale.grad)
+    torch.testing.assert_close(*found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -399,3 +400,98 @@ def test_what_is_no_sequence_or_not_bijective_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             call(value)
+
+
+def test_methods_of_a_derived_class_and_hooks_on_a_composition_run_as_they_are():
+    class Mine(library("normflows").NormalizingFlow):
+        num_calls = 0
+
+        def forward_kld(self, x):
+            self.num_calls += 1
+            return -self.log_prob(x).mean() * len(self.flows)
+
+    def own():
+        flow = build("normflows_affine", dtype=torch.float32).flow
+        flow.q0 = library("normflows").distributions.DiagGaussian(DIM)
+        flow.__class__ = Mine
+        return flow
+
+    x = torch.randn(BATCH, DIM)
+    plain, ours = own(), recoup.train_in(own())
+    for flow in (plain, ours):
+        flow.forward_kld(x).backward()
+        assert flow.num_calls == 1
+    assert_same_tensors(
+        *({n: p.grad for n, p in f.named_parameters()} for f in (plain, ours)), 1e-5
+    )
+
+    composed = library("nflows.transforms").CompositeTransform
+    calls, flows = [], []
+    for _ in range(2):
+        inner = build("nflows_affine", dtype=torch.float32).flow._transform
+        flows.append(composed([inner, copy.deepcopy(inner)]))
+        inner.register_forward_hook(lambda *_: calls.append(0))
+    recoup.train_in(flows[1])
+    y, log_det = flows[0](*given(torch.float32))
+    assert len(calls) == 1
+    again = flows[1](*given(torch.float32))
+    assert len(calls) > 1
+    torch.testing.assert_close(again, (y, log_det))
+
+
+def test_parts_of_a_flow_of_zuko_have_their_gradients_and_contexts_any_shape():
+    zuko = library("zuko")
+
+    class Pictures(zuko.lazy.LazyTransform):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Conv2d(1, 2 * DIM, 4)
+
+        def forward(self, c):
+            shift, scale = self.net(c).flatten(1).chunk(2, -1)
+            transform = zuko.transforms.MonotonicAffineTransform(shift, scale)
+            return zuko.transforms.DependentTransform(transform, 1)
+
+    plain = zuko.lazy.LazyComposedTransform(*(Pictures() for _ in range(3)))
+    ours = recoup.train_in(copy.deepcopy(plain))
+    x, c = torch.randn(BATCH, DIM), torch.randn(BATCH, 1, 4, 4)
+    found = []
+    for flow in (plain, ours):
+        z = x
+        for each in flow(c).transforms:
+            z = each(z)
+        y, log_det = flow(c).call_and_ladj(x)
+        (z.square() + y.exp() - log_det[:, None]).mean().backward()
+        found.append({name: p.grad for name, p in flow.named_parameters()})
+    assert_same_tensors(*found, 1e-5)
+
+
+@pytest.mark.drifts
+def test_a_spline_that_refuses_a_rounding_is_computed_again():
+    transforms = library("nflows.transforms")
+
+    def made():
+        torch.manual_seed(0)
+        kind = transforms.PiecewiseRationalQuadraticCouplingTransform
+
+        def net(num_in, num_out):
+            return library("nflows.nn.nets").ResidualNet(num_in, num_out, 16)
+
+        masks = [torch.arange(DIM) % 2 == k % 2 for k in range(6)]
+        return transforms.CompositeTransform([kind(mask, net, num_bins=8) for mask in masks])
+
+    plain, ours = made(), recoup.train_in(made())
+    x = torch.randint(0, 4, (256, DIM)) / 3.0  # zeros and ones are at the bounds
+    with torch.no_grad():
+        for each in plain.parameters():
+            each.mul_(3.0)
+    ours.load_state_dict(plain.state_dict())
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for flow in (plain, ours):
+            y, log_det = flow(x)
+            (y.square().mean() - log_det.mean()).backward()
+            found.append({name: p.grad for name, p in flow.named_parameters()})
+    assert any("failed, on a value that is a rounding away" in str(each.message) for each in caught)
+    assert_same_tensors(*found, 1e-3)

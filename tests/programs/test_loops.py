@@ -178,3 +178,18 @@ def test_adapters_that_are_off_for_a_reference():
         gradients = {name: p.grad for name, p in model.named_parameters()}
         found.append({"loss": loss.detach(), **gradients})
     assert_same_tensors(found[1], found[0])
+
+
+def test_a_store_waits_while_accelerate_accumulates():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    trainer = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+    data, plain = torch.randn(4, 3, 2), nn.Linear(2, 1, bias=False)
+    expected = plain.weight.detach() - data.mean(0).sum(0)
+    model, optimizer = trainer.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+    store = recoup.GradStore(model.parameters())
+    for x in data:
+        with trainer.accumulate(model):
+            store.backward(model(x).sum() / 4)
+            store.step(optimizer)
+    torch.testing.assert_close(model.weight.detach(), expected)
+    assert not len(store)

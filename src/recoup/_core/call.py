@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from recoup._core.captured import copied, is_left_alone, parts_of
@@ -286,7 +287,7 @@ class LoneRegion(Region):
         source = _Output(self, tensor)
         self._values.append((place, weakref.ref(source)))
         # An alias: user code may hold the returned tensor, so it must not be marked itself.
-        return as_value(tensor.view_as(tensor), source)
+        return as_value(torch.ops.aten.alias(tensor), source)
 
     def fill_slots(self, index: int) -> None:
         """Run the call again from its input."""

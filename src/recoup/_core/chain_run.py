@@ -52,7 +52,7 @@ from recoup._core.saved_tensors import (
     storage_id,
     unpack,
 )
-from recoup._core.slots import State
+from recoup._core.slots import Filled, State
 from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
@@ -299,12 +299,18 @@ class Run:
         region = self._region(index)
         if not isinstance(region, InvertedRegion):
             raise ReplayError(f"{self.stages[index].name} did not run to be inverted.")
-        # Handed over, so that the stage can free it half way.
-        is_compared = self._drift is not None
-        state = region.invert(self._take(index + 1), is_taped=is_taped, is_compared=is_compared)
-        if self._drift is not None:
-            state = self._compared(index, state, self._drift, is_taped=is_taped)
-        self._at, self._state = index, state
+        drift, state = self._drift, None
+        is_compared = drift is not None
+        try:  # handed over, so that the stage can free it half way
+            state = region.invert(self._take(index + 1), is_taped=is_taped, is_compared=is_compared)
+        except Filled:
+            raise
+        except Exception as error:
+            if drift is None or not drift.takes_failure(index, region.stage.name, error):
+                raise
+        if drift is not None:
+            state = self._compared(index, state, drift, is_taped=is_taped)
+        self._at, self._state = index, state or ()
         if is_taped:
             self._taped.append(region)
 
@@ -336,10 +342,11 @@ class Run:
             self._drift.mark_exact(index)
 
     def _compared(
-        self, index: int, state: State, drift: DriftComparison, *, is_taped: bool
+        self, index: int, state: State | None, drift: DriftComparison, *, is_taped: bool
     ) -> State:
         """Return the state that an inverse returned, or the recomputed one (See Rule 7)."""
-        if drift.is_within(index, state, self.stages[index].name):
+        has_failed = state is None
+        if state is not None and drift.is_within(index, state, self.stages[index].name):
             if index not in self._states:
                 return state
             drift.mark_exact(index)
@@ -356,7 +363,7 @@ class Run:
         start = max(sources)
         for stage in self.stages[start:index]:
             check_can_run_alone(stage.name, stage.modules, self.stages[index].name)
-        self._advance_from(start, index, drift.keep_from_now_on(index))
+        self._advance_from(start, index, 0 if has_failed else drift.keep_from_now_on(index))
         drift.mark_exact(index)
         region, state = self._region_at(index)
         output = region.fill(state) if is_taped else ()

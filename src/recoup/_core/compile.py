@@ -55,15 +55,20 @@ def is_watched() -> bool:
     return callback is not None and callback is not False
 
 
+def is_symbolic() -> bool:
+    """Whether torch.fx is tracing this code."""
+    fx: Any = torch.fx
+    is_fx = getattr(fx._symbolic_trace, "_is_fx_tracing_flag", False)
+    return is_fx and not torch.compiler.is_compiling()
+
+
 def is_traced() -> bool:
     """Whether torch.export, torch.jit.trace or torch.fx is tracing this code."""
     jit: Any = torch.jit
-    fx: Any = torch.fx
     # torch 2.11 answers `is_exporting()` with True wherever it compiles.
     if getattr(torch.compiler, "_is_exporting_flag", False) or jit.is_tracing():
         return True
-    is_fx = getattr(fx._symbolic_trace, "_is_fx_tracing_flag", False)
-    return is_fx and not torch.compiler.is_compiling()
+    return is_symbolic()
 
 
 def with_own_code(fn: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -14,9 +14,10 @@ Rule 3. A stage whose input is too far off is run again from its true input, whi
         running the stages before it from the nearest kept state. From the errors seen on the way
         the guard learns where the next forward must keep a state, so that few such runs are
         needed: it marks the stage as one to recompute, and a schedule keeps the input of those.
-Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time. The
-        errors of refused states are kept until `reset`, and a warning is given once if most states
-        have to be kept.
+Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time, and so
+        does one that fails: a spline may refuse what is a rounding beyond its bounds. (That is
+        said, since sampling will fail, too.) The errors of refused states are kept until `reset`,
+        and a warning is given once if most states have to be kept.
 
 NOTE [ Compared states ]
 
@@ -45,7 +46,7 @@ from recoup._arguments import check_real
 from recoup._core.module_marks import is_gathered
 from recoup._core.settings import replaced
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
-from recoup.errors import DriftError
+from recoup.errors import DriftError, RecoupError, ReplayError
 from recoup.schedules import Way
 
 Otherwise = Literal["recompute", "raise", "warn", "ignore"]
@@ -72,7 +73,8 @@ class DriftGuard:
             states where the errors seen require it. "raise": raise a `DriftError`. "warn": warn,
             once. "ignore": measure nothing.
         tolerance: the relative error that gradients may have, as estimated: the relative errors of
-            the states that inverses return may add up to a fifth of it.
+            the states that inverses return may add up to a fifth of it, or to eight roundings a
+            stage where these are more (in 16 bits, and then a warning says so).
 
     Raises:
         ValueError: an argument is out of range.
@@ -110,6 +112,7 @@ class DriftGuard:
         self._num_inverses = 0  # of the chain, if no state were kept
         self._has_warned = False
         self._has_said_most = False
+        self._has_said_type = False
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
@@ -247,7 +250,7 @@ class DriftComparison:
         for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):
             if sketch is not None and value.is_floating_point():
                 error = max(error, _distance(sketch, value))
-                self._least = max(self._least, torch.finfo(value.dtype).eps)
+                self._note_type(value.dtype)
         self._errors[index] = error
         total, num_done = self._sum + error, len(self._errors)
         allowed = self._allowance(num_done, max(num_done / max(len(self._inverted), 1), _AT_ONCE))
@@ -268,6 +271,39 @@ class DriftComparison:
                 guard._has_warned = True
                 warnings.warn(text, stacklevel=2)
         self._sum = total
+        return True
+
+    def _note_type(self, dtype: torch.dtype) -> None:
+        guard, eps = self._guard, torch.finfo(dtype).eps
+        self._least = max(self._least, eps)
+        floor = len(self._inverted) * _ROUNDINGS * eps
+        if floor > guard.tolerance and guard.otherwise != "ignore" and not guard._has_said_type:
+            guard._has_said_type = True
+            warnings.warn(
+                f"Inverses in {dtype} round by more than the `tolerance` of {guard.tolerance:g}: "
+                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
+                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
+                stacklevel=2,
+            )
+
+    def takes_failure(self, index: int, name: str, error: Exception) -> bool:
+        """Whether an input is computed again because its inverse failed (See Rule 4)."""
+        guard = self._guard
+        is_ours = isinstance(error, RecoupError) and not isinstance(error, ReplayError)
+        if is_ours or isinstance(error, (NotImplementedError, torch.OutOfMemoryError)):
+            return False
+        if guard.otherwise != "recompute" or _Strict.is_on:
+            return False
+        if index not in guard.refused:
+            warnings.warn(
+                f"The inverse of {name} failed, on a value that is a rounding away from that of "
+                f"forward, or always: {type(error).__name__}: {error}. So its input is computed "
+                "again here, and kept from the next forward on; the gradients are right.",
+                stacklevel=2,
+            )
+        guard.refused[index], guard._worst = math.inf, (math.inf, name)
+        guard.kept |= {index}
+        self._errors[index] = 0.0  # it is not used
         return True
 
     def _allowance(self, num_done: int, share: float) -> float:

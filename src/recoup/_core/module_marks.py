@@ -13,6 +13,14 @@ def is_gathered(module: nn.Module) -> bool:
     return hasattr(type(module), "unshard")
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_hooked(module: object) -> bool:
+    """Whether hooks run when `module` is called: calls of its parts are not the same."""
+    return isinstance(module, nn.Module) and any(vars(module)[name] for name in HOOKS)
+
+
 def is_in_place(module: Any) -> bool:
     """Whether `module` says that the first thing it does changes its input in place."""
     return are_in_place((module,))[0]

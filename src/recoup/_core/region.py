@@ -163,10 +163,10 @@ class Region(Residuals):
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
-        parameters = surroundings.parameters
-        held = filter(is_there, chain.from_iterable(map(values_of, surroundings.spaces)))
-        is_written = [*map(id, held)] != [*map(id, parameters)] or (
-            bool(parameters) and versions_of(parameters) != surroundings.versions
+        held = chain.from_iterable(map(values_of, surroundings.holders))
+        is_written = bool(surroundings.holders) and (
+            surroundings.found != list(map(id, held))
+            or versions_of(surroundings.parameters) != surroundings.versions
         )
         if is_written or surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()
@@ -340,7 +340,7 @@ class InvertedRegion(Region):
                 f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
             )
         # Under autocast an inverse may return another type than forward was given.
-        before = tuple(map(Tensor.to, before, self._dtypes))
+        before = tuple(map(_in_type, before, self._dtypes))
         return in_order(before, self._strides)  # See Rule 6
 
     def _check_same(self, again: State, after: State) -> None:
@@ -352,6 +352,12 @@ class InvertedRegion(Region):
                     "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
                     'memory="sqrt".'
                 )
+
+
+def _in_type(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a value in a type; what an inverse makes of integers is off by roundings."""
+    is_whole = value.is_floating_point() and not dtype.is_floating_point
+    return (value.round() if is_whole else value).to(dtype)
 
 
 def _distance(value: Tensor, expected: Tensor) -> float:

@@ -16,7 +16,8 @@ Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_
         ways keeps both, so such a stand-in looks whose forward it finds.
 Rule 5. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
         called, and what they raise is raised. A base that asks for arguments there has none. A
-        mixin may see to it that `__init_subclass__` is not called.
+        mixin may see to it that `__init_subclass__` is not called. Python lets no object change to
+        a class with a mixin before `class Block(ABC, nn.Module)`: there its members are in ours.
 """
 
 from __future__ import annotations
@@ -78,7 +79,17 @@ def new_stand_in(
     if forward is not None:  # See Rule 3
         forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     bases = (base,) if mixin is None else (mixin, base)
+    if mixin is not None and not _is_laid_out_as_a_module(base):
+        bases, own = (base,), vars(mixin)
+        made |= {name: own[name] for name in ("forward", "__init_subclass__")}
     return cast("Any", type(base))(base.__name__, bases, made)
+
+
+def _is_laid_out_as_a_module(kind: type | None) -> bool:
+    """Whether objects of a class lie in memory as nn.Module's do: not those of (ABC, Module)."""
+    while kind is not None and kind is not nn.Module:
+        kind = kind.__base__
+    return kind is not None
 
 
 def with_stand_in(kind: Kind, make: Maker, *arguments: Any, is_copied: bool = True) -> Kind:

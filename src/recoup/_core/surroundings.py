@@ -43,7 +43,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -79,9 +79,8 @@ from recoup._core.tensors import is_without_values
 from recoup.errors import RecoupError
 
 _training: Callable[[nn.Module], bool] = attrgetter("training")
-_first: Callable[[Any], Any] = itemgetter(0)
-_copy: Callable[[dict[str, Any]], dict[str, Any]] = methodcaller("copy")
-values_of: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
+_copy: Callable[[dict[str, Any]], dict[str, Any]] = cast("Any", dict.copy)
+values_of: Callable[[dict[str, Any]], Iterable[Any]] = cast("Any", dict.values)
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
 # decided or may have drawn then; modules that changed a buffer of their own; and those that wrote
@@ -131,8 +130,8 @@ class Surroundings(Draws):
         self._hooks: list[object] = []
         self.spaces: list[dict[str, Any]] = []  # of the parameters of each module
         self._spaces_before: list[dict[str, Any]] = []
-        self._holders: list[dict[str, Any]] = []  # these, and those of buffers
-        self._found: list[int] = []  # the ids of what is in them
+        self.holders: list[dict[str, Any]] = []  # these, and those of buffers
+        self.found: list[int] = []  # the ids of what is in them
         self._is_unsure = False
         self._turn = turn_here.turn
         if modules:
@@ -172,19 +171,20 @@ class Surroundings(Draws):
         spaces: list[dict[str, Any]] = []
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
-            spaces.append(own["_parameters"])
-            if own["_parameters"]:
-                parameters += cast("Iterable[Any]", filter(is_there, own["_parameters"].values()))
-            if own["_buffers"]:
-                buffers.append((own["_buffers"], own["_buffers"].copy()))
+            space, held, children = own["_parameters"], own["_buffers"], own["_modules"]
+            spaces.append(space)
+            if space:
+                parameters += cast("Iterable[Any]", filter(is_there, space.values()))
+            if held:
+                buffers.append((held, held.copy()))
             forward = own.get("forward")
             if forward is not None and hasattr(forward, "is_lent"):  # by the layer around it
                 forward = None
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or forward is not None:
                 hooks += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
                 hooks.append(forward)
-            if own["_modules"]:
-                for child in own["_modules"].values():
+            if children:
+                for child in children.values():
                     if child is not None and child not in found:
                         found[child] = None
                         modules.append(child)
@@ -194,8 +194,8 @@ class Surroundings(Draws):
         self.spaces, self._spaces_before = spaces, list(map(_copy, spaces))
         self.buffers = buffers
         self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
-        self._holders = [*spaces, *map(_first, buffers)]
-        self._found = list(map(id, chain.from_iterable(map(values_of, self._holders))))
+        self.holders = [*spaces, *map(itemgetter(0), buffers)]
+        self.found = list(map(id, chain.from_iterable(map(values_of, self.holders))))
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -377,7 +377,8 @@ class Surroundings(Draws):
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
         assigned = self._assigned
-        if self._found != list(map(id, chain.from_iterable(map(values_of, self._holders)))):
+        held = chain.from_iterable(map(values_of, self.holders))
+        if self.holders and self.found != list(map(id, held)):
             found = chain(zip(self.spaces, self._spaces_before, strict=True), self.buffers)
             assigned = [*assigned, *filter(are_own, filter(are_assigned, found))]
         is_any = self.counted or assigned or self.kept_outputs

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from numbers import Real
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +159,12 @@ def fit(
                     best, best_weights, num_worse = bits, _weights(flow), 0
                 if progress:
                     print(f"epoch {epoch:>3}: {bits:.3f} bits/dim", file=sys.stderr)  # noqa: T201
+            if not math.isfinite(best):
+                warnings.warn(
+                    f"No epoch of {epoch} had finite bits per dimension in validation, so `flow` "
+                    "has the weights with which it began. Try a smaller `learning_rate`.",
+                    stacklevel=2,
+                )
             seconds = time.perf_counter() - start
             flow.load_state_dict(best_weights)
             tested = _bits(flow, parts["test"], batch_size, seed) if len(parts["test"][0]) else None
@@ -171,8 +179,12 @@ def fit(
     return Fitted(tested, best, epoch, seconds, peak_bytes)
 
 
-def _weights(flow: Flow) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in flow.state_dict().items()}
+def _weights(flow: Flow) -> dict[str, Any]:
+    state: dict[str, Any] = flow.state_dict()  # whose extra states are of any kind
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
 def _moved(flow: Flow, batch: list[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -23,8 +24,9 @@ from torch.distributions import Transform
 
 from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapters import adapt, context_of, parts_of, runs_as
+from recoup.invertible.adapters import adapt, context_of, layers_of, parts_of, runs_as
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule
 from recoup.schedules.memory import Memory
@@ -77,7 +79,7 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
             f"`model` is a {type(model).__name__}, in which there is no flow of zuko, nflows, "
             "normflows or FrEIA. For layers of your own use a recoup.invertible.Chain, for a "
             "distribution of torch its transforms and recoup.invertible.adapt, and for networks "
-            "that are no flow recoup.plan."
+            "that are no flow recoup.plan. A flow of one transform alone (CNF) has no depth."
         )
     try:
         made = [(whole, _chains_for(whole, memory, guard)) for whole in found]
@@ -88,8 +90,17 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
         kind = _KINDS[runs_as(whole)]
         for name in kind.names:
             vars(whole).pop(name, None)
-            if memory != "linear" and hasattr(type(whole), name):
-                vars(whole)[name] = kind(whole, name, chains)
+            own = getattr(type(whole), name, None)
+            if memory == "linear" or own is None:
+                continue
+            if own.__module__.partition(".")[0] != runs_as(whole).partition(".")[0]:
+                warnings.warn(
+                    f"`{name}` of {type(whole).__name__} is its own, and of no library, so it "
+                    "runs as it is; what it calls of the flow runs in less memory.",
+                    stacklevel=2,
+                )
+                continue
+            vars(whole)[name] = kind(whole, name, chains)
     return model
 
 
@@ -130,9 +141,11 @@ class _Chains:
 
     def to_latent(self) -> Chain:
         """Return the chain of the layers as they are now (See Rule 2)."""
-        leaves = list(_leaves_of(self._layers()))
+        whole: Any = self._whole
+        is_list = isinstance(whole, nn.ModuleList)  # of normflows, with the latent's layer first
+        leaves = list(_leaves_of(list(whole)[::-1] if is_list else parts_of(whole)))
         if self._to_latent is None or list(map(id, leaves)) != list(map(id, self._leaves)):
-            layers = map(adapt, self._layers())
+            layers = map(adapt, list(whole)[::-1]) if is_list else layers_of(whole)
             self._to_latent = Chain(*layers, memory=self._memory, drift=self._guard.anew())
             self._leaves, self._to_data, self.ends = leaves, None, None
         return self._to_latent
@@ -144,10 +157,6 @@ class _Chains:
             layers = [Backwards(each) for each in _flat(forth)][::-1]
             self._to_data = Chain(*layers, memory=self._memory, drift=self._guard.anew())
         return self._to_data
-
-    def _layers(self) -> list[Any]:
-        """Return the layers, data to latent; a list of normflows has them the other way round."""
-        return list(self._whole)[::-1] if isinstance(self._whole, nn.ModuleList) else [self._whole]
 
 
 class _Method:
@@ -291,8 +300,7 @@ class _ChainedTransform(Transform):
         """Return what else a composed transform has."""
         if name.startswith("_"):
             raise AttributeError(name)
-        with torch.no_grad():
-            return getattr(self.plain, name)
+        return getattr(self.plain, name)
 
     @property
     def inv(self) -> _ChainedTransform:
@@ -308,7 +316,10 @@ class _ChainedTransform(Transform):
         context = self._context
         num_batch: int = x.dim() - self.domain.event_dim
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
-        if context is not None:
+        is_by_row = context is not None and num_batch > 0 and context.shape[:num_batch] == batch
+        if context is not None and is_by_row:  # a row of any shape for each sample
+            context = context.reshape(batch.numel(), *context.shape[num_batch:])
+        elif context is not None:
             batch = cast("torch.Size", torch.broadcast_shapes(batch, context.shape[:-1]))
             context = context.expand(*batch, -1).reshape(batch.numel(), -1)
         y, log_det = chain(x.expand(*batch, *event).reshape(batch.numel(), *event), context)
@@ -369,7 +380,7 @@ def _chains_for(whole: Any, memory: Memory, guard: DriftGuard) -> list[_Chains]:
 def _leaves_of(layers: list[Any]) -> Iterator[Any]:
     for each in layers:
         parts = parts_of(each)
-        if parts:
+        if parts and not is_hooked(each):
             yield from _leaves_of(parts)
         else:
             yield each

@@ -75,6 +75,13 @@ class Base(nn.Module):
         )
         self.register_buffer("like", torch.empty(0), persistent=False)  # for device and dtype
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        was_meta = any(buffer.is_meta for buffer in self.buffers())
+        super()._apply(fn, recurse)
+        for name in self._names if was_meta else ():  # `to_empty`: no state dict has them
+            getattr(self, name).copy_(getattr(self._fixed, name))
+        return self
+
     def distribution(self) -> Distribution:
         """Build the distribution from its parameters, on their present device."""
         if not self._names:

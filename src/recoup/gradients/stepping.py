@@ -164,8 +164,9 @@ class Stepping(Algebra):
         """Call ``optimizer.step()`` with these gradients, and no others.
 
         It is the optimizer's own step, with its hooks and schedulers. A previous `.grad` is not
-        applied, and is restored afterwards. A store without gradients for the optimizer
-        does nothing.
+        applied, and is restored afterwards. A store without gradients for the optimizer does
+        nothing, and so does any, as the optimizers of accelerate do, while gradients are
+        accumulated (`accelerator.accumulate`).
 
         Args:
             optimizer: anything with `param_groups` and `step`.
@@ -242,6 +243,9 @@ def step(
     targets = {id(each): each for store in stores for each in store}
     _check_match(optimizer, targets, missing, unknown)
     if missing == "skip" and targets.keys().isdisjoint(map(id, parameters)):
+        return None
+    state = getattr(optimizer, "gradient_state", None)
+    if state is not None and not state.sync_gradients:  # the step of accelerate would do nothing
         return None
     check_scales(*stores)
     has_unscaled = scaler is None or _has_unscaled(scaler, optimizer) is not False

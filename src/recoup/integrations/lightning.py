@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import signature_utils
 from torch import nn
 
 from recoup import weights
@@ -88,7 +89,9 @@ class MemoryBudget(PlanningCallback, Callback):
                 "step runs backward and the optimizer, which planning must not do. Call "
                 "recoup.plan on its network instead."
             )
-        args, options = (batch, batch_idx), self.options
+        takes = cast("Any", signature_utils).is_param_in_hook_signature
+        is_numbered = takes(pl_module.training_step, "batch_idx", min_args=2)
+        args, options = (batch, batch_idx) if is_numbered else (batch,), self.options
         if options.budget_of == "total":
             options = replace(options, optimizer=_first(trainer.optimizers))
         with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):

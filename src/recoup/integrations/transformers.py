@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from recoup._core.compile import never_compiled
 from recoup._core.pytree import flatten
 from recoup.integrations import PlanningCallback
 from recoup.planning.forwards import enclosing_checkpoints
@@ -96,6 +97,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
             optimizer = kwargs.get("optimizer")
             options = replace(options, optimizer=getattr(optimizer, "optimizer", optimizer))
 
+        @never_compiled  # the Trainer may compile the model with its hooks
         def first_forward(module: nn.Module, given: Any, named: dict[str, Any]) -> None:
             needs_gradient = (*module.parameters(), *flatten((given, named))[0])
             builds_graph = torch.is_grad_enabled() and any(t.requires_grad for t in needs_gradient)

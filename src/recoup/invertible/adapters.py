@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributions import Transform
 
 from recoup._arguments import shown
+from recoup._core.module_marks import is_hooked
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Adapted, Backwards, InvertibleModule
 
@@ -109,8 +111,7 @@ def adapt(transform: Any) -> InvertibleModule:
     of the layer's elementwise part and its inverse; networks of couplings run once in forward and
     once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
     NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
-    integration, and layers of your own, which `print` of the result says with the reason. Derived
-    classes count as layers of your own.
+    integration, and layers of your own or of derived classes; `print` of the result says why.
 
     Args:
         transform: one of
@@ -143,15 +144,10 @@ def adapt(transform: Any) -> InvertibleModule:
     """
     if isinstance(transform, InvertibleModule):
         return transform
-    own = runs_as(transform)
-    if own == "FrEIA.framework.graph_inn.GraphINN":
-        return Chain(*_adapted_nodes(transform))
-    if own == "FrEIA.framework.sequence_inn.SequenceINN":
-        return Chain(*_adapted_sequence(transform))
-    parts = parts_of(transform)
-    if parts:
-        return Chain(*map(adapt, parts))
-    if own == _INVERSE:
+    layers = [] if is_hooked(transform) else list(layers_of(transform))
+    if layers:
+        return Chain(*layers)
+    if runs_as(transform) == _INVERSE:
         return Backwards(adapt(transform.inv))  # itself, it has no copies
     for kind in names_of(transform):
         if kind in _ADAPTERS:
@@ -161,6 +157,16 @@ def adapt(transform: Any) -> InvertibleModule:
         "FrEIA, a torch.distributions.Transform, or an InvertibleModule. For a whole flow use "
         "recoup.train_in; for a layer of your own derive from recoup.invertible.InvertibleModule."
     )
+
+
+def layers_of(whole: Any) -> Iterator[InvertibleModule]:
+    """Return the layers of a composition as invertible modules; none for a layer."""
+    own = runs_as(whole)
+    if own == "FrEIA.framework.graph_inn.GraphINN":
+        return _adapted_nodes(whole)
+    if own == "FrEIA.framework.sequence_inn.SequenceINN":
+        return _adapted_sequence(whole)
+    return map(adapt, parts_of(whole))
 
 
 class _OfTorch(Adapted):
@@ -264,8 +270,7 @@ class _OfFrEIA(Adapted):
                 f"`transform` is a {type(transform).__name__}, which splits or joins, but a chain "
                 "passes one tensor on. Use it outside of the chain."
             )
-        if places is None:
-            places = _places_of(transform.dims_c)
+        places = _places_of(transform.dims_c) if places is None else places
         self._places = list(zip(places, transform.dims_c, strict=True))
         super().__init__(transform, networks_of(transform), why_not(transform))
         self.takes_context = bool(self._places)
@@ -275,6 +280,8 @@ class _OfFrEIA(Adapted):
         if context is not None:
             flat = context.flatten(1)
             given = {"c": [flat[:, at].unflatten(1, tuple(dims)) for at, dims in self._places]}
+        if back and hasattr(self.transform, "fac_rev"):  # it scales what it is given, in place
+            x = x.clone()
         (y,), log_det = self.transform([x], rev=back, jac=True, **given)
         return y, log_det
 
@@ -290,12 +297,8 @@ _ADAPTERS: dict[str, Callable[[Any], Adapted]] = {
 
 def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
     """Return the places of conditions in a context of all, each flattened."""
-    places: list[slice] = []
-    start = 0
-    for each in dims:
-        places.append(slice(start, start + math.prod(each)))
-        start = places[-1].stop
-    return places
+    ends = [*accumulate(map(math.prod, dims), initial=0)]
+    return list(map(slice, ends, ends[1:]))
 
 
 def _dims_of_conditions(whole: Any) -> dict[int, Sequence[int]]:
@@ -309,8 +312,7 @@ def context_of(whole: Any, conditions: Any) -> Tensor | None:
     """Return the context of a network of FrEIA, for its conditions."""
     if conditions is None or len(conditions) == 0:
         return None
-    if isinstance(conditions, Tensor):
-        conditions = [conditions]
+    conditions = [conditions] if isinstance(conditions, Tensor) else conditions
     if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
         conditions = [conditions[at] for at in _dims_of_conditions(whole)]
     return torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
@@ -370,16 +372,14 @@ def networks_of(transform: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_closed(transform: object) -> bool:
-    kind = type(transform)
-    return kind.__qualname__ in _CLOSED.get(kind.__module__, "").split()
+    return type(transform).__qualname__ in _CLOSED.get(type(transform).__module__, "").split()
 
 
 def why_not(transform: Any) -> str:
     """Return why a layer of nflows, normflows or FrEIA is recomputed; "" if it is inverted."""
     if _is_closed(transform):
         return ""
-    is_sequential = any("utoregressive" in name for name in names_of(transform))
-    return _SEQUENTIAL if is_sequential else _UNKNOWN
+    return _SEQUENTIAL if any("utoregressive" in n for n in names_of(transform)) else _UNKNOWN
 
 
 def why_not_built(transform: Any) -> str:

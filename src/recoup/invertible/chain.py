@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
 from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.module_marks import is_hooked
+from recoup._core.saved_tensors import detached
 from recoup._core.slots import State
 from recoup.errors import ConvergenceError
 from recoup.invertible.chain_stages import (
@@ -209,7 +211,10 @@ class Chain(HasMemoryMode, InvertibleModule):
         before = [_OwnTensors(m) for m in modules if any(True for _ in m.buffers(recurse=False))]
         try:
             with generators_restored():
-                self._forward_plainly(x, context)
+                state = state_of(x, context)
+                for stage in self._module_stages(context):
+                    with torch.enable_grad():  # some layers take gradients themselves
+                        state = detached(stage.forward(state)[0])
             for each in adapted:
                 each.has_seen_a_batch()
         finally:
@@ -330,5 +335,4 @@ class _OwnTensors:
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:
     """Return whether a module is a chain whose modules may be called in its place."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return type(module) is Chain and not any(vars(module)[name] for name in hooks)
+    return type(module) is Chain and not is_hooked(module)

@@ -96,6 +96,9 @@ class ActNorm(_OfChannels):
         """Normalise `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         check_channels(x, self.num_channels)
         if self.training and not self.started:
+            # Averaged weights and older files bring the parameters alone.
+            self.started = bool((self.bias != 0).any() | (self.log_scale != 0).any())
+        if self.training and not self.started:
             self._start(x)
         y = (x + per_channel(self.bias, x)) * per_channel(self.log_scale.exp(), x)
         return y, at_each_position(self.log_scale.sum(), x)

@@ -19,19 +19,24 @@ Rule 4. The compiler compiles nothing under a dispatch mode, and skips that func
 Rule 5. Blocks of one structure share a function, which is compiled once. Blocks of another one have
         another function, since the compiler bounds how often it compiles a function again. Where a
         graph breaks, the compiler compiles functions of the block itself, for all codes; planning
-        raises the bound for these.
+        raises the bound for these. A block that is compiled again and again (for a counter of its
+        own) would meet that bound between two runs of a call, so it runs by its own code before.
+        So does one within which hooks have changed: compiled code does not look for them.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +44,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from recoup._core.compile import with_own_code
+from recoup._core.module_marks import HOOKS
 from recoup._core.operators import compiles_nothing
 from recoup._core.pytree import flatten
 from recoup._core.storage_tracking import storages_of
@@ -92,7 +98,9 @@ class CompiledCode(BlockCode):
         self._backend = backend
         self._failed = set() if failed is None else failed
         self._functions: dict[object, Forward] = {}  # by structure
-        self._structures: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
+        self._num_compiled: dict[object, int] = {}  # the graphs of each structure
+        # The structure of a block, and the hooks within it when it was first seen.
+        self._seen: WeakKeyDictionary[nn.Module, tuple[object, list[object]]] = WeakKeyDictionary()
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
         function: Forward | None = None  # that all runs are by (See Rule 3)
@@ -124,38 +132,52 @@ class CompiledCode(BlockCode):
         Under a mode, and where the compiler fails, that is the block's own code (See Rule 4).
         """
         structure = self._structure_of(module)
+        if structure not in self._failed:
+            why = self._why_not(module, structure)
+            if why:
+                self._fail(structure, f"A {type(module).__name__} runs as it is from now on: {why}")
         if compiles_nothing() or structure in self._failed:
             return _call, forward(*args, **kwargs)
         if structure not in self._functions:
             function = with_own_code(_call, f"block_{self.share:g}")
             compiler = partial(_compiled, self._backend, self.share, self._graphs)
-            self._functions[structure] = torch.compile(function, backend=compiler)
+            self._functions[structure] = _compiling(function, compiler)
         from torch._dynamo.exc import TorchDynamoException
 
         num_graphs, begin = self.num_graphs, time.perf_counter()
         try:
             result = self._functions[structure](forward, args, kwargs)
         except TorchDynamoException as error:
-            self._failed.add(structure)
             cause = getattr(error, "inner_exception", error)
             why = str(cause).strip().partition("\n")[0]
-            warnings.warn(
-                f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-                f"{type(cause).__name__}: {why}",
-                stacklevel=2,
-            )
+            text = f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
+            self._fail(structure, f"{text}{type(cause).__name__}: {why}")
             return _call, forward(*args, **kwargs)
         if self.num_graphs > num_graphs:
+            known = self._num_compiled.get(structure, 0)
+            self._num_compiled[structure] = known + self.num_graphs - num_graphs
             seconds = time.perf_counter() - begin
             _logger.info("%s: %s in %.1f s", type(module).__name__, self.name, seconds)
         return self._functions[structure], result
 
+    def _fail(self, structure: object, text: str) -> None:
+        self._failed.add(structure)
+        warnings.warn(text, stacklevel=2)
+
+    def _why_not(self, module: nn.Module, structure: object) -> str:
+        """Return why a block that was compiled is not run by that any more (See Rule 5)."""
+        if _hooks_within(module) != self._seen[module][1]:
+            return "hooks within it have changed since it was compiled, which would not see them."
+        if self._num_compiled.get(structure, 0) > _RECOMPILE_LIMIT // 2:
+            return "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)."
+        return ""
+
     def _structure_of(self, module: nn.Module) -> object:
-        if module not in self._structures:
+        if module not in self._seen:
             parameters = ((name, p.shape, p.dtype) for name, p in module.named_parameters())
-            kinds = (type(each) for each in module.modules())
-            self._structures[module] = (tuple(kinds), tuple(parameters))
-        return self._structures[module]
+            kinds, hooks = (type(each) for each in module.modules()), _hooks_within(module)
+            self._seen[module] = (tuple(kinds), tuple(parameters), tuple(map(id, hooks))), hooks
+        return self._seen[module][0]
 
 
 class CodeByModule(BlockCode):
@@ -170,6 +192,23 @@ class CodeByModule(BlockCode):
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
         return self._codes.get(id(module), BlockCode()).of_call(module, forward)
+
+
+_hooks_of = attrgetter(*HOOKS)
+
+
+def _hooks_within(module: nn.Module) -> list[object]:
+    """Return the hooks of the modules in a block; its own run around what is compiled."""
+    _, *parts = module.modules()
+    hooks: Iterator[dict[int, object]] = chain.from_iterable(map(_hooks_of, parts))
+    return [*chain.from_iterable(each.values() for each in hooks if each)]
+
+
+def _compiling(function: Forward, backend: Any) -> Forward:
+    compiler = cast("Any", torch).compile
+    has_limit = "recompile_limit" in inspect.signature(compiler).parameters  # not before torch 2.13
+    limit = {"recompile_limit": _RECOMPILE_LIMIT} if has_limit else {}
+    return compiler(function, backend=backend, **limit)
 
 
 def _call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:

@@ -125,6 +125,8 @@ class _WrappedForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # accelerate binds what it takes for a function
+            args = args[1:]
         follower = self.follower
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
@@ -138,6 +140,9 @@ class _WrappedForward:
         # torch.export can trace neither what `__wrapped__` does nor a descriptor on a class.
         if isinstance(self.module, _Followed):
             return super(_Followed, self.module).forward(*args, **kwargs)
+        above = _standing(type(self.module))
+        if above is not None:
+            return super(above, self.module).forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
@@ -150,13 +155,19 @@ class _WrappedForward:
 class _OwnForward:
     """The `forward` of a module in a class that stands in for its own (See Rule 1)."""
 
-    def __get__(self, module: _Followed | None, kind: type[_Followed]) -> Forward:
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Forward:
+        above = _standing(kind)
         if module is None:
-            return super(_Followed, kind).forward
+            return super(above, kind).forward
         own: _WrappedForward | None = vars(module).get(OWN_FORWARD)
         if own is not None and own.module is module:
             return own
-        return super(_Followed, module).forward
+        return super(above, module).forward
+
+
+def _standing(kind: type) -> Any:
+    """Return the class among the bases of `kind` that has the forward of a plan."""
+    return next((e for e in kind.__mro__ if isinstance(vars(e).get("forward"), _OwnForward)), None)
 
 
 class _Followed(nn.Module):
@@ -283,7 +294,7 @@ class WrappedForwards:
         forward = _WrappedForward(module, found, self, parts, is_followed=is_followed)
         self._forwards.append((key, forward))
         own[key] = forward
-        if key == OWN_FORWARD and not isinstance(module, _Followed):
+        if key == OWN_FORWARD and _standing(type(module)) is None:
             kind = with_stand_in(type(module), _followed_class, is_copied=False)
             object.__setattr__(module, "__class__", kind)
 

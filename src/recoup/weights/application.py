@@ -264,7 +264,8 @@ def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
     """
     found = reparametrized(module, pattern, "pattern")
     for each, weight in found:
-        uses = [other.name for other in named(module) if other.parameter is each.parameter]
+        same = [other for other in named(module) if other.parameter is each.parameter]
+        uses = [*{(other.owner, other.key): other.name for other in same}.values()]
         if len(uses) > 1 and any(not step.is_random for step in weight.steps):
             raise ValueError(
                 f"`{uses[0]}` and `{uses[1]}` are one parameter, so the normalized weight cannot "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
@@ -69,6 +69,8 @@ def _unsuited(each: Named) -> str | None:
         return f"is {each.parameter.dtype}"
     if not each.parameter.requires_grad:
         return "requires no gradient"
+    if _computes_another(each):
+        return "is what torch's pruning, or an old norm of torch, computes a weight from"
     return "belongs to a reparametrization" if _is_added(each) else None
 
 
@@ -125,6 +127,12 @@ def _is_function(entry: object) -> bool:
     return callable(entry) and not isinstance(entry, type)
 
 
+def _computes_another(each: Named) -> bool:
+    """Whether a hook of torch makes an attribute of it (`weight` of `weight_orig`, `weight_g`)."""
+    made = vars(each.owner).get(each.key.rpartition("_")[0])
+    return isinstance(made, Tensor)
+
+
 def _is_added(each: Named) -> bool:
     """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
     weights = weights_of(each.owner).values()
@@ -171,6 +179,12 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
         raise ValueError(
             f"`{name}` {got}, and {step.kind} needs floating-point numbers of 16 bits or more: "
             "run a batch through a lazy layer first, and leave other types out."
+        )
+    if _computes_another(each):
+        raise ValueError(
+            f"`{name}` is what torch's pruning, or an old norm of torch, computes a weight from in "
+            "a hook. What they write back when they are removed would be a sample of the noise. "
+            "Use torch.nn.utils.parametrizations, or end the pruning first (`prune.remove`)."
         )
     if step.adds_parameters or not any(map(is_gathered, module.modules())):
         check_is_plain(parameter, name)

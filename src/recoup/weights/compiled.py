@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -32,12 +33,14 @@ from recoup._core.compile import (
     ComputedAgain,
     break_graph,
     is_followed,
+    is_traced,
     never_compiled,
     num_recorded,
     saved,
     unchecked,
     uncompiled,
 )
+from recoup.errors import RecoupError
 from recoup.weights.reparametrization import Drawn
 from recoup.weights.steps import Step, leave, local
 
@@ -47,7 +50,8 @@ NOT_IN_GRAPH = (
     'parameter, or that is tied by `tied="same"`. Leave `fullgraph` out.'
 )
 
-_numbers = itertools.count()
+# They begin anywhere, so that a graph that was exported finds no object of another process.
+_numbers = itertools.count(int.from_bytes(os.urandom(7)))
 _by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _traced: list[Tensor] = []  # the handles of the steps that are traced
 
@@ -57,6 +61,17 @@ def new_handle(owner: object) -> Tensor:
     number = next(_numbers)
     _by_handle[number] = owner
     return torch.tensor(number, device="cpu")
+
+
+def _owner_of(handle: Tensor) -> Any:
+    found = _by_handle.get(int(handle))
+    if found is None:
+        raise RecoupError(
+            "This graph reads a weight of a model that is not in this process (any more), so its "
+            "noise is unknown. Export a model that draws nothing: in evaluation, after "
+            'recoup.weights.remove where `mode` is "always".'
+        )
+    return found
 
 
 # -- what is traced ----------------------------------------------------------------------------
@@ -80,6 +95,8 @@ def step_in_graph(
 def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight."""
     if any(step.breaks_graph for step in weight.steps):
+        if is_traced():  # torch.export does not break graphs
+            raise RecoupError(NOT_IN_GRAPH)
         break_graph(NOT_IN_GRAPH)  # See Rule 4
         return uncompiled(weight.read)(module, raw)
     norms = [(step, g) for step in weight.steps for g in step.operands(module, weight.key)]
@@ -129,7 +146,7 @@ def _begun(handle: Tensor) -> Tensor:
 
 @never_compiled
 def _step(handle: Tensor, place: int) -> Tensor:
-    attached: Any = _by_handle[int(handle)]
+    attached = _owner_of(handle)
     step = Step(None, attached.roots)
     made: Any = new_handle(step)
     made.step = step  # which lives as long as the graph needs its handle
@@ -154,7 +171,7 @@ def _drawn(handles: Sequence[Tensor], given: Sequence[int]) -> Tensor:
 
 @never_compiled
 def _seeds(handles: Sequence[Tensor], given: Sequence[int], place: int) -> Tensor:
-    weight, *frames = (_by_handle[int(handle)] for handle in handles)
+    weight, *frames = map(_owner_of, handles)
     local.frames += frames
     try:
         made = {each.step: each for each in weight.draws_again(0, bool(given[0]), bool(given[1]))}
@@ -175,7 +192,7 @@ def _redrawn(weight: Tensor, seeds: Tensor, handle: Tensor, transposed: bool) ->
     """Return a weight under these draws; transposed, the gradient of the raw one from its own."""
     weight = weight.clone(memory_format=torch.contiguous_format)
     rows: Any = (seeds[0], seeds[1].view(torch.float64))
-    drawn = zip(_by_handle[int(handle)].steps, rows[0].tolist(), rows[1].tolist(), strict=True)
+    drawn = zip(_owner_of(handle).steps, rows[0].tolist(), rows[1].tolist(), strict=True)
     for step, seed, magnitude in drawn:
         if magnitude and step.is_random and not (transposed and step.is_additive):
             weight = step.compute(weight, (), Drawn(step, seed, magnitude), is_new=True)

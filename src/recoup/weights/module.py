@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, cast
 
 import torch
@@ -41,12 +42,13 @@ from recoup._core.lazy_values import Source, as_value, keep
 from recoup._core.saved_tensors import Packed, is_transformed, pair_in_force, storage_id
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup._core.tensors import Cast
-from recoup.errors import ReplayError
+from recoup.errors import RecoupError, ReplayError
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
 from recoup.weights.reparametrization import Application, DrawnWeight
 from recoup.weights.steps import Step, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
+_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
 _KEY = "_recoup_attached"
 _BENEATH = "_recoup_beneath"
 
@@ -95,11 +97,12 @@ def fit_class(module: nn.Module) -> None:
     attached.roots = [application for application in attached.roots if application in alive]
     if within:
         names = tuple(sorted(attached.weights))
-        module.__class__ = with_stand_in(type(module), _class_for, names, bool(attached.roots))
+        kind = with_stand_in(type(module), _class_for, names, bool(attached.roots))
     else:
         del module.__dict__[_KEY]
         # If a wrapper's class is on top of ours, that stays, and passes calls on.
-        module.__class__ = without_stand_in(type(module), _class_for)
+        kind = without_stand_in(type(module), _class_for)
+    object.__setattr__(module, "__class__", kind)  # a wrapper's would set it on what it wraps
 
 
 def check_is_plain(weight: Tensor, name: str) -> None:
@@ -118,11 +121,11 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> 
 
 def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> dict[str, Any]:
     members: dict[str, Any] = {name: _property(name) for name in names}
-    members |= {_BENEATH: base, "get_parameter": _get_parameter, "extra_repr": _extra_repr}
+    members |= {_BENEATH: base, "get_parameter": _get_parameter, "extra_repr": _raw(_extra_repr)}
     run = base.forward
     if names:
         members |= {
-            "register_parameter": _raw(base.register_parameter),  # it calls `hasattr`: no read
+            "register_parameter": _register,
             "_load_from_state_dict": _raw(_load),
             "state_dict": _raw(base.state_dict),
             "__delattr__": _delete,
@@ -173,7 +176,13 @@ def _step_of(forward: Any, run: Any) -> Any:
     @not_compiled_itself
     def in_step(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
         with Step(self, attached.roots):  # unnamed: an exception holds this frame
-            return run(self, *args, **kwargs)
+            output = run(self, *args, **kwargs)
+        if type(output) in _LATER and not any(isinstance(each, Step) for each in local.frames):
+            raise RecoupError(
+                f"The forward of {type(self).__name__} returns a {type(output).__name__}, whose "
+                "code runs when its step is over. Use it in `with recoup.weights.step(module):`."
+            )
+        return output
 
     @functools.wraps(forward)
     def forward_of_step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -324,6 +333,18 @@ def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
     owner = self.get_submodule(path)
     raw = owner._parameters[name] if name in weights_of(owner) else None
     return _beneath(self).get_parameter(self, target) if raw is None else raw
+
+
+def _register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    weight = weights_of(self).get(name)
+    is_normed = weight is not None and any(not step.is_random for step in weight.steps)
+    if is_normed and local.raw_of is not self:  # which is where a state is loaded
+        raise ValueError(
+            f"`{name}` of {type(self).__name__} is to be replaced, and recoup.weight_norm would "
+            "divide the new one by its norm. Call recoup.weights.remove before, or replace it and "
+            f"`{name}_g` by load_state_dict."
+        )
+    _raw(_beneath(self).register_parameter)(self, name, param)  # it calls `hasattr`: no read
 
 
 def _delete(self: nn.Module, name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.compile import is_traced
 from recoup._core.saved_tensors import Kept, is_transformed
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
@@ -117,7 +118,7 @@ class WeightNorm(Reparametrization):
         return (norms,)
 
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
-        if is_transformed():
+        if is_transformed() or is_traced():
             return self.product(weight, own[0])
         return cast("Tensor", _Product.apply(weight, own[0], self.axis, self.name))
 

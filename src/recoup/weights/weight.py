@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recoup._core import rng
 from recoup._core import saved_tensors as seam
 from recoup._core.call import Call, run_again
-from recoup._core.compile import never_compiled
+from recoup._core.compile import is_symbolic, is_traced, never_compiled
 from recoup._core.devices import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
 from recoup.errors import RecoupError, ReplayError
@@ -99,6 +99,12 @@ class ParametrizedWeight:
         drawn = self.drawn(module, raw)
         if not drawn:
             return raw
+        if is_symbolic():
+            raise RecoupError(
+                f"{self.name} is computed when it is read, and torch.fx would keep what it is now "
+                "as a constant. Trace the model before recoup is applied, or after "
+                "recoup.weights.remove."
+            )
         version = 0 if raw.is_inference() else raw._version
         if step is None:
             return self._compute(module, raw, version, drawn)
@@ -118,6 +124,7 @@ class ParametrizedWeight:
         elif step.owner is not module and weight.requires_grad:
             is_recomputed = type(getattr(weight, "_recoup_source", None)) is _Recomputed
             stub = _stub_of(weight) if is_recomputed else None
+            _forget_after_backward(weight, step, self)
         step.last = weight
         step.made[self] = given, weakref.ref(weight), stub, again
         return weight
@@ -223,7 +230,7 @@ class ParametrizedWeight:
                 "FSDP2 has gathered it."
             )
         operands = tuple([each.step.operands(module, self.key) for each in drawn])
-        if seam.is_transformed():
+        if seam.is_transformed() or is_traced():
             return _run(drawn, raw, operands)
         if not torch.is_grad_enabled():
             weight, source = _without_graph(raw, operands, drawn), Source(self.name)
@@ -318,6 +325,19 @@ class _Recomputed(Source):
 
 def _versions(operands: tuple[Operands, ...]) -> list[int]:
     return [seam.version_of(operand) for own in operands for operand in own]
+
+
+def _forget_after_backward(weight: Tensor, step: Step, key: ParametrizedWeight) -> None:
+    """Let a step compute a weight anew once a backward has gone through it, and freed its graph."""
+    ref = weakref.ref(step)
+
+    def forget(*_: object) -> None:
+        step = ref()
+        if step is not None:
+            step.made.pop(key, None)
+            step.last = None
+
+    cast("Any", weight.grad_fn).register_hook(forget)
 
 
 def _stub_of(weight: Tensor) -> Tensor:

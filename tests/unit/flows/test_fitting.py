@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -186,3 +187,13 @@ def test_each_value_must_be_a_grey_level():
 def test_a_model_that_is_none_or_frozen_and_labels_are_named(flow, data, message):
     with pytest.raises(ValueError, match=message):
         fitted(flow, data)
+
+
+def test_a_training_that_diverges_is_said_and_extra_states_may_be_anything():
+    flow = small_flow()
+    flow.__class__ = type("Noted", (RealNVP,), {
+        "get_extra_state": lambda self: {"note": [1]}, "set_extra_state": lambda self, state: None,
+    })  # fmt: skip
+    assert fitted(flow).validation_bits_per_dim < math.inf
+    with pytest.warns(UserWarning, match="No epoch of 1 had finite bits"):
+        fitted(flow, learning_rate=1e30)

@@ -18,8 +18,9 @@ from torch.distributions import (
     Normal,
     Uniform,
 )
+from torch.optim.swa_utils import AveragedModel
 
-from recoup.flows import Flow, Logistic
+from recoup.flows import Flow, Logistic, RealNVP
 from recoup.invertible import (
     ActNorm,
     AffineCoupling,
@@ -307,3 +308,17 @@ REFUSED = [
 def test_unsuitable_arguments_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_what_averaged_weights_and_empty_buffers_begin_with():
+    x = torch.randn(64, 2) * 3 + 1
+    flow = RealNVP((2,), levels=None, num_steps=2, width=8, base=Laplace(1.0, 2.0))
+    average = AveragedModel(flow)
+    flow.train()(x)
+    average.update_parameters(flow)
+    bits = average.module.bits_per_dim(x)
+    average.module.train()(x)  # ActNorm has started
+    assert torch.equal(average.module.bits_per_dim(x), bits)
+    state, want = flow.state_dict(), flow.eval().log_prob(x)
+    flow.to("meta").to_empty(device="cpu").load_state_dict(state)
+    assert torch.equal(flow.log_prob(x), want)

@@ -131,6 +131,15 @@ def test_gradients_are_those_of_linear_memory(name):
         assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
 
 
+@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+def test_hooks_on_an_inner_chain_run_in_backward(memory):
+    calls, inner = [], Chain(Flip(), ActNorm(2).eval())
+    inner.register_full_backward_pre_hook(lambda *_: calls.append(1))
+    chain = Chain(ActNorm(2).eval(), inner, memory=memory)
+    chain(torch.randn(4, 2))[0].sum().backward()
+    assert calls == [1]
+
+
 def test_constant_memory_says_what_it_recomputes():
     block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
     chain = Chain(Flip(), block, Flip(), block)

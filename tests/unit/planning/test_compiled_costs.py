@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 from contextlib import nullcontext
@@ -242,3 +243,52 @@ def test_a_call_that_began_under_a_mode_is_not_compiled():
     assert code.num_graphs == 0
     code.of_call(block, block.forward)(x)
     assert code.num_graphs == 1
+
+
+@pytest.mark.slow
+def test_inputs_that_compiled_code_copies_are_counted_once():
+    def bottleneck():
+        layers = nn.Sequential(
+            nn.Conv2d(32, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Conv2d(8, 32, 1, bias=False), nn.BatchNorm2d(32),
+        )  # fmt: skip
+        return Made(lambda block, x: torch.relu(x + block.layers(x)), layers=layers)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(bottleneck() for _ in range(4))), torch.randn(8, 32, 16, 16)
+    plan = recoup.plan(model, x, budget="1 GiB", blocks=list(model), compile=True)
+    assert any("compiled" in way for way in ways_of(plan))
+    assert 0.95 < plan.predicted_peak_bytes / plan.rehearsed_peak_bytes < 1.1
+
+
+def test_hooks_that_are_added_within_a_compiled_block_run():
+    model, x, step = of_net()
+    with plan_at(model, x, "380 KiB").applied():
+        step()
+        model.zero_grad()
+        model.blocks[1].down.register_forward_hook(lambda module, args, output: 2 * output)
+        torch.manual_seed(1)
+        with pytest.warns(UserWarning, match="hooks within it have changed"):
+            step()
+        found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(1)
+    step()
+    for gradient, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_block_that_is_compiled_again_and_again_runs_as_it_is(monkeypatch):
+    class Counting(Block):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            return super().forward(x)
+
+    model, x, step = of_net(block=Counting)
+    plan = plan_at(model, x, "380 KiB")
+    monkeypatch.setattr(compiling, "_RECOMPILE_LIMIT", 8)
+    with plan.applied(), pytest.warns(UserWarning, match="compiles it again and again"):
+        collections.deque((step() for _ in range(12)), maxlen=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import gc
@@ -9,6 +10,8 @@ import logging
 import pickle
 import subprocess
 import sys
+from types import MethodType
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -234,3 +237,30 @@ def test_classes_do_not_hear_of_plans():
         step_of(model, x)()
     assert told == ["patched"]
     assert is_plain(model)
+
+
+class Abstract(abc.ABC, Residual):
+    pass
+
+
+class Typed(Generic[TypeVar("T")], Residual):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Abstract, Typed])
+def test_classes_with_another_base_before_that_of_modules(kind):
+    model, x = stack(4, kind), batch()
+    found = recoup.plan(model, x, loss=square)
+    assert_as_plain(found.plan(found.least_bytes), step_of(model, x))
+    assert all(type(each) is kind for each in model)
+
+
+def test_a_forward_that_other_code_binds_to_its_module():
+    """As accelerate does where it takes a model out of its wrapper."""
+    model, x = stack(4), batch()
+    wanted = model(x)
+    with plan(model, x).applied() as applied:
+        model.forward = MethodType(model.forward, model)
+        assert torch.equal(model(x), wanted)
+        applied.remove()
+        assert torch.equal(model(x), wanted)

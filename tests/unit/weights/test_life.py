@@ -237,6 +237,31 @@ def test_assigning_freezing_and_making_a_layer_like_another():
     assert pickle.loads(pickle.dumps(other)).state_dict().keys() == other.state_dict().keys()
 
 
+class Passing(nn.Module):
+    """A wrapper that passes attributes on, as that of Lightning Fabric does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __setattr__(self, name, value):
+        inner = self._modules.get("inner") if "_modules" in vars(self) else None
+        (super().__setattr__ if inner is None else inner.__setattr__)(name, value)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_wrapper_and_a_layer_with_two_names():
+    layer = nn.Linear(4, 4)
+    model, x = Passing(nn.Sequential(layer, nn.ReLU(), layer)), torch.ones(2, 4)
+    before = model(x)
+    recoup.recompute_(recoup.weight_norm(model), nn.Sequential)
+    torch.testing.assert_close(model(x), before)
+    assert type(remove(model)) is Passing
+    torch.testing.assert_close(model(x), before)
+
+
 def test_removing_some_and_from_a_part():
     model, x = BOTH(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ".*"), torch.randn(3, 4)
     remove(model, r"0\..*|1\.bias")

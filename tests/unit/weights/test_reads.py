@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import itertools
 import re
 import weakref
@@ -14,6 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
+from recoup.errors import RecoupError
 from recoup.weights import applied, disabled, enabled, remove, same_draw, set_step, step
 from tests.weight_zoo import MORE, OURS, Reads, materialised
 
@@ -424,3 +427,70 @@ def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
     with step(layer):
         alive = weakref.ref(layer.weight)
         assert layer.weight is alive()
+
+
+@pytest.mark.parametrize("way", MORE)
+def test_a_step_may_have_two_backwards(way):
+    layer, x = MORE[way](nn.Linear(8, 8)), torch.randn(4, 8)
+    with step(layer), same_draw(3):
+        for half in x.chunk(2):
+            layer(half).square().sum().backward()
+    found = layer.get_parameter("weight").grad
+    layer.zero_grad()
+    with same_draw(3):
+        layer(x).square().sum().backward()
+    torch.testing.assert_close(layer.get_parameter("weight").grad, found)
+
+
+def test_a_forward_that_goes_on_after_its_step_needs_one_around_it():
+    class Streaming(Model):
+        def forward(self, num):
+            for _ in range(num):
+                yield self.encode()
+
+    model = recoup.weight_dropout(Streaming())
+    with pytest.raises(RecoupError, match="returns a generator"):
+        model(2)
+    with step(model):
+        assert torch.equal(*model(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_what_is_traced_is_no_sample():
+    class Projecting(Model):
+        def forward(self, x):
+            return x @ self.encode()
+
+    model = recoup.weight_noise(Projecting())
+    with pytest.raises(RecoupError, match="keep what it is now as a constant"):
+        torch.fx.symbolic_trace(model)
+    torch.fx.symbolic_trace(model.eval())
+    normed = recoup.weight_norm(nn.Conv1d(4, 4, 3)).eval()
+    x = torch.randn(1, 4, 9)
+    assert torch.equal(torch.jit.trace(normed, x)(x), normed(x))
+    file = io.BytesIO()
+    always = recoup.weight_noise(nn.Linear(9, 4), mode="always").eval()
+    torch.export.save(torch.export.export(always, (x,)), file)
+    file.seek(0)
+    del always
+    gc.collect()
+    with pytest.raises(RecoupError, match="not in this process"):
+        torch.export.load(file).module()(x)
+    doubled = recoup.weights.apply(nn.Linear(9, 4), lambda w, draw: 2 * w, mode="always").eval()
+    with pytest.raises(RecoupError, match="Outside of graphs"):
+        torch.export.export(doubled, (x,))
+
+
+def test_sparse_gradients_reach_what_a_function_computes():
+    bag = recoup.weights.apply(
+        nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), lambda w, draw: 2 * w
+    )
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    assert bag.get_parameter("weight").grad.to_dense()[:, 0].tolist() == [0, 2, 2, *6 * [0]]
+
+
+def test_printing_reads_no_weight():
+    parameters = recoup.weight_noise(nn.ParameterList([torch.ones(3, 3)]), "0")
+    stream = torch.get_rng_state()
+    assert "noise" in repr(parameters)
+    assert torch.equal(stream, torch.get_rng_state())

@@ -125,7 +125,7 @@ class Asking(nn.Sequential):
 
 
 def pruned(module):
-    prune.l1_unstructured(module, "weight", 0.25)
+    return prune.l1_unstructured(module, "weight", 0.25)
 
 
 def twice():
@@ -231,6 +231,12 @@ REFUSED = [
        r"`1\.weight` has shape .*Let `pattern` leave it out")
       for sizes in ((3, 0), (0, 3)) for dim in (0, 1, None)),
     (lambda: noisy().eval(), pruned, "`weight` of Linear is to be replaced.*remove before"),
+    *((lambda made=made: made(layer()), of(k, **how), "computes a weight from") for k in range(2)
+      for made, key in ((pruned, "weight_orig"), (torch.nn.utils.weight_norm, "weight_v"))
+      for how in ({}, {"pattern": key})),
+    (lambda: recoup.weight_norm(layer()),
+     lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2, 2))),
+     "`weight` of Linear is to be replaced.*its norm"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
     (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
     (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
