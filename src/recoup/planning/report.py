@@ -299,7 +299,7 @@ def _rows_of(
             keeps, work = tape.tape_bytes, tape.seconds
         elif index in results:
             found = cost.kept(results[index])
-            has_products = bool(selections(call)[results[index] - 1].products)
+            has_products = selections(call)[results[index] - 1].num_products > 0
             way = "keep products" if has_products else "recompute"
             keeps = found.num_bytes + (cost.state_bytes if index in kept else 0)
             work = found.seconds
