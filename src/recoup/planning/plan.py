@@ -91,6 +91,15 @@ class Plan(PlanReport):
         pending: how many forwards of a pipeline wait beside a step that follows it.
         baseline_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
+        num_blocks: the number of modules that are its blocks.
+        num_seen: the number of blocks that the measured step called; others will be recomputed.
+        schedule: the schedule of the blocks; its last stage is the code after the blocks.
+        actions: the actions of `schedule`.
+        predicted_peak_bytes: the peak of a step as predicted from the cost of each block.
+        rehearsed_peak_bytes: the peak of the step that was run under the plan.
+        least_bytes: the smallest budget known to suffice: for the rehearsal that took the least
+            bytes.
+        most_bytes: the predicted peak of a step that keeps every residual.
         collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
         collectives_again: those of them that second runs repeat.
         step_seconds: the time of a step that followed the plan.
