@@ -32,7 +32,19 @@ def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is th
     *example_args: Any,
     budget: None = ...,
     policy: None = ...,
-    **options: Any,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    exact: bool = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
+    num_forwards: int = ...,
+    headroom: float | None = ...,
+    replan: bool = ...,
+    **example_kwargs: Any,
 ) -> Frontier: ...
 
 
@@ -42,7 +54,19 @@ def plan(
     *example_args: Any,
     budget: int | str | None = ...,
     policy: Policy | None = ...,
-    **options: Any,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    exact: bool = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
+    num_forwards: int = ...,
+    headroom: float | None = ...,
+    replan: bool = ...,
+    **example_kwargs: Any,
 ) -> Plan: ...
 
 
