@@ -109,10 +109,12 @@ def force_of(model, x):
 
 
 def pairs(kind: str, *, skips: bool = False):
-    """Layers that are lists or dicts of two parts (vit-pytorch, rtdl)."""
+    """Layers that are lists or dicts of an attention and an MLP (vit-pytorch, rtdl)."""
     layers = []
     for _ in range(4):
-        pair = {"a": Residual(16), "m": Residual(16), "unused": nn.Linear(16, 16)}
+        attention = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        pair = {"a": attention, "m": mlp, "unused": nn.Linear(16, 16)}
         layer = nn.ModuleDict(pair) if kind == "dict" else nn.ModuleList(pair.values())
         layers.append(nn.ModuleList([layer]) if kind == "nested" else layer)
 
@@ -120,8 +122,8 @@ def pairs(kind: str, *, skips: bool = False):
         for layer in model.layers:
             if not skips or random.random() >= 0.5:
                 inner = layer[0] if kind == "nested" else layer
-                first, second, _ = inner.values() if kind == "dict" else inner
-                x = second(first(x))
+                attention, mlp, _ = inner.values() if kind == "dict" else inner
+                x = mlp(attention(x))
         return x
 
     return Made(forward, layers=layers)
