@@ -51,7 +51,7 @@ from recoup.planning.called_blocks import (
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
-from recoup.planning.plan import Line, Plan, draw_frontier, own_forwards
+from recoup.planning.plan import Plan, draw_frontier, own_forwards
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
 from recoup.planning.priced_ways import price_codes, with_inverses
 from recoup.planning.ranks import largest_among_ranks
@@ -280,12 +280,10 @@ class Frontier:
             ImportError: matplotlib is missing.
             ValueError: `path` is none, or has another ending.
         """
-        lines: list[Line] = []
-        for points in map(self._points_of, self._kinds):
-            code = _code(points[0].is_compiled, points[0].is_tiled)
-            lines.append(
-                Line(code, [p.peak_bytes for p in points], [p.relative_time for p in points])
-            )
+        lines = [
+            (_code(points[0].is_compiled, points[0].is_tiled), [each[:2] for each in points])
+            for points in map(self._points_of, self._kinds)
+        ]
         return draw_frontier(lines, path_of(path))
 
     def __str__(self) -> str:

@@ -91,13 +91,12 @@ def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None =
     """
     blocks = list(blocks)
     make_tables(step.device)
-    with step.rehearsed(), timeline(step.device, records_levels=True) as line:
+    with step.counted(timeline(step.device, records_levels=True)) as line:
         meter = _Meter(step, blocks, line, code)
         with followed([module for _, module in blocks], meter):
             gradients = step.run(between=meter.loss_ended)
         meter.ended(line.mark())
         outcome = outcome_of(step.model, gradients, step.written)
-        step.forget()
     return Measured(meter.calls, meter.loss, meter.between, outcome)
 
 
@@ -386,7 +385,7 @@ def _share(
     chosen = [selection_of_part(call, part, _NUM_PARTS)[1] for call in calls]
     fractions = map(saved_fraction, calls, chosen)
     counted = sum(second * saved for second, saved in zip(again, fractions, strict=True))
-    num_products = sum(len(selection.products) for selection in chosen if selection)
+    num_products = sum(selection.num_products for selection in chosen if selection)
     saved = counted - _SECONDS_OF_PRODUCT * num_products
     if part in seconds:
         saved = seconds["again"] - seconds[part]

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -91,6 +91,15 @@ class Plan(PlanReport):
         pending: how many forwards of a pipeline wait beside a step that follows it.
         baseline_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
+        num_blocks: the number of modules that are its blocks.
+        num_seen: the number of blocks that the measured step called; others will be recomputed.
+        schedule: the schedule of the blocks; its last stage is the code after the blocks.
+        actions: the actions of `schedule`.
+        predicted_peak_bytes: the peak of a step as predicted from the cost of each block.
+        rehearsed_peak_bytes: the peak of the step that was run under the plan.
+        least_bytes: the smallest budget known to suffice: for the rehearsal that took the least
+            bytes.
+        most_bytes: the predicted peak of a step that keeps every residual.
         collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
         collectives_again: those of them that second runs repeat.
         step_seconds: the time of a step that followed the plan.
@@ -252,23 +261,14 @@ class Plan(PlanReport):
 _BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
 
 
-class Line(NamedTuple):
-    """The plans over one kind of blocks.
-
-    Args:
-        name: the name of the kind.
-        sizes: the peaks of steps, in bytes.
-        times: the times of steps, where 1 is a step with everything kept.
-    """
-
-    name: str
-    sizes: Sequence[int]
-    times: Sequence[float]
+# The plans over one kind of blocks: its name, and for each plan the peak of a step, in bytes, and
+# its time, where 1 is a step with everything kept.
+Line = tuple[str, Sequence[tuple[int, float]]]
 
 
 def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
     """Draw the plans over each kind of blocks into a file, and return the path."""
-    unit, name = _unit(max(max(line.sizes) for line in lines))
+    unit, name = _unit(max(size for _, points in lines for size, _ in points))
 
     def draw_panel(panels: Sequence[Any]) -> None:
         _frontier(panels[0], lines, unit, name)
@@ -283,13 +283,15 @@ def draw(plan: PlanReport, path: Path) -> Path:
 
     def draw_panels(panels: Sequence[Any]) -> None:
         _over_a_step(panels[0], plan, unit, name)
-        sizes = [plan.baseline_bytes + point.peak_bytes for point in plan.frontier]
         least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
-        times = [1 + (point.seconds - least) / whole for point in plan.frontier]
-        place = plan.frontier.index(plan.point)
-        _frontier(panels[1], [Line("all plans", sizes, times)], unit, name)
+        points = [
+            (plan.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
+            for each in plan.frontier
+        ]
+        _frontier(panels[1], [("all plans", points)], unit, name)
+        size, time = points[plan.frontier.index(plan.point)]
         panels[1].plot(
-            sizes[place] / unit, times[place], "o", color=_AFTER, markersize=9,
+            size / unit, time, "o", color=_AFTER, markersize=9,
             markeredgecolor="white", zorder=5, clip_on=False, label="this plan",
         )  # fmt: skip
         panels[1].legend(loc="upper right", frameon=False, fontsize=9.5)
@@ -307,10 +309,10 @@ def _unit(num_bytes: int) -> tuple[int, str]:
 
 def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> None:
     colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
-    for line, color in zip(lines, colors, strict=False):
-        sizes = [size / unit for size in line.sizes]
-        axes.step(sizes, line.times, where="post", color=color, linewidth=2.2, label=line.name)
-    times = [time for line in lines for time in line.times]
+    for (name, points), color in zip(lines, colors, strict=False):
+        sizes, times = [size / unit for size, _ in points], [time for _, time in points]
+        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name)
+    times = [time for _, points in lines for _, time in points]
     low, high = min(times), max(times)
     height = (high - low) or 0.1
     axes.set_ylim(low - 0.05 * height, high + 0.25 * height)  # room for the legend

@@ -73,11 +73,7 @@ def planned_stages(
                 variant = variants.get(index, 0)
                 code = call.codes[variant] if is_kept else call.code_again or call.codes[0]
             elif index in results:
-                selection = selections(call)[results[index] - 1]
-                numbers = frozenset(selection.products)
-                funcs = frozenset(product.func for product in call.products if numbers)
-                saved = {i for i in numbers if call.products[i].is_residual}
-                chosen = Products(funcs, numbers, saved, selection.held)
+                chosen = selections(call)[results[index] - 1].products
             stages.append(PlannedStage(call.name, call.module, executor, step, chosen, code))
     return stages
 

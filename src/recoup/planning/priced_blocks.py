@@ -338,7 +338,7 @@ def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
         calls = [_choosing_attention(call) for call in kind.measured.calls]
         kind = kind._replace(measured=replace(kind.measured, calls=calls))
         kind = kind.repriced(calls, price(kind.measured, None), kind.seconds)
-        if not any(each.products for call in calls for each in selections(call)):
+        if not any(each.num_products for call in calls for each in selections(call)):
             raise ValueError(
                 f"`policy` is {policy!r}, but no block was seen to call a kernel of attention that "
                 "could be kept alone. Let the model call torch.nn.functional."

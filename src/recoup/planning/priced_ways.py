@@ -391,12 +391,10 @@ def _measured_inverses(
             works[index] += counter.work  # the second run makes the rest of its tape
 
     follower = planned.rehearsing(constant([*ways, "keep"]), measured)
-    with step.rehearsed(), line:
+    with step.counted(line):
         with followed(planned.whole_modules, follower):
-            gradients = step.run()
+            step.run()
         marks.append((-1, line.mark()))
-        del gradients
-        step.forget()
     refused = {
         start + place
         for (start, _), own in zip(chains_of(kind.calls), follower.guards, strict=True)

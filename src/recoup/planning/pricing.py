@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import nn
 
+from recoup._core.kept_products import Products
 from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
@@ -48,20 +49,16 @@ class Selection(NamedTuple):
     """What a call keeps for its second run, beside its input (See Rules 6 and 7).
 
     Args:
-        products: the operators whose outputs it keeps, by their numbers.
-        held: the residuals that it holds, by theirs.
-        num_bytes: the bytes of both, without those of what the call returns.
-        taped_bytes: those of the bytes that are residuals.
+        products: the operators whose outputs it keeps, and the residuals that it holds.
+        num_products: the number of these operators.
+        results: the bytes of both, without those of what the call returns; without a time.
         saved_work: the counted work that the second run is spared.
-        holds_output: whether that run ends before it has made what the call returns.
     """
 
-    products: tuple[int, ...]
-    held: frozenset[int]
-    num_bytes: int
-    taped_bytes: int
+    products: Products
+    num_products: int
+    results: Results
     saved_work: float
-    holds_output: bool
 
 
 @dataclass
@@ -284,11 +281,9 @@ def _results(call: MeasuredCall) -> tuple[Results, ...]:
         fraction = saved_fraction(call, selection_of_part(call, part, num)[1])
         knots[fraction] = share * fraction
     return tuple(
-        Results(
-            num_bytes=each.num_bytes,
+        replace(
+            each.results,
             seconds=max(call.work * (1.0 - _between(knots, saved_fraction(call, each))), 0.0),
-            taped_bytes=each.taped_bytes,
-            holds_output=each.holds_output,
         )
         for each in selections(call)
     )
@@ -353,16 +348,19 @@ def _selection(
 ) -> Selection:
     """Return a selection of products and residuals, where the second run ends after some work."""
     end, products = call.needed_work, [call.products[number] for number in chosen]
+    funcs = frozenset(product.func for product in call.products if chosen)
+    unchanged = {number for number in chosen if call.products[number].is_residual}
     small = sum(
         each.num_bytes
         for place in held
         if not (each := call.listed[place]).is_output and each.product not in chosen
     )
-    return Selection(
-        chosen,
-        held,
+    results = Results(
         num_bytes=small + sum(each.num_bytes for each in products),
+        seconds=0.0,
         taped_bytes=small + sum(each.num_bytes for each in products if each.is_saved),
-        saved_work=end - last + sum(each.work for each in products if each.start < last),
         holds_output=last < end,
     )
+    saved_work = end - last + sum(each.work for each in products if each.start < last)
+    kept = Products(funcs, frozenset(chosen), unchanged, held)
+    return Selection(kept, len(chosen), results, saved_work)

@@ -24,7 +24,6 @@ from recoup.planning.pricing import MeasuredCall, selections
 from recoup.planning.ranks import CollectiveCounter
 from recoup.planning.step import Rehearsed
 from recoup.schedules import (
-    Action,
     Advance,
     Cost,
     Invert,
@@ -92,7 +91,9 @@ class PlanReport:
     ) -> None:
         self.model = planned.model
         self.planned = planned
-        self.point = point
+        self.num_blocks = len(planned.blocks)
+        self.num_seen = len({id(call.module) for call in planned.calls})
+        self.point, self.schedule, self.actions = point, point.schedule, point.schedule.actions
         self.policy, self.pending = kind.policy, kind.pending
         self.costs = tuple(kind.costs)
         self.frontier = tuple(kind.points)
@@ -103,7 +104,10 @@ class PlanReport:
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]
         self._rehearsed_bytes, self._held_bytes, _, self._rehearsed_peaks = rehearsed
-        self._least_bytes, self._room = least_bytes, room
+        self.predicted_peak_bytes = self.baseline_bytes + point.peak_bytes
+        self.rehearsed_peak_bytes = self.baseline_bytes + self._rehearsed_bytes
+        self.most_bytes = self.baseline_bytes + self.frontier[-1].peak_bytes
+        self.least_bytes, self._room = room.budget_for(least_bytes), room
         spare = self.usable_bytes / max(self.rehearsed_peak_bytes, 1)
         spare = math.inf if self.policy is not None else spare
         step = kind.step
@@ -124,16 +128,6 @@ class PlanReport:
             )
 
     @property
-    def num_blocks(self) -> int:
-        """The number of modules that are its blocks."""
-        return len(self.planned.blocks)
-
-    @property
-    def num_seen(self) -> int:
-        """The number of blocks that the measured step called; others will be recomputed."""
-        return len({id(call.module) for call in self.planned.calls})
-
-    @property
     def drift(self) -> DriftGuard | None:
         """The drift guard of the blocks that it inverts; None if it inverts none.
 
@@ -142,34 +136,14 @@ class PlanReport:
         return self.planned.guard if self.point.num_inverses else None
 
     @property
-    def schedule(self) -> Schedule:
-        """The schedule of the blocks; its last stage is the code after the blocks."""
-        return self.point.schedule
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """The actions of `schedule`."""
-        return self.schedule.actions
-
-    @property
-    def predicted_peak_bytes(self) -> int:
-        """The peak of a step as predicted from the cost of each block."""
-        return self.baseline_bytes + self.point.peak_bytes
-
-    @property
     def predicted_time_ratio(self) -> float:
         """The predicted time of a step, where 1 is the plain step."""
         seconds = self.kept_seconds + self.point.seconds - self.frontier[-1].seconds
         return seconds / self.kept_seconds if self.kept_seconds else 1.0
 
     @property
-    def rehearsed_peak_bytes(self) -> int:
-        """The peak of the step that was run under the plan."""
-        return self.baseline_bytes + self._rehearsed_bytes
-
-    @property
     def rehearsed_peaks(self) -> Peaks:
-        """The same as it was `requested`, `allocated`, and `reserved` by the allocator.
+        """The rehearsed peak as it was `requested`, `allocated`, and `reserved` by the allocator.
 
         What is reserved has the memory in it that the allocator had cached before the step. It is
         None on the CPU, which caches nothing.
@@ -182,16 +156,6 @@ class PlanReport:
     def usable_bytes(self) -> int:
         """The bytes that the plan keeps to: the budget without its headroom."""
         return self.baseline_bytes + self._room.of(self.budget_bytes)
-
-    @property
-    def least_bytes(self) -> int:
-        """The smallest budget known to suffice: for the rehearsal that took the least bytes."""
-        return self._room.budget_for(self._least_bytes)
-
-    @property
-    def most_bytes(self) -> int:
-        """The predicted peak of a step that keeps every residual."""
-        return self.baseline_bytes + self.frontier[-1].peak_bytes
 
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
@@ -299,7 +263,7 @@ def _rows_of(
             keeps, work = tape.tape_bytes, tape.seconds
         elif index in results:
             found = cost.kept(results[index])
-            has_products = bool(selections(call)[results[index] - 1].products)
+            has_products = selections(call)[results[index] - 1].num_products > 0
             way = "keep products" if has_products else "recompute"
             keeps = found.num_bytes + (cost.state_bytes if index in kept else 0)
             work = found.seconds

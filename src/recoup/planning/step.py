@@ -27,7 +27,7 @@ from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import is_without_values
 from recoup.errors import ReplayError
-from recoup.memory.timeline import Span, most_of, timeline
+from recoup.memory.timeline import Span, Timeline, most_of, timeline
 from recoup.planning.arguments import explain_model
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
@@ -121,6 +121,20 @@ class Step:
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
         return self._restoring([restoring(parameter) for parameter in self.written])
+
+    @contextmanager
+    def counted(self, line: Timeline) -> Generator[Timeline]:
+        """Return a context in which a run of the step leaves no trace, and its bytes are counted.
+
+        The gradients are freed at its end: memory allocated within a timeline is freed within it.
+
+        Args:
+            line: the timeline, which begins and ends with the context.
+        """
+        with self.rehearsed(), line:
+            yield line
+            for parameter in self.model.parameters():
+                parameter.grad = None
 
     def knowing_writes(self) -> Step:
         """Run a forward, and return the step with the parameters that it writes to."""
@@ -253,11 +267,6 @@ class Step:
         }  # fmt: skip
         return tree.unflatten(tuple(own[id(t)] for t in tensors))
 
-    def forget(self) -> None:
-        """Free the gradients, so that memory allocated within a timeline is freed within it."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
 
 class Rehearsed(NamedTuple):
     """What a step of a model took and made.
@@ -277,13 +286,12 @@ class Rehearsed(NamedTuple):
 
 def rehearse(step: Step) -> Rehearsed:
     """Run a step of a model that follows a plan, or none."""
-    with step.rehearsed(), timeline(step.device) as line:
+    with step.counted(timeline(step.device)) as line:
         marks: list[Span] = []
         gradients = step.run(between=lambda: marks.append(line.mark()))
         marks.append(line.mark())  # before the outcome is summed up, which takes memory, too
         outcome = outcome_of(step.model, gradients, step.written)
         del gradients
-        step.forget()
     own = most_of(marks)
     found = [own.requested, own.allocated, own.reserved or 0, marks[0].end_bytes]
     requested, peak, reserved, held = map(int, largest_among_ranks(step.model, found))

@@ -209,11 +209,10 @@ def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine
 
     following = nullcontext() if plan is None else plan.planned.followed(plan.schedule, told)
     observed = replace(step, losses=recorder.observed(step.losses))
-    with recompiling(is_compiled), following, observed.rehearsed(), line:
+    with recompiling(is_compiled), following, observed.counted(line):
         with recorder.recording():
             gradients = observed.run()
         del gradients
-        step.forget()
     if plan is None:
         return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
     calls = [BlockCall(block.name, block.way) for block in plan.blocks]

@@ -50,17 +50,17 @@ def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     kind.expect_plain()
     try:
         return _planned(kind, budget_bytes, room)
-    except DifferentStepError as error:
+    except (ChangedError, ReplayError) as error:  # steps differ, or runs of a block
         difference = error
     kind.expect_again()
-    with suppress(DifferentStepError):
+    with suppress(ChangedError, ReplayError):
         return _planned(kind, budget_bytes, room)
     for what, other in _simpler(kind):
-        with suppress(DifferentStepError, BudgetError):
+        with suppress(ChangedError, ReplayError, BudgetError):
             plan = _rehearsed(other, budget_bytes, room)
             warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=6)
             return plan
-    raise difference
+    raise DifferentStepError(str(difference)) from difference
 
 
 def _planned(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
@@ -114,7 +114,8 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
     Raises:
         BudgetError: no rehearsal keeps to the budget.
-        DifferentStepError: the results of a rehearsal differ from those of the plain step.
+        ChangedError: a block does not repeat its first run.
+        ReplayError: likewise, or the results of a rehearsal differ from those of the plain step.
     """
     step, budget = kind.step, room.of(budget_bytes)
     last: dict[int, Rehearsed] = {}  # of each point
@@ -124,16 +125,11 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     def rehearse(index: int) -> int:
         point = kind.points[index]
         tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
-        try:
-            with planned.followed(point.schedule):
-                found = rehearse_planned(step, tolerance)
-                for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
-                    if found.peak_bytes > budget:  # See Rule 3 of ranks.py
-                        found = min(found, rehearse_planned(step, tolerance), key=itemgetter(0))
-        except DifferentStepError:
-            raise
-        except (ChangedError, ReplayError) as error:  # a block does not repeat its first run
-            raise DifferentStepError(str(error)) from error
+        with planned.followed(point.schedule):
+            found = rehearse_planned(step, tolerance)
+            for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
+                if found.peak_bytes > budget:  # See Rule 3 of ranks.py
+                    found = min(found, rehearse_planned(step, tolerance), key=itemgetter(0))
         last[index] = found
         # Other forwards call more blocks than the rehearsal did.
         taken = kind.bytes_beside(found.peak_bytes, found.held_bytes)
@@ -148,10 +144,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
         raise _too_small(kind, budget_bytes, room, choice.least_bytes)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
-        try:
-            step_seconds = seconds_of(step)
-        except (ChangedError, ReplayError) as error:  # it repeats its first run by turns
-            raise DifferentStepError(str(error)) from error
+        step_seconds = seconds_of(step)  # where a block may repeat its first run by turns
         collectives = CollectiveCounter()
         # Under a dispatch mode the compiler gives up what it meets.
         compiles = kind.is_compiled or any(map(is_compiled, step.model.modules()))

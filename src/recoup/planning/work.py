@@ -142,9 +142,7 @@ class WorkCounter(DispatchMode):
 
     def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that a region does not keep the residual `tensor`."""
-        if (
-            getattr(slot, "expected", None) is None
-        ):  # else the region itself keeps it, for this step
+        if getattr(slot, "expected", None) is None:  # else the region keeps it, for this step
             self._residuals.update(storages_of([tensor]))
         region = getattr(slot, "residuals", None)
         if self._call is not None and getattr(region, "stage", None) is self._call:
