@@ -164,12 +164,12 @@ class Region(Residuals):
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
-        held = chain.from_iterable(map(values_of, surroundings.holders))
-        is_written = bool(surroundings.holders) and (
-            surroundings.found != list(map(id, held))
-            or versions_of(surroundings.parameters) != surroundings.versions
+        versions = surroundings.versions
+        held = chain.from_iterable(map(values_of, surroundings.held))
+        is_changed = surroundings.found != list(map(id, held)) or (
+            bool(versions) and versions_of(surroundings.parameters) != versions
         )
-        if is_written or surroundings.buffers or surroundings.has_foreign:
+        if is_changed or surroundings.buffer_versions or surroundings.has_foreign:
             surroundings.has_run()
         return result
 
