@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import BudgetError, RecoupError, ReplayError
+from recoup.planning.rehearsal import StateSnapshot
 from tests.neighbours.planned import Block, Net, fresh, loss_of, peak_of, result_of
 
 
@@ -355,3 +356,18 @@ def test_a_total_counts_the_state_before_the_first_step_and_leaves_the_optimizer
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
         with pytest.raises(ValueError, match=r"`optimizer` is a .* Step it once"):
             planned(model, x, budget_of="total", optimizer=kind(model.parameters()))
+
+
+def test_an_interrupt_while_state_is_put_back_comes_after_it():
+    norm, interrupts = nn.BatchNorm1d(3), iter([KeyboardInterrupt])
+    found = StateSnapshot([norm])
+    norm(torch.randn(4, 3))
+
+    def interrupt():
+        for error in interrupts:
+            raise error
+
+    found._undo.insert(0, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        found.restore()
+    assert norm.running_mean.tolist() == [0, 0, 0]

@@ -92,3 +92,33 @@ def test_a_second_run_has_what_the_first_had(way, what):
     wanted, got = (left_by_a_step(each, what) for each in ("plain", way))
     for place, (expected, found) in enumerate(zip(wanted, got, strict=True)):
         assert_same_tensor(str(place), found, expected)
+
+
+class Registering(nn.Module):
+    """Registers its first buffer in a later step, and counts in it from then on."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.layer, self.first, self.step = nn.Linear(6, 6), first, 0
+
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        if self.step == self.first:
+            self.register_buffer("mean", mean)
+        elif self.step > self.first:
+            self.mean = 0.9 * self.mean + mean
+        return self.layer(x).sin()
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(
+    "call", [recoup.checkpoint, lambda model, x: recoup.Sequential(model, memory="sqrt")(x)]
+)
+def test_a_buffer_that_is_registered_late_counts_once(call, first):
+    plain, ours = Registering(first), Registering(first)
+    x = torch.randn(3, 6)
+    for step in range(4):
+        plain.step = ours.step = step
+        plain(x).sum().backward()
+        call(ours, x).sum().backward()
+        assert step < first or torch.equal(ours.mean, plain.mean)

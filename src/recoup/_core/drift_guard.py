@@ -54,6 +54,7 @@ Otherwise = Literal["recompute", "raise", "warn", "ignore"]
 _PER_ERROR = 5
 _ROUNDINGS = 8
 _AT_ONCE = 0.1
+_OF_SINGLES = torch.finfo(torch.float32).eps
 # A state is kept where the errors are still smaller than allowed by this factor: weights change
 # from one step to the next, and the errors with them.
 _MARGIN = 2.0
@@ -250,8 +251,10 @@ class DriftComparison:
         for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):
             if sketch is not None and value.is_floating_point():
                 error = max(error, _distance(sketch, value))
-                self._note_type(value.dtype)
+                self._least = max(self._least, torch.finfo(value.dtype).eps)
         self._errors[index] = error
+        if self._least > _OF_SINGLES and not guard._has_said_type:
+            self._note_type()
         total, num_done = self._sum + error, len(self._errors)
         allowed = self._allowance(num_done, max(num_done / max(len(self._inverted), 1), _AT_ONCE))
         if total > allowed:
@@ -273,14 +276,13 @@ class DriftComparison:
         self._sum = total
         return True
 
-    def _note_type(self, dtype: torch.dtype) -> None:
-        guard, eps = self._guard, torch.finfo(dtype).eps
-        self._least = max(self._least, eps)
-        floor = len(self._inverted) * _ROUNDINGS * eps
-        if floor > guard.tolerance and guard.otherwise != "ignore" and not guard._has_said_type:
-            guard._has_said_type = True
+    def _note_type(self) -> None:
+        """Warn where states of 16 bits cannot keep to the tolerance."""
+        guard, floor = self._guard, len(self._inverted) * _ROUNDINGS * self._least
+        guard._has_said_type = True
+        if floor > guard.tolerance and guard.otherwise != "ignore":
             warnings.warn(
-                f"Inverses in {dtype} round by more than the `tolerance` of {guard.tolerance:g}: "
+                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
                 f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
                 'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
                 stacklevel=2,

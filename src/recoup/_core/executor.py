@@ -40,7 +40,7 @@ from recoup.schedules.memory import Memory, schedule_for
 Result = tuple[State, list[Any]]
 
 
-class Executor:
+class Executor(Prepared):
     """The executor of one schedule, which it can run any number of times.
 
     Args:
@@ -54,19 +54,18 @@ class Executor:
         self,
         schedule: Schedule,
         *,
-        stops: bool = True,
         guard: DriftGuard | None = None,
         groups: Sequence[range] | None = None,
     ) -> None:
+        super().__init__(schedule)
         singles = [range(index, index + 1) for index in range(schedule.num_stages)]
         self.groups = singles if groups is None else groups
-        self.prepared = Prepared(schedule, stops=stops)
-        self.guard = guard if self.prepared.inverted else None
+        self.guard = guard if self.inverted else None
 
     def begin(self) -> Run:
         """Begin a chain whose stages come one at a time."""
         check_hooks_work()
-        return Run(self.prepared, self.guard)
+        return Run(self, self.guard)
 
     def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
@@ -78,9 +77,9 @@ class Executor:
         Returns:
             The last state and, for each stage, its second output (a log-determinant), if any.
         """
-        if self.prepared.num_stages != len(stages):
+        if self.num_stages != len(stages):
             raise ScheduleError(
-                f"The schedule is for {self.prepared.num_stages} stages and the chain has "
+                f"The schedule is for {self.num_stages} stages and the chain has "
                 f"{len(stages)}. Make a schedule for {len(stages)} stages."
             )
         check_hooks_work()
@@ -88,7 +87,7 @@ class Executor:
         return sweep(self, stages, state)
 
     def _sweep(self, stages: Sequence[Stage], state: State) -> Result:
-        run = None if answers.answer is not None else Run(self.prepared, self.guard)  # See Rule 2
+        run = None if answers.answer is not None else Run(self, self.guard)  # See Rule 2
         beside: list[Any] = []
         for stage in stages:
             state, value = stage.forward(state) if run is None else run.enter(stage, state)

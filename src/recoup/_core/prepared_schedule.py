@@ -32,7 +32,7 @@ class Prepared:
         stops: whether a second run ends with the last residual where its output is not needed.
     """
 
-    def __init__(self, schedule: Schedule, *, stops: bool = True) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         simulate(schedule)  # raises on a schedule that cannot be executed
         self.num_stages = schedule.num_stages
         self.actions = schedule.actions
@@ -47,8 +47,7 @@ class Prepared:
         self.tapes_that_go_on = {
             action.index
             for place in backward
-            if isinstance(action := self.actions[place], Tape)
-            and not (stops and not _is_taken(self.actions, place))
+            if isinstance(action := self.actions[place], Tape) and _is_taken(self.actions, place)
         }
         self.inverted = {a.index for a in self.actions if isinstance(a, Invert)}
         self.last_keep = max(

@@ -26,8 +26,9 @@ Rule 7. Residuals that are made from what an inverse returned differ by more tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -163,12 +164,12 @@ class Region(Residuals):
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
-        held = chain.from_iterable(map(values_of, surroundings.holders))
-        is_written = bool(surroundings.holders) and (
-            surroundings.found != list(map(id, held))
-            or versions_of(surroundings.parameters) != surroundings.versions
+        versions = surroundings.versions
+        held = chain.from_iterable(map(values_of, surroundings.held))
+        is_changed = surroundings.found != list(map(id, held)) or (
+            bool(versions) and versions_of(surroundings.parameters) != versions
         )
-        if is_written or surroundings.buffers or surroundings.has_foreign:
+        if is_changed or surroundings.buffer_versions or surroundings.has_foreign:
             surroundings.has_run()
         return result
 
@@ -273,6 +274,7 @@ class InvertedRegion(Region):
         self._evaluations = Evaluations(stage.name)
         self._shapes = [value.shape for value in state]
         self._dtypes = [value.dtype for value in state]
+        self._has_others = not all(map(_is_floating, self._dtypes))
         self._strides = strides_of(state)
 
     def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
@@ -340,7 +342,9 @@ class InvertedRegion(Region):
                 f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
             )
         # Under autocast an inverse may return another type than forward was given.
-        before = tuple(map(_in_type, before, self._dtypes))
+        if self._has_others:
+            before = tuple(map(_rounded, before, self._dtypes))
+        before = tuple(map(Tensor.to, before, self._dtypes))
         return in_order(before, self._strides)  # See Rule 6
 
     def _check_same(self, again: State, after: State) -> None:
@@ -354,10 +358,13 @@ class InvertedRegion(Region):
                 )
 
 
-def _in_type(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a value in a type; what an inverse makes of integers is off by roundings."""
-    is_whole = value.is_floating_point() and not dtype.is_floating_point
-    return (value.round() if is_whole else value).to(dtype)
+_is_floating: Callable[[torch.dtype], bool] = attrgetter("is_floating_point")
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what an inverse makes of integers, which is off by a rounding, as a whole number."""
+    is_whole = value.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex)
+    return value.round() if is_whole else value
 
 
 def _distance(value: Tensor, expected: Tensor) -> float:

@@ -105,6 +105,11 @@ class Surroundings(Draws):
         keeps_outputs: whether later runs are given what operators decided; inverses are not.
     """
 
+    parameters: Sequence[Tensor] = ()
+    buffers: Sequence[Buffers] = ()  # of each module
+    held: Sequence[dict[str, Any]] = ()  # the dicts of parameters and buffers of each
+    _spaces: Sequence[Attributes] = ()  # of parameters
+
     def __init__(
         self,
         name: str,
@@ -120,20 +125,15 @@ class Surroundings(Draws):
         self._has_mode = num_dispatch_modes() > 0
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
-        self._assigned: list[Buffers] = []  # or parameters, that the first run assigned anew
-        self._modules: list[nn.Module] = []
-        self._modes: list[bool] = []
-        self.buffers: list[Buffers] = []
-        self.parameters: list[Tensor] = []
-        self.versions: list[int] = []
-        self._buffer_versions: list[int] = []
-        self._hooks: list[object] = []
-        self.spaces: list[dict[str, Any]] = []  # of the parameters of each module
-        self._spaces_before: list[dict[str, Any]] = []
-        self.holders: list[dict[str, Any]] = []  # these, and those of buffers
-        self.found: list[int] = []  # the ids of what is in them
+        self._written: list[Attributes] = []  # of modules that write to theirs
         self._is_unsure = False
         self._turn = turn_here.turn
+        self._modules: list[nn.Module] = []
+        self._modes: list[bool] = []
+        self._hooks: list[object] = []
+        self.versions: list[int] = []  # of the parameters
+        self.buffer_versions: list[int] = []
+        self.found: list[int] = []  # the ids of what the modules hold
         if modules:
             self._note(modules)
         self._code = list(map(weakref.ref, (code, *self._modules)))
@@ -168,15 +168,14 @@ class Surroundings(Draws):
         parameters: list[Tensor] = []
         buffers: list[Buffers] = []
         hooks: list[object] = []
-        spaces: list[dict[str, Any]] = []
+        spaces: list[Attributes] = []  # of the parameters of each module
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
             space, held, children = own["_parameters"], own["_buffers"], own["_modules"]
-            spaces.append(space)
+            spaces.append((space, space.copy()))
             if space:
                 parameters += cast("Iterable[Any]", filter(is_there, space.values()))
-            if held:
-                buffers.append((held, held.copy()))
+            buffers.append((held, held.copy()))
             forward = own.get("forward")
             if forward is not None and hasattr(forward, "is_lent"):  # by the layer around it
                 forward = None
@@ -189,13 +188,13 @@ class Surroundings(Draws):
                         found[child] = None
                         modules.append(child)
         self._modules, self._modes = modules, list(map(_training, modules))
-        self.parameters, self.versions = parameters, versions_of(parameters)
-        self._hooks = hooks
-        self.spaces, self._spaces_before = spaces, list(map(_copy, spaces))
-        self.buffers = buffers
-        self._buffer_versions = versions_of(all_of(buffers)) if buffers else []
-        self.holders = [*spaces, *map(itemgetter(0), buffers)]
-        self.found = list(map(id, chain.from_iterable(map(values_of, self.holders))))
+        self.parameters = parameters
+        self.versions = versions_of(parameters) if parameters else []
+        self._hooks, self._spaces, self.buffers = hooks, spaces, buffers
+        has_buffers = any(map(itemgetter(0), buffers))
+        self.buffer_versions = versions_of(all_of(buffers)) if has_buffers else []
+        self.held = list(map(itemgetter(0), chain(spaces, buffers)))
+        self.found = list(map(id, chain.from_iterable(map(values_of, self.held))))
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -226,12 +225,11 @@ class Surroundings(Draws):
             self.counted = [*before]
             with self._finding(before, found) as called, self.recording(), mode:
                 yield
-            self._assigned = [each for each in found if are_assigned(each)]
             if self._is_finding:
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
             self.counted += [pair for pair in others if not are_equal(*pair)]
-            self._assigned += filter(are_assigned, attributes)
+            self._written = list(filter(are_assigned, attributes))
             for ref, each in compress(looked_at, have_changed(looked_at, sketches)):
                 note(_writes, [ref])
                 self.counted.append((each, None))
@@ -247,22 +245,16 @@ class Surroundings(Draws):
             known = {id(each) for each, _ in self.counted}
             written = compress(self.parameters, map(operator.ne, before, self.versions))
             self.counted += [(each, None) for each in written if id(each) not in known]
-        held = list(filter(is_there, chain.from_iterable(map(values_of, self.spaces))))
-        if [*map(id, held)] != [*map(id, self.parameters)]:
-            self.parameters, self.versions = held, versions_of(held)
-        assigned = {id(own) for own, _ in self._assigned}
-        begun = [
-            each for each in self.buffers if are_assigned(each) and id(each[0]) not in assigned
-        ]
+        if self.found != list(map(id, chain.from_iterable(map(values_of, self.held)))):
+            held = chain.from_iterable(own.values() for own, _ in self._spaces)
+            self.parameters = list(filter(is_there, held))
+            self.versions = versions_of(self.parameters)
         buffers = all_of(self.buffers)
-        if not begun and versions_of(buffers) == self._buffer_versions:
+        if versions_of(buffers) == self.buffer_versions:
             return
-        self._assigned += begun
         counted = {id(buffer) for buffer, _ in self.counted}
-        versions = dict(zip(map(id, buffers), self._buffer_versions, strict=True))
+        versions = dict(zip(map(id, buffers), self.buffer_versions, strict=True))
         for module in self._modules:  # one that has begun to count since it was looked at
-            if any(own is module._buffers for own, _ in begun):
-                note(_counts, [weakref.ref(module)])
             own = [each for each in module._buffers.values() if each is not None]
             changed = [e for e in own if version_of(e) != versions.get(id(e), version_of(e))]
             if changed and counted.isdisjoint(map(id, own)):
@@ -323,7 +315,6 @@ class Surroundings(Draws):
     def _has_found(self, called: set[int] | None) -> None:
         """Note what the first run showed about its code, and which modules it has called."""
         changed = {id(buffer) for buffer, _ in self.counted}
-        changed.update(id(own) for own, _ in self._assigned)
         left: set[Code] = set()  # with buffers that may change when they are called
         for module, ref in zip(self._modules, self._code[1:], strict=True):
             if not module._buffers:
@@ -375,11 +366,10 @@ class Surroundings(Draws):
     def restored(self) -> Generator[None]:
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
-        settings = self._settings
-        assigned = self._assigned
-        held = chain.from_iterable(map(values_of, self.holders))
-        if self.holders and self.found != list(map(id, held)):
-            found = chain(zip(self.spaces, self._spaces_before, strict=True), self.buffers)
+        settings, assigned = self._settings, self._written
+        held = chain.from_iterable(map(values_of, self.held))
+        if self.found != list(map(id, held)):
+            found = chain(self._spaces, self.buffers)
             assigned = [*assigned, *filter(are_own, filter(are_assigned, found))]
         is_any = self.counted or assigned or self.kept_outputs
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()

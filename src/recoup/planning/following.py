@@ -257,7 +257,7 @@ class PlanFollower:
         watching = self._watching
         call = Call(*given) if watching is None else _WatchedCall(watching, now.latest, *given)
         call.products = stage.chosen
-        if stage.step in executor.prepared.inverted:
+        if stage.step in executor.inverted:
             call.expect_inverse()
         linked, picks = (), ()
         if now.chain is not None and now.chain.executor is executor:
@@ -276,12 +276,12 @@ class PlanFollower:
         for _ in range(chain.num_entered, stage.step):
             state, _ = chain.run.enter(_SKIPPED, state)
         if chain.latest is not None:
-            step = executor.prepared.steps[stage.step]
+            step = executor.steps[stage.step]
             state = call.link(linked, may_run_again=not step.is_taped or step.is_run_again)
         state, _ = chain.run.enter(call, state)
         chain.latest, chain.outputs = call, CallOutputs(state)
         chain.num_entered = stage.step + 1
-        if chain.num_entered == executor.prepared.num_stages:
+        if chain.num_entered == executor.num_stages:
             chain.run.end(state)
         else:
             now.chain = chain

@@ -67,7 +67,7 @@ def planned_stages(
             guard = guard.anew()
         for index in range(start, stop):
             step, call = index - start, calls[index]
-            is_kept = executor is None or executor.prepared.steps[step].is_taped
+            is_kept = executor is None or executor.steps[step].is_taped
             chosen, code = None, BlockCode()
             if call.codes:
                 variant = variants.get(index, 0)

@@ -245,10 +245,14 @@ class StateSnapshot:
             self._note(other, _DEEPEST)
 
     def restore(self) -> None:
-        """Restore the state (See NOTE [ Restored state ])."""
-        with torch.no_grad():
-            for undo in self._undo:
-                undo()
+        """Restore the state (See NOTE [ Restored state ]), also where the user interrupts that."""
+        try:
+            with torch.no_grad():
+                for undo in self._undo:
+                    undo()
+        except KeyboardInterrupt:
+            self.restore()  # from the first on: each sets what was there
+            raise
 
     def changed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that were written to (See Rule 8)."""
