@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import recoup
+from tests.foreign.models import FOREIGN
 from tests.neighbours.planned import result_of
 from tests.plan_oracle import (
     Made,
@@ -348,3 +349,13 @@ def test_a_plan_says_what_others_hold():
     assert "pass use_cache=False" in str(recoup.plan(model, x, budget="1 GiB", loss=square))
     plain = recoup.plan(nn.Sequential(Residual(), Residual()), x, budget="1 GiB", loss=square)
     assert plain.held_by_others == ()
+
+
+@pytest.mark.slow
+def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
+    """F11"""
+    model, kwargs, _ = FOREIGN["T5"]()
+    whole = recoup.plan(model.train(), **kwargs, budget="1 GiB")
+    assert "pass use_cache=False" in str(whole)
+    plan = recoup.plan(model, **kwargs, budget="1 GiB", use_cache=False)
+    assert plan.held_by_others == ()
