@@ -57,7 +57,8 @@ def main(args: Sequence[str] | None = None) -> int:
     sys.path.insert(0, folder)  # a script has its own folder there, which is not the user's
     try:
         command: Callable[..., None] = given.pop("command")
-        command(**given)
+        with replaced(sys, "argv", sys.argv[:1]):  # a builder may parse arguments of its own
+            command(**given)
     except SystemExit as ending:  # of the builder, the model or the loss, when imported or called
         return _failed(str(_StepError("the code that was run", ending)), 1)
     except (BudgetError, _StepError) as error:
@@ -183,9 +184,9 @@ def _curve(
 
 def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:
     """Return the model and its arguments, on the device."""
+    builder = load_builder(build)
     try:
-        with replaced(sys, "argv", sys.argv[:1]):  # the builder may parse arguments of its own
-            built: Any = load_builder(build)()
+        built: Any = builder()
     except Exception as error:
         raise _StepError(f"`build` ({build})", error) from error
     model, args, kwargs = model_and_arguments(built, f"`build` ({build})")

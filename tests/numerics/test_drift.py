@@ -169,7 +169,7 @@ class Fails(AdditiveCoupling):
 def test_an_inverse_that_fails_is_computed_again_and_said_once():
     chain, x = couplings(6, kind=AdditiveCoupling), data()
     chain[3].__class__ = Fails
-    with pytest.warns(UserWarning, match="inverse of module `3`.*off by a rounding"):
+    with pytest.warns(UserWarning, match="Inverting module `3`.*off by a rounding"):
         assert error(chain, x) < 1e-6
     assert error(chain, x) < 1e-6
     assert chain.drift.kept == {3}

@@ -225,7 +225,8 @@ def test_batches_of_any_shape_and_no_context():
     for shape in ((), (5,), (2, 3)):
         x = torch.randn(*shape, DIM)
         torch.testing.assert_close(ours().log_prob(x), plain().log_prob(x))
-    for name, shape in (("zuko_affine", (5, BATCH)), ("zuko_autoregressive", ())):
+    for name, shape in (("zuko_affine", (5, BATCH)), ("zuko_autoregressive", ()),
+                        ("zuko_affine", (BATCH, 2))):  # fmt: skip
         plain, ours = pair(name)
         context = given()[1]
         assert_like_plain(plain, ours, (torch.randn(*shape, DIM, dtype=context.dtype), context))

@@ -363,7 +363,7 @@ class Run:
         start = max(sources)
         for stage in self.stages[start:index]:
             check_can_run_alone(stage.name, stage.modules, self.stages[index].name)
-        self._advance_from(start, index, 0 if has_failed else drift.keep_from_now_on(index))
+        self._advance_from(start, index, drift.keep_from_now_on(index, has_failed=has_failed))
         drift.mark_exact(index)
         region, state = self._region_at(index)
         output = region.fill(state) if is_taped else ()

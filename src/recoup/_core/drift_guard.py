@@ -15,9 +15,9 @@ Rule 3. A stage whose input is too far off is run again from its true input, whi
         the guard learns where the next forward must keep a state, so that few such runs are
         needed: it marks the stage as one to recompute, and a schedule keeps the input of those.
 Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time, and so
-        does one that fails: a spline may refuse what is a rounding beyond its bounds. (That is
-        said, since sampling will fail, too.) The errors of refused states are kept until `reset`,
-        and a warning is given once if most states have to be kept.
+        does one that fails: a spline may refuse what is a rounding beyond its bounds. (A warning
+        says so, since sampling will fail, too.) The errors of refused states are kept until
+        `reset`, and a warning is given once if most states have to be kept.
 
 NOTE [ Compared states ]
 
@@ -54,6 +54,8 @@ Otherwise = Literal["recompute", "raise", "warn", "ignore"]
 _PER_ERROR = 5
 _ROUNDINGS = 8
 _AT_ONCE = 0.1
+# Mistakes in the code of an inverse, and what its input cannot mend.
+_NOT_OF_VALUES = (AttributeError, NameError, NotImplementedError, TypeError, torch.OutOfMemoryError)
 _OF_SINGLES = torch.finfo(torch.float32).eps
 # A state is kept where the errors are still smaller than allowed by this factor: weights change
 # from one step to the next, and the errors with them.
@@ -114,6 +116,7 @@ class DriftGuard:
         self._has_warned = False
         self._has_said_most = False
         self._has_said_type = False
+        self._has_said_failed = False
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
@@ -129,7 +132,7 @@ class DriftGuard:
         """The largest relative error of a state that an inverse returned.
 
         Counted are the states that the last backward used, and those that were refused since
-        `reset` and computed again.
+        `reset` and computed again: infinitely large where an inverse failed.
         """
         return max((*self.errors.values(), *self.refused.values()), default=0.0)
 
@@ -292,20 +295,19 @@ class DriftComparison:
         """Whether an input is computed again because its inverse failed (See Rule 4)."""
         guard = self._guard
         is_ours = isinstance(error, RecoupError) and not isinstance(error, ReplayError)
-        if is_ours or isinstance(error, (NotImplementedError, torch.OutOfMemoryError)):
+        if is_ours or isinstance(error, _NOT_OF_VALUES):
             return False
         if guard.otherwise != "recompute" or _Strict.is_on:
             return False
-        if index not in guard.refused:
+        if not guard._has_said_failed:
+            guard._has_said_failed = True
             warnings.warn(
-                f"The inverse of {name} failed, on a value that is a rounding away from that of "
-                f"forward, or always: {type(error).__name__}: {error}. So its input is computed "
-                "again here, and kept from the next forward on; the gradients are right.",
+                f"Inverting {name} failed, on a value that is a rounding away from that of forward "
+                f"or always: {type(error).__name__}: {error}. So its input, and that of others "
+                "that fail, is computed again from a kept state, and is kept from then on.",
                 stacklevel=2,
             )
         guard.refused[index], guard._worst = math.inf, (math.inf, name)
-        guard.kept |= {index}
-        self._errors[index] = 0.0  # it is not used
         return True
 
     def _allowance(self, num_done: int, share: float) -> float:
@@ -313,8 +315,12 @@ class DriftComparison:
         tolerance = share * self._guard.tolerance / _PER_ERROR
         return max(tolerance, num_done * _ROUNDINGS * self._least)
 
-    def keep_from_now_on(self, index: int) -> int:
+    def keep_from_now_on(self, index: int, *, has_failed: bool = False) -> int:
         """Choose a state to keep from the next forward on: the one at `index` was too far off.
+
+        Args:
+            index: the stage whose input that is.
+            has_failed: whether its inverse failed, so that this is the state.
 
         Returns:
             The spacing at which the recomputation of this backward keeps states.
@@ -326,7 +332,7 @@ class DriftComparison:
             total += self._errors.get(at, 0.0)
             if total * _MARGIN <= rate * (top - at):
                 place = at
-        guard.kept |= {place}
+        guard.kept |= {index if has_failed else place}
         self._errors[index] = 0.0  # it is not used
         num_inverses = max(guard._num_inverses, len(self._inverted))
         if not guard._has_said_most and 2 * len(guard.kept) > num_inverses:

@@ -17,7 +17,8 @@ Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_
 Rule 5. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
         called, and what they raise is raised. A base that asks for arguments there has none. A
         mixin may see to it that `__init_subclass__` is not called. Python lets no object change to
-        a class with a mixin before `class Block(ABC, nn.Module)`: there its members are in ours.
+        a class with a mixin before `class Block(ABC, nn.Module)`: there our class has its forward
+        alone, and `__init_subclass__` is called.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def new_stand_in(
         mixin: a class before the base, of a stand-in that copies do not have (See Rule 4).
     """
     step = Step(make, arguments, mixin is None)
+    own_forward = None if mixin is None else vars(mixin).get("forward")
     for known in base.__subclasses__():
         own = vars(known)
-        # Other code may have set the forward of a class that has none of its own.
-        if own.get(_STEP) == step and (mixin is None or "forward" not in own):
+        # Other code may have set the forward of a class that has that of the mixin.
+        if own.get(_STEP) == step and (mixin is None or own.get("forward") in (None, own_forward)):
             return known
     made: dict[str, Any] = {
         _STEP: step,
@@ -80,8 +82,7 @@ def new_stand_in(
         forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     bases = (base,) if mixin is None else (mixin, base)
     if mixin is not None and not _is_laid_out_as_a_module(base):
-        bases, own = (base,), vars(mixin)
-        made |= {name: own[name] for name in ("forward", "__init_subclass__")}
+        bases, made["forward"] = (base,), own_forward
     return cast("Any", type(base))(base.__name__, bases, made)
 
 

@@ -24,11 +24,16 @@ from torch.distributions import Transform
 
 from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
-from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapters import adapt, context_of, layers_of, parts_of, runs_as
+from recoup.invertible.adapters import (
+    adapt,
+    context_of,
+    is_taken_apart,
+    layers_of,
+    parts_of,
+)
 from recoup.invertible.chain import Chain
-from recoup.invertible.contract import Backwards, InvertibleModule
+from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
 from recoup.schedules.memory import Memory
 
 
@@ -96,7 +101,7 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
             if own.__module__.partition(".")[0] != runs_as(whole).partition(".")[0]:
                 warnings.warn(
                     f"`{name}` of {type(whole).__name__} is its own, and of no library, so it "
-                    "runs as it is; what it calls of the flow runs in less memory.",
+                    "runs as it is; other methods of the flow that it calls run in less memory.",
                     stacklevel=2,
                 )
                 continue
@@ -143,9 +148,10 @@ class _Chains:
         """Return the chain of the layers as they are now (See Rule 2)."""
         whole: Any = self._whole
         is_list = isinstance(whole, nn.ModuleList)  # of normflows, with the latent's layer first
-        leaves = list(_leaves_of(list(whole)[::-1] if is_list else parts_of(whole)))
+        parts = list(whole)[::-1] if is_list else parts_of(whole)
+        leaves = list(_leaves_of(parts))
         if self._to_latent is None or list(map(id, leaves)) != list(map(id, self._leaves)):
-            layers = map(adapt, list(whole)[::-1]) if is_list else layers_of(whole)
+            layers = map(adapt, parts) if is_list else layers_of(whole)
             self._to_latent = Chain(*layers, memory=self._memory, drift=self._guard.anew())
             self._leaves, self._to_data, self.ends = leaves, None, None
         return self._to_latent
@@ -316,8 +322,9 @@ class _ChainedTransform(Transform):
         context = self._context
         num_batch: int = x.dim() - self.domain.event_dim
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
-        is_by_row = context is not None and num_batch > 0 and context.shape[:num_batch] == batch
-        if context is not None and is_by_row:  # a row of any shape for each sample
+        num_rows = 0 if context is None else context.dim() - num_batch  # dimensions of each row
+        is_per_sample = num_batch > 0 and num_rows > 0
+        if context is not None and is_per_sample and context.shape[:num_batch] == batch:
             context = context.reshape(batch.numel(), *context.shape[num_batch:])
         elif context is not None:
             batch = cast("torch.Size", torch.broadcast_shapes(batch, context.shape[:-1]))
@@ -380,7 +387,7 @@ def _chains_for(whole: Any, memory: Memory, guard: DriftGuard) -> list[_Chains]:
 def _leaves_of(layers: list[Any]) -> Iterator[Any]:
     for each in layers:
         parts = parts_of(each)
-        if parts and not is_hooked(each):
+        if parts and is_taken_apart(each):
             yield from _leaves_of(parts)
         else:
             yield each

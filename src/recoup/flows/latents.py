@@ -79,7 +79,9 @@ class Base(nn.Module):
         was_meta = any(buffer.is_meta for buffer in self.buffers())
         super()._apply(fn, recurse)
         for name in self._names if was_meta else ():  # `to_empty`: no state dict has them
-            getattr(self, name).copy_(getattr(self._fixed, name))
+            given: Tensor = getattr(self._fixed, name)
+            if not given.is_meta:
+                getattr(self, name).copy_(given)
         return self
 
     def distribution(self) -> Distribution:

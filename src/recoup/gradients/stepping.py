@@ -165,8 +165,8 @@ class Stepping(Algebra):
 
         It is the optimizer's own step, with its hooks and schedulers. A previous `.grad` is not
         applied, and is restored afterwards. A store without gradients for the optimizer does
-        nothing, and so does any, as the optimizers of accelerate do, while gradients are
-        accumulated (`accelerator.accumulate`).
+        nothing. While accelerate accumulates (`accelerator.accumulate`), its optimizers do nothing
+        either: the store keeps its gradients, to which those of the next batch are added.
 
         Args:
             optimizer: anything with `param_groups` and `step`.
@@ -244,9 +244,8 @@ def step(
     _check_match(optimizer, targets, missing, unknown)
     if missing == "skip" and targets.keys().isdisjoint(map(id, parameters)):
         return None
-    state = getattr(optimizer, "gradient_state", None)
-    if state is not None and not state.sync_gradients:  # the step of accelerate would do nothing
-        return None
+    if not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True):
+        return None  # the step of accelerate would do nothing
     check_scales(*stores)
     has_unscaled = scaler is None or _has_unscaled(scaler, optimizer) is not False
     next(filter(len, stores), stores[0])._check_scaler(scale, has_unscaled=has_unscaled)

@@ -24,7 +24,13 @@ from torch.distributions import Transform
 from recoup._arguments import shown
 from recoup._core.module_marks import is_hooked
 from recoup.invertible.chain import Chain
-from recoup.invertible.contract import Adapted, Backwards, InvertibleModule
+from recoup.invertible.contract import (
+    Adapted,
+    Backwards,
+    InvertibleModule,
+    names_of,
+    runs_as,
+)
 
 # By the modules that define them.
 _CLOSED = {
@@ -144,7 +150,7 @@ def adapt(transform: Any) -> InvertibleModule:
     """
     if isinstance(transform, InvertibleModule):
         return transform
-    layers = [] if is_hooked(transform) else list(layers_of(transform))
+    layers = list(layers_of(transform)) if is_taken_apart(transform) else []
     if layers:
         return Chain(*layers)
     if runs_as(transform) == _INVERSE:
@@ -157,6 +163,11 @@ def adapt(transform: Any) -> InvertibleModule:
         "FrEIA, a torch.distributions.Transform, or an InvertibleModule. For a whole flow use "
         "recoup.train_in; for a layer of your own derive from recoup.invertible.InvertibleModule."
     )
+
+
+def is_taken_apart(transform: Any) -> bool:
+    """Whether a composition runs as its layers; one with hooks runs whole, but those of FrEIA."""
+    return not is_hooked(transform) or runs_as(transform).startswith("FrEIA.")
 
 
 def layers_of(whole: Any) -> Iterator[InvertibleModule]:
@@ -344,18 +355,6 @@ def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
     place_of: dict[Any, slice] = dict(zip(whole.condition_nodes, places, strict=True))
     for node in nodes:
         yield _OfFrEIA(node.module, tuple(map(place_of.__getitem__, node.conditions)))
-
-
-def names_of(value: object) -> list[str]:
-    """Return the names of the classes of an object, its own first, each with its module."""
-    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
-
-
-def runs_as(value: object) -> str:
-    """Return the name of the class that defines how an object runs: its own, or a base of it."""
-    kinds = zip(type(value).__mro__, names_of(value), strict=True)
-    runs = ("forward", "_call", "__call__", "log_prob")
-    return next((name for kind, name in kinds if not vars(kind).keys().isdisjoint(runs)), "")
 
 
 def parts_of(transform: Any) -> list[Any]:

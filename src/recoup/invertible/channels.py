@@ -60,7 +60,8 @@ class ActNorm(_OfChannels):
 
     ``y = (x + bias) * exp(log_scale)``. The layer sets both once (its start), at the first forward
     in training mode, over the batches of all ranks when `torch.distributed` is initialised. The
-    state dict records whether this has happened, so a resumed run does not start again. Before the
+    state dict records whether this has happened, so a resumed run does not start again; nor does a
+    layer whose parameters are no longer zeros (averaged weights). Before the
     start, and so in evaluation of an untrained module, the layer is the identity.
 
     Autograd keeps the input; backward is one multiply.

@@ -244,3 +244,15 @@ def check_channels(x: Tensor, num_channels: int) -> None:
             f"`x` has shape {tuple(x.shape)}, but this layer needs (N, {num_channels}, ...). "
             f"Build the layer with `num_channels` equal to the size of dimension 1."
         )
+
+
+def names_of(value: object) -> list[str]:
+    """Return the names of the classes of an object, its own first, each with its module."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
+
+
+def runs_as(value: object) -> str:
+    """Return the name of the class that defines how an object runs: its own, or a base of it."""
+    kinds = zip(type(value).__mro__, names_of(value), strict=True)
+    runs = ("forward", "_call", "__call__", "log_prob")
+    return next((name for kind, name in kinds if not vars(kind).keys().isdisjoint(runs)), "")

@@ -21,7 +21,8 @@ Rule 5. Blocks of one structure share a function, which is compiled once. Blocks
         graph breaks, the compiler compiles functions of the block itself, for all codes; planning
         raises the bound for these. A block that is compiled again and again (for a counter of its
         own) would meet that bound between two runs of a call, so it runs by its own code before.
-        So does one within which hooks have changed: compiled code does not look for them.
+        So does one while hooks within it have changed: compiled code does not look for them. (Hooks
+        are part of a structure, so blocks with hooks of their own are compiled one by one.)
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ class CompiledCode(BlockCode):
         self._backend = backend
         self._failed = set() if failed is None else failed
         self._functions: dict[object, Forward] = {}  # by structure
-        self._num_compiled: dict[object, int] = {}  # the graphs of each structure
+        self._num_compiled: dict[object, int] = {}  # how often each structure was compiled
+        self._has_said_hooks = False
         # The structure of a block, and the hooks within it when it was first seen.
-        self._seen: WeakKeyDictionary[nn.Module, tuple[object, list[object]]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[nn.Module, tuple[object, list[int]]] = WeakKeyDictionary()
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
         function: Forward | None = None  # that all runs are by (See Rule 3)
@@ -132,11 +134,7 @@ class CompiledCode(BlockCode):
         Under a mode, and where the compiler fails, that is the block's own code (See Rule 4).
         """
         structure = self._structure_of(module)
-        if structure not in self._failed:
-            why = self._why_not(module, structure)
-            if why:
-                self._fail(structure, f"A {type(module).__name__} runs as it is from now on: {why}")
-        if compiles_nothing() or structure in self._failed:
+        if compiles_nothing() or structure in self._failed or self._is_given_up(module, structure):
             return _call, forward(*args, **kwargs)
         if structure not in self._functions:
             function = with_own_code(_call, f"block_{self.share:g}")
@@ -154,8 +152,7 @@ class CompiledCode(BlockCode):
             self._fail(structure, f"{text}{type(cause).__name__}: {why}")
             return _call, forward(*args, **kwargs)
         if self.num_graphs > num_graphs:
-            known = self._num_compiled.get(structure, 0)
-            self._num_compiled[structure] = known + self.num_graphs - num_graphs
+            self._num_compiled[structure] = self._num_compiled.get(structure, 0) + 1
             seconds = time.perf_counter() - begin
             _logger.info("%s: %s in %.1f s", type(module).__name__, self.name, seconds)
         return self._functions[structure], result
@@ -164,19 +161,29 @@ class CompiledCode(BlockCode):
         self._failed.add(structure)
         warnings.warn(text, stacklevel=2)
 
-    def _why_not(self, module: nn.Module, structure: object) -> str:
-        """Return why a block that was compiled is not run by that any more (See Rule 5)."""
-        if _hooks_within(module) != self._seen[module][1]:
-            return "hooks within it have changed since it was compiled, which would not see them."
+    def _is_given_up(self, module: nn.Module, structure: object) -> bool:
+        """Whether a block runs by its own code, though it could be compiled (See Rule 5)."""
+        name = type(module).__name__
         if self._num_compiled.get(structure, 0) > _RECOMPILE_LIMIT // 2:
-            return "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)."
-        return ""
+            why = "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)"
+            self._fail(structure, f"A {name} runs as it is from now on: {why}.")
+            return True
+        if _hooks_within(module) == self._seen[module][1]:
+            return False
+        if not self._has_said_hooks:
+            self._has_said_hooks = True
+            warnings.warn(
+                f"A {name} runs as it is while hooks within it are not those with which it was "
+                "compiled, which would not see them. The step may take other bytes than planned.",
+                stacklevel=2,
+            )
+        return True
 
     def _structure_of(self, module: nn.Module) -> object:
         if module not in self._seen:
             parameters = ((name, p.shape, p.dtype) for name, p in module.named_parameters())
             kinds, hooks = (type(each) for each in module.modules()), _hooks_within(module)
-            self._seen[module] = (tuple(kinds), tuple(parameters), tuple(map(id, hooks))), hooks
+            self._seen[module] = (tuple(kinds), tuple(parameters), tuple(hooks)), hooks
         return self._seen[module][0]
 
 
@@ -197,11 +204,11 @@ class CodeByModule(BlockCode):
 _hooks_of = attrgetter(*HOOKS)
 
 
-def _hooks_within(module: nn.Module) -> list[object]:
-    """Return the hooks of the modules in a block; its own run around what is compiled."""
+def _hooks_within(module: nn.Module) -> list[int]:
+    """Return the ids of the hooks of modules in a block; its own run around what is compiled."""
     _, *parts = module.modules()
     hooks: Iterator[dict[int, object]] = chain.from_iterable(map(_hooks_of, parts))
-    return [*chain.from_iterable(each.values() for each in hooks if each)]
+    return [id(hook) for each in hooks if each for hook in each.values()]
 
 
 def _compiling(function: Forward, backend: Any) -> Forward:

@@ -60,6 +60,8 @@ def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
             plan = _rehearsed(other, budget_bytes, room)
             warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=6)
             return plan
+    if isinstance(difference, DifferentStepError):
+        raise difference
     raise DifferentStepError(str(difference)) from difference
 
 

@@ -129,8 +129,8 @@ def _is_function(entry: object) -> bool:
 
 def _computes_another(each: Named) -> bool:
     """Whether a hook of torch makes an attribute of it (`weight` of `weight_orig`, `weight_g`)."""
-    made = vars(each.owner).get(each.key.rpartition("_")[0])
-    return isinstance(made, Tensor)
+    name, _, end = each.key.rpartition("_")
+    return end in ("orig", "g", "v") and isinstance(vars(each.owner).get(name), Tensor)
 
 
 def _is_added(each: Named) -> bool:

@@ -48,7 +48,7 @@ from recoup.weights.reparametrization import Application, DrawnWeight
 from recoup.weights.steps import Step, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
-_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
+_RUN_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
 _KEY = "_recoup_attached"
 _BENEATH = "_recoup_beneath"
 
@@ -125,7 +125,7 @@ def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> di
     run = base.forward
     if names:
         members |= {
-            "register_parameter": _register,
+            "register_parameter": _registering(base.register_parameter),
             "_load_from_state_dict": _raw(_load),
             "state_dict": _raw(base.state_dict),
             "__delattr__": _delete,
@@ -177,7 +177,11 @@ def _step_of(forward: Any, run: Any) -> Any:
     def in_step(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
         with Step(self, attached.roots):  # unnamed: an exception holds this frame
             output = run(self, *args, **kwargs)
-        if type(output) in _LATER and not any(isinstance(each, Step) for each in local.frames):
+        if (
+            type(output) in _RUN_LATER
+            and not any(isinstance(each, Step) for each in local.frames)
+            and any(each.may_draw(part.training) for each, part in attached.uses_in(self))
+        ):
             raise RecoupError(
                 f"The forward of {type(self).__name__} returns a {type(output).__name__}, whose "
                 "code runs when its step is over. Use it in `with recoup.weights.step(module):`."
@@ -335,16 +339,22 @@ def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
     return _beneath(self).get_parameter(self, target) if raw is None else raw
 
 
-def _register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    weight = weights_of(self).get(name)
-    is_normed = weight is not None and any(not step.is_random for step in weight.steps)
-    if is_normed and local.raw_of is not self:  # which is where a state is loaded
-        raise ValueError(
-            f"`{name}` of {type(self).__name__} is to be replaced, and recoup.weight_norm would "
-            "divide the new one by its norm. Call recoup.weights.remove before, or replace it and "
-            f"`{name}_g` by load_state_dict."
-        )
-    _raw(_beneath(self).register_parameter)(self, name, param)  # it calls `hasattr`: no read
+def _registering(register: Any) -> Any:
+    raw = _raw(register)  # it calls `hasattr`: no read
+
+    @functools.wraps(register)
+    def registering(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        weight = weights_of(self).get(name)
+        is_normed = weight is not None and any(not step.is_random for step in weight.steps)
+        if is_normed and local.raw_of is not self:  # which is where a state is loaded
+            raise ValueError(
+                f"`{name}` of {type(self).__name__} is to be replaced, and recoup.weight_norm "
+                "would divide the new one by its norm. Call recoup.weights.remove before, or "
+                f"replace it and `{name}_g` by load_state_dict."
+            )
+        raw(self, name, param)
+
+    return registering
 
 
 def _delete(self: nn.Module, name: str) -> None:

@@ -11,7 +11,7 @@ Rule 2. The computed weight is a `Value`, which no operator keeps for backward. 
 Rule 3. A weight lives as long as its readers hold it, or until the step computes another one. Where
         it is read again, it is computed again, and then lives as long as the step; its gradients
         flow to the node of the first one, so that they are summed before they are scaled, as those
-        of a single weight.
+        of a single weight. After a backward, which frees that node, it is computed anew.
 Rule 4. Code that runs again has the draw of its first run. A region of ours records the draws of
         all reads. Other code that runs again (torch's checkpoints, and those built upon them) does
         so in a backward. Its draw is that of the one frame of torch's checkpoint, or else of the

@@ -252,6 +252,8 @@ def test_classes_with_another_base_before_that_of_modules(kind):
     model, x = stack(4, kind), batch()
     found = recoup.plan(model, x, loss=square)
     assert_as_plain(found.plan(found.least_bytes), step_of(model, x))
+    with plan(model, x).applied():
+        assert len({type(each) for each in model}) == 1
     assert all(type(each) is kind for each in model)
 
 

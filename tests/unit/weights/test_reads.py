@@ -453,6 +453,7 @@ def test_a_forward_that_goes_on_after_its_step_needs_one_around_it():
         model(2)
     with step(model):
         assert torch.equal(*model(2))
+    assert torch.equal(*model.eval()(2))
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
