@@ -456,7 +456,7 @@ def test_a_forward_that_goes_on_after_its_step_needs_one_around_it():
     assert torch.equal(*model.eval()(2))
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*(deprecated|not writable)")  # torch's own
 def test_what_is_traced_is_no_sample():
     class Projecting(Model):
         def forward(self, x):
