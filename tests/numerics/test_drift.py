@@ -187,20 +187,19 @@ def test_sixteen_bits_cannot_keep_to_the_tolerance_and_say_so():
 
 def test_integers_are_inverted_to_the_nearest():
     class Scaled(InvertibleModule):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.9))
+
         def forward(self, x):
-            return x / 255.0 * 0.9 + 0.05, x.new_zeros(len(x), dtype=torch.float32)
+            return x / 255.0 * self.scale + 0.05, x.new_zeros(len(x), dtype=torch.float32)
 
         def inverse(self, y):
-            return (y - 0.05) / 0.9 * 255.0, -y.new_zeros(len(y))
+            return (y - 0.05) / self.scale * 255.0, y.new_zeros(len(y))
 
-    x = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
-    found = []
+    x, found = torch.arange(256, dtype=torch.uint8).reshape(32, 8), []
     for memory in ("linear", "constant"):
-        torch.manual_seed(0)
         chain = Chain(Scaled(), ActNorm(8).eval(), memory=memory, drift="ignore")
-        seen = []
-        chain[0].register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0]))
-        chain(x)[0].square().sum().backward()
-        assert all(torch.equal(each, x) for each in seen)
-        found.append(chain[1].log_scale.grad)
+        chain(x)[0].sum().backward()
+        found.append(chain[0].scale.grad)
     torch.testing.assert_close(*found)

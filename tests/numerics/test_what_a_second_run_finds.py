@@ -103,10 +103,10 @@ class Registering(nn.Module):
 
     def forward(self, x):
         mean = x.detach().mean(0)
-        if self.step == self.first:
-            self.register_buffer("mean", mean)
-        elif self.step > self.first:
+        if "mean" in self._buffers:
             self.mean = 0.9 * self.mean + mean
+        elif self.step >= self.first:
+            self.register_buffer("mean", mean)
         return self.layer(x).sin()
 
 

@@ -45,7 +45,6 @@ class Executor(Prepared):
 
     Args:
         schedule: the schedule.
-        stops: whether a second run ends with the last residual where its output is not needed.
         guard: the drift guard of the chain; None if inverses are not checked.
         groups: the stages that each stage of the schedule stands for; None if it is one by itself.
     """

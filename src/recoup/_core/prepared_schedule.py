@@ -29,7 +29,6 @@ class Prepared:
 
     Args:
         schedule: the schedule.
-        stops: whether a second run ends with the last residual where its output is not needed.
     """
 
     def __init__(self, schedule: Schedule) -> None:
