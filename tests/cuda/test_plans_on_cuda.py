@@ -75,8 +75,8 @@ def test_compiled_blocks_keep_every_budget_with_the_same_masks():
             found = gradients(made)
             peak = recoup.measure(lambda: step(made), device="cuda", repeats=0).peak_bytes
             model.zero_grad()
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+        for name, value in wanted.items():  # the compiler's kernels add in another order
+            assert (found[name] - value).norm() <= 1e-3 * value.norm(), name
         assert peak <= plan.budget_bytes
     assert any(are_compiled)
 
@@ -93,10 +93,9 @@ def test_inputs_that_wait_in_host_memory():
     plans = [recoup.plan(model, x, budget=whole.least_bytes + room * k // 5) for k in range(5)]
     offloads = [any(isinstance(each, Offload) for each in plan.actions) for plan in plans]
     plan = plans[offloads.index(True)]
-    model(x).sum().backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(model(x).sum(), trained)
     with plan.applied():
-        model(x).sum().backward()
-    for parameter, value in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, value)
+        found = torch.autograd.grad(model(x).sum(), trained)
+    for each, value in zip(found, wanted, strict=True):
+        torch.testing.assert_close(each, value)
