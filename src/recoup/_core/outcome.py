@@ -12,8 +12,9 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         estimator adds ``(q - z).detach()`` to ``z``; a product may not); one whose output a later
         run is given rather than computes (a product that a plan keeps); and a function of the
         user's, of which nothing covers what it saves itself, either: its result need not depend on
-        that. And nothing covers a mask or an index: another one may choose the same values at a
-        tie, or where a weight is zero, and send gradients elsewhere.
+        that. And nothing covers a mask or an index that chooses: another one may choose the same
+        values at a tie, and send gradients elsewhere. (That of a dropout is a factor, which the
+        product shows.)
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
         beyond a few kilobytes.
@@ -77,8 +78,8 @@ _OF_NUMBERS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 ))  # fmt: skip
 _OF_SEEDS_OR_BYTES = frozenset((torch.int64, torch.uint64, torch.uint8))
-# Nodes whose result shows a difference in one operand, whatever the other is (zeros: See Rule 8).
-_SCALES = frozenset(("MulBackward0", "DivBackward0"))
+# Nodes whose result shows a difference in one factor, whatever the other is (zeros: See Rule 8).
+_SCALES = frozenset(("MulBackward0", "DivBackward0", "NativeDropoutBackward0"))
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -142,7 +143,8 @@ class Frontier:
                     self.sketch(found)
                 else:
                     for each in found:
-                        if each[1].dtype not in _OF_NUMBERS:
+                        is_factor = type(node).__name__ in _SCALES
+                        if not is_factor and each[1].dtype not in _OF_NUMBERS:
                             self.sketch((each,))
             if is_new and waiting:
                 following = node.next_functions

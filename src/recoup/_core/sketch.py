@@ -45,6 +45,7 @@ _FEW = 64  # entries, which are a sketch themselves
 _FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
+_MANY = _OF_HALVES * _MOST_ROWS  # entries
 _PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first, which stays in a cache
 _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
 _WORDS = 2**12  # in a row
@@ -60,6 +61,7 @@ _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
 _HALVES = frozenset((torch.float16, torch.bfloat16))
+_NUMBERS = _OWN | _HALVES
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 # On CPU the numbers are read at once; elsewhere a read would wait for the device.
@@ -87,6 +89,11 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
                     return cast("Any", _sums(tensor.view(-1))).tolist()
             if dtype in _EXACT and num and tensor.nbytes <= _FEW_BYTES:
                 return _hash_of_few(tensor)
+        elif tensor.is_cuda and tensor.is_contiguous() and not _num_modes():
+            num = tensor.numel() if tensor.data_ptr() else 0
+            if num > _MANY and tensor.dtype in _NUMBERS and not tensor.is_neg():
+                with _alone():
+                    return _sums_of_rows(tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
@@ -132,18 +139,17 @@ def numbers_of(sketch: Sketch) -> list[float]:
 
 
 def are_equal(pairs: Iterable[tuple[Sketch, Sketch]]) -> bool:
-    """Whether the two sketches of each pair are the same bits; waits once for all of a type."""
-    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    """Whether the two sketches of each pair are the same bits; waits once for each device."""
+    devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for first, second in pairs:
         if isinstance(first, list) or isinstance(second, list):
             if first is not second and first != second:
                 return False
         else:
-            alike = kinds.setdefault((first.dtype, first.device), ([], []))
-            alike[0].append(first)
-            alike[1].append(second)
-    each = (map(torch.cat, alike) for alike in kinds.values())
-    return all(torch.equal(*(both.view(torch.uint8) for both in alike)) for alike in each)
+            on_device = devices.setdefault(first.device, ([], []))
+            on_device[0].append(first.view(-1).view(torch.uint8))
+            on_device[1].append(second.view(-1).view(torch.uint8))
+    return all(torch.equal(*map(torch.cat, both)) for both in devices.values())
 
 
 def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
@@ -269,17 +275,17 @@ def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
     return found[0]
 
 
-def _sums_of_rows(flat: Tensor) -> Tensor:
+def _sums_of_rows(dense: Tensor) -> Tensor:
     """Return the weighted sums of rows of many entries (See Rule 5)."""
-    num = flat.numel()
-    width = max(_DEVICE_WIDTH, 2 ** math.ceil(math.log2(num / _DEVICE_ROWS)))
+    num = dense.numel()
+    weights = _column(num, dense.dtype, dense.device)
+    width = len(weights)
     num_rows, num_left = divmod(num, width)
-    rows = flat.as_strided((num_rows, width), (width, 1))
-    found = _product(rows, _column(width, flat.dtype, flat.device))
+    found = _product(dense.as_strided((num_rows, width), (width, 1)), weights)
     if num_left:
-        last = flat.as_strided((1, width), (width, 1), flat.storage_offset() + num - width)
-        found = torch.cat((found, _product(last, _column(width, flat.dtype, flat.device))))
-    return found.view(-1)
+        last = dense.as_strided((1, width), (width, 1), dense.storage_offset() + num - width)
+        found = torch.cat((found, _product(last, weights)))
+    return found
 
 
 def _product(rows: Tensor, weights: Tensor) -> Tensor:
@@ -291,11 +297,14 @@ def _product(rows: Tensor, weights: Tensor) -> Tensor:
 
 @functools.lru_cache(2**12)
 def _column(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _table(num, dtype, device)[:, None]
+    """Return the weights of the entries of a row, of a tensor of so many entries."""
+    width = max(_DEVICE_WIDTH, 2 ** math.ceil(math.log2(num / _DEVICE_ROWS)))
+    return _table(width, dtype, device)[:, None]
 
 
 def _folded(sketch: Tensor) -> Tensor:
     """Return the few numbers of a sketch on a device (See Rule 5)."""
+    sketch = sketch.view(-1)
     if sketch.dtype is torch.uint8 or sketch.numel() <= _FEW:
         return sketch
     with _alone():

@@ -204,6 +204,27 @@ def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
             recoup.checkpoint(code, x, size).sum().backward()
 
 
+def test_masks_that_are_factors_are_covered_and_those_that_choose_are_sketched(monkeypatch):
+    sketched = []
+    make = outcome.sketch_of
+    monkeypatch.setattr(outcome, "sketch_of", lambda t: sketched.append(t.dtype) or make(t))
+    x = torch.randn(64, 64, requires_grad=True)
+    masks = (x.detach() > 0, x.detach() > 1)
+    ways = {
+        "dropout": lambda y, p, _: torch.native_dropout(y, p, True)[0].tanh(),
+        "product": lambda y, _, mask: (y * mask).tanh(),
+        "choice": lambda y, _, mask: torch.where(mask, y, y.clone()).tanh(),
+    }
+    for way, code in ways.items():
+        sketched.clear()
+        recoup.checkpoint(lambda x, code=code: code(x.sin(), 0.3, masks[0]), x).sum().backward()
+        assert sketched.count(torch.bool) == (2 if way == "choice" else 0)
+        runs = iter(((0.3, masks[0]), (0.5, masks[1])))
+        y = recoup.checkpoint(lambda x, code=code, runs=runs: code(x.sin(), *next(runs)), x)
+        with pytest.raises(ReplayError):
+            y.sum().backward()
+
+
 OF_VIEWS = {
     "elementwise": lambda x: F.silu(x).sigmoid().square(),
     "saves its input again": lambda x: x.sin().exp().sin(),
