@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.operators import hidden_keys, unseen
+from recoup._core.operators import hidden_keys
 from recoup._core.tensors import has_values, is_without_values
 
 _COLUMNS = 16
@@ -79,8 +79,8 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
             # FSDP2 frees the memory of a gathered parameter; a derivative of zero has none.
             num = tensor.numel() if tensor.data_ptr() else 0
             dtype = tensor.dtype
-            if dtype in _OWN and num and not tensor.is_neg() and not _is_autocast("cpu"):
-                with unseen():
+            if dtype in _OWN and num and not tensor.is_neg():
+                with _alone():
                     if num <= _FEW:
                         return cast("Any", tensor.view(-1)).tolist()
                     if num <= _COLUMNS * _MOST_ROWS and not num % _COLUMNS:
@@ -193,7 +193,6 @@ for _name, _key in torch._C.DispatchKey.__members__.items():
 # Returns a context without autograd, interceptors and autocast.
 _alone = functools.partial(cast("Any", torch._C)._ExcludeDispatchKeyGuard, _hiding)
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009
-_is_autocast = torch.is_autocast_enabled
 _no_functions: Any = torch._C.DisableTorchFunctionSubclass
 _plainly: Any = getattr(torch._C, "_DisableTorchDispatch")  # noqa: B009
 
