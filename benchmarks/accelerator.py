@@ -35,9 +35,9 @@ SECONDS_TO_STOP = 8
 # them together take too long.
 PARTS = {
     "tests": ((), 130),
-    "budgets of GPT-2": (("budgets", "--models", "GPT-2"), 85),
-    "budgets of Llama": (("budgets", "--models", "Llama"), 80),
-    "budgets of ViT": (("budgets", "--models", "ViT"), 75),
+    "budgets of GPT-2": (("budgets", "--models", "GPT-2"), 100),
+    "budgets of Llama": (("budgets", "--models", "Llama"), 95),
+    "budgets of ViT": (("budgets", "--models", "ViT"), 90),
     "budgets of ResNet-50": (("budgets", "--models", "ResNet-50"), 50),
     "offload": (("offload",), 35),
     "weights": (("weights",), 40),

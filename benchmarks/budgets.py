@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import recoup
 from recoup._core.devices import is_accelerator, synchronize
 from recoup.errors import BudgetError
+from recoup.planning.frontier import Frontier
 
 QUICK = bool(os.environ.get("RECOUP_QUICK"))
 NUM_BUDGETS, ROUNDS = (3, 2) if QUICK else (10, 5)
@@ -114,11 +115,12 @@ class Training:
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.is_autocast)
 
-    def frontier(self) -> "recoup.planning.frontier.Frontier":
+    def frontier(self, **options) -> Frontier:
+        options |= {"loss": self.case.loss, "holds_output": False}
         with self.autocast():
-            return recoup.plan(
-                self.case.model, loss=self.case.loss, holds_output=False, **self.case.kwargs
-            )
+            found = recoup.plan(self.case.model, **options, **self.case.kwargs)
+        print(found, flush=True)
+        return found
 
     def row(
         self, way: str, change: Callable[[Case], Forward] = plain, around=nullcontext, **found
@@ -218,9 +220,8 @@ def of_model(name: str, device: str) -> Iterator[tuple[str, dict]]:
     training = Training(name, device)
     yield "speeds", training.row("plain")
     frontier = training.frontier()
-    print(frontier, flush=True)
 
-    def planned(budget: int, way: str = "recoup.plan") -> dict:
+    def planned(budget: int, way: str = "recoup.plan", frontier: Frontier = frontier) -> dict:
         with training.autocast():
             plan = frontier.plan(budget)
         found = {"budget_bytes": budget, "usable_bytes": plan.usable_bytes}
@@ -236,20 +237,28 @@ def of_model(name: str, device: str) -> Iterator[tuple[str, dict]]:
     for place in range(1, NUM_BUDGETS):
         yield "budgets", planned(least + (most - least) * place // (NUM_BUDGETS - 1))
 
-    def beside(rivals: dict[str, Callable[[Case], Forward]]) -> Iterator[tuple[str, dict]]:
-        for way, change in rivals.items():
-            row = training.row(way, change)
-            yield "speeds", row
-            with contextlib.suppress(BudgetError):  # then nothing stands beside it
-                budget = int(row["allocated_bytes"] / room)
-                yield "speeds", planned(budget, f"recoup.plan, bytes of {way}")
+    def beside(
+        row: dict, way: str = "recoup.plan", frontier: Frontier = frontier
+    ) -> Iterator[dict]:
+        with contextlib.suppress(BudgetError):  # then nothing stands beside it
+            budget = int(row["allocated_bytes"] / room)
+            yield planned(budget, f"{way}, bytes of {row['name']}", frontier)
 
-    yield from beside({FULL: torch_checkpoint})
+    row = training.row(FULL, torch_checkpoint)
+    for each in (row, *beside(row)):
+        yield "speeds", each
     for way, change in SKETCHES.items():
         yield "sketches", training.row(way, change)
-    if name not in NOT_COMPILED:  # last, since it takes longest
-        ways = {f"compiled, {each}": compiled_blocks(each, BACKEND) for each in COMPILER_BUDGETS}
-        yield from beside(ways)
+    if name in NOT_COMPILED:
+        return
+    rows = []  # last, since compiling takes longest
+    for budget in COMPILER_BUDGETS:
+        rows.append(training.row(f"compiled, {budget}", compiled_blocks(budget, BACKEND)))
+        yield "speeds", rows[-1]
+    compiled = training.frontier(compile=True)
+    for row in rows:
+        for each in beside(row, "recoup.plan(compile=True)", compiled):
+            yield "speeds", each
 
 
 def suite(device: str, models: Sequence[str] = tuple(MODELS)) -> Iterator[tuple[str, list[dict]]]:
