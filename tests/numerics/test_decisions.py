@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core import kept_outputs
 from recoup._core.operators import num_dispatch_modes
 from tests.alive import held_after
 from tests.deciding import Router, perturbed
@@ -74,6 +75,21 @@ def test_an_operator_decides_once(name):
     for _ in range(2):
         found = step(recoup.checkpoint)
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_those_operators_alone_are_intercepted_that_decided(monkeypatch):
+    intercepted, intercepting = [], kept_outputs.intercepting
+    monkeypatch.setattr(
+        kept_outputs,
+        "intercepting",
+        lambda funcs, run: intercepted.append(funcs) or intercepting(funcs, run),
+    )
+    code, x = Fn(lambda x: weights_of(x)[x > 1.0] * x.long().max()), TIES.clone().requires_grad_()
+    for expected in (0, 2):
+        recoup.checkpoint(code, x).sum().backward()
+        assert intercepted == expected * [
+            {torch.ops.aten.gt.Scalar, torch.ops.aten._to_copy.default}
+        ]
 
 
 def test_results_have_the_memory_layout_of_the_first_run():

@@ -16,8 +16,9 @@ Rule 4. A run that is looked at also shows whether a decision hangs on numbers f
         may be a rounding error off. What is made of integers, constants and draws alone (the mask
         of an attention, the buckets of positions) is the same to the bit, and decides alike.
 Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
-        mode, under which nothing is compiled. Other runs intercept the operators that decide alone
-        (NOTE [ Interception ]), and compiled code runs as such in them. Both must decide alike.
+        mode, under which nothing is compiled. Other runs intercept those operators alone that
+        decided then (NOTE [ Interception ]), and compiled code runs as such in them. Both must
+        decide alike. If another operator decides later, the residuals show it.
 """
 
 from __future__ import annotations
@@ -92,23 +93,26 @@ class KeptOutputs:
     Args:
         name: the name of the region in errors.
         products: the operators whose outputs are kept, beside those that decide.
-        decides: whether the outputs of operators that decide are kept.
+        deciding: the operators of which it is kept what they decide.
         is_looking: whether it is seen what hangs on numbers from outside (See Rules 4 and 5).
 
     Attributes:
         products: the operators whose outputs are kept, beside those that decide.
         nodes: the numbers of the nodes of the kept products.
         may_draw: whether an operator that may draw was seen.
-        may_decide_otherwise: whether a decision hangs, or is not seen not to hang, on numbers from
-            outside.
+        decided: the operators of which a decision hangs, or is not seen not to hang, on numbers
+            from outside.
     """
 
-    def __init__(self, name: str, products: Products, *, decides: bool, is_looking: bool) -> None:
+    def __init__(
+        self, name: str, products: Products, deciding: frozenset[Any], *, is_looking: bool
+    ) -> None:
         self.nodes: set[int] = set()
-        self.may_draw = self.may_decide_otherwise = False
+        self.may_draw = False
+        self.decided: set[Any] = set()
         self._name, self._pair = name, pair_in_force()
         self.products, self._num_products = products, 0
-        self._decides = decides
+        self._deciding = deciding
         self._is_looking = is_looking
         # The storages that hang on nothing from outside; of a run that is looked at.
         self._made_here = WeakSet[torch.UntypedStorage]()
@@ -153,19 +157,19 @@ class KeptOutputs:
         """Return a context in which operators go through `run` (See Rule 5)."""
         if self._is_looking:
             return InMode(OperatorMode(run))
-        funcs = self.products.funcs
-        return intercepting(_with_deciding(funcs) if self._decides else funcs, run)
+        return intercepting(self.products.funcs | self._deciding, run)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_repeating:
             return func(*args, **kwargs)
-        is_plain = are_plain(args, kwargs)
+        is_plain = not self._is_looking or are_plain(args, kwargs)  # which interceptors are given
         if is_plain and func in self.products.funcs:
             return self._record_product(func, args, kwargs)
         result = func(*args, **kwargs)
         hangs = not self._is_looking or self._hangs_on_outside(func, args, kwargs, result)
-        if is_plain and self._decides and (name := _decision(func, args, kwargs)):
-            self.may_decide_otherwise |= hangs
+        if is_plain and func in self._deciding and (name := _decision(func, args, kwargs)):
+            if hangs:
+                self.decided.add(func)
             with grad_mode(False):
                 kept = _keep(name, func, args, kwargs, result)
             self._kept.setdefault(_call_of(func, args), []).append(kept)
@@ -211,10 +215,10 @@ class KeptOutputs:
         return True
 
     def _repeat(self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not are_plain(args, kwargs):
+        if self._is_looking and not are_plain(args, kwargs):
             return func(*args, **kwargs)
         is_product = func in self.products.funcs
-        name = _decision(func, args, kwargs) if self._decides and not is_product else ""
+        name = _decision(func, args, kwargs) if func in self._deciding and not is_product else ""
         if not is_product and not name:
             return func(*args, **kwargs)
         call = _call_of(func, args)
@@ -245,23 +249,21 @@ def _writes(func: Any) -> bool:
 
 
 @functools.cache
-def _with_deciding(funcs: frozenset[Any]) -> frozenset[Any]:
-    """Return these operators, and those that decide."""
-    return funcs.union(operator.attrgetter(name)(torch.ops.aten) for name in _ALL)
+def deciding_operators() -> frozenset[Any]:
+    """Return the operators that may decide (See Rule 1)."""
+    return frozenset(operator.attrgetter(name)(torch.ops.aten) for name in _ALL)
 
 
 @functools.cache
-def _decides(func: Any) -> str:
-    """Return the name of an operator that decides; "" for any other (See Rule 1)."""
-    namespace, _, name = str(func).partition(".")
-    return name if namespace == "aten" and name in _ALL else ""
+def _name_of(func: Any) -> str:
+    return str(func).removeprefix("aten.")
 
 
 def _decision(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     """Return the name of the operator of a call that decides something; "" for any other."""
-    name = _decides(func)
-    if not name or not any(isinstance(each, Tensor) and each.is_floating_point() for each in args):
+    if not any(isinstance(each, Tensor) and each.is_floating_point() for each in args):
         return ""
+    name = _name_of(func)
     return "" if name == _CONVERSION and not _is_decision(args[0], kwargs) else name
 
 

@@ -14,7 +14,7 @@ Rule 1. A dispatch mode calls Python at each operator, which takes as long as a 
         dispatcher. Kernels are registered when they are first needed, and called in those threads
         alone that have the key in their set.
 Rule 2. Interceptors nest as modes do: the one that was entered last is called, and an operator that
-        it runs goes to the one before.
+        it runs, or has not asked for, goes to the one before.
 Rule 3. The key is above autograd and autocast. `beneath` replaces what an operator computes, and
         leaves its node in the graph.
 Rule 4. Hooks of ours run within the operators of others. What they compute is hidden (`unseen`).
@@ -262,10 +262,10 @@ _registered: set[Any] = set()
 
 
 class _Thread(threading.local):
-    """The interceptors of a thread, the last one last."""
+    """The interceptors of a thread, the last one last, with what they ask for."""
 
     def __init__(self) -> None:
-        self.interceptors: list[Interceptor] = []
+        self.interceptors: list[tuple[frozenset[Any], Interceptor]] = []
 
 
 _thread = _Thread()
@@ -276,8 +276,7 @@ def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[N
     """A context in which operators run through a function.
 
     Args:
-        funcs: overloads of operators. The function is given others, too, which other contexts
-            intercept.
+        funcs: overloads of operators.
         interceptor: called with an operator, its arguments and its keyword arguments, in its place.
     """
     if not _libraries or not _registered.issuperset(funcs):
@@ -285,7 +284,7 @@ def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[N
     interceptors = _thread.interceptors
     num_around = len(interceptors)
     try:
-        interceptors.append(interceptor)
+        interceptors.append((funcs, interceptor))
         _include(_key, True)
         yield
     finally:
@@ -313,18 +312,19 @@ def _kernel_of(func: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         interceptors = _thread.interceptors
         # A thread of autograd has the keys of the thread that called backward, and no interceptor.
-        interceptor = interceptors.pop() if interceptors else None
+        last = interceptors.pop() if interceptors else None
         if not interceptors:
             _include(_key, False)
         try:
-            passes_by = _is_excluded(_autograd_key)  # See Rule 6
+            passes_by = last is None or func not in last[0]
+            passes_by = passes_by or _is_excluded(_autograd_key)  # See Rule 6
             passes_by = passes_by or is_transformed() or _forward_mode._current_level >= 0
-            if interceptor is None or passes_by or _is_traced() or not are_plain(args, kwargs):
+            if last is None or passes_by or _is_traced() or not are_plain(args, kwargs):
                 return func(*args, **kwargs)
-            return interceptor(func, args, kwargs)
+            return last[1](func, args, kwargs)
         finally:
-            if interceptor is not None:
-                interceptors.append(interceptor)
+            if last is not None:
+                interceptors.append(last)
             _include(_key, True)
 
     return kernel

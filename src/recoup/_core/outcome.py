@@ -124,6 +124,7 @@ class Frontier:
                 waiting[number] = [residual]
         self.saved, self.num_held = [], 0
         nodes.reverse()
+        now: list[Residual] = []  # what nothing covers
         for node, covers, is_above in nodes:  # which grows
             number = node._sequence_nr()
             if number < start:
@@ -140,12 +141,11 @@ class Frontier:
             is_kept = number in kept
             if found is not None:
                 if not covers or is_kept or isinstance(node, _OfPython):
-                    self.sketch(found)
-                else:
+                    now += found
+                elif type(node).__name__ not in _SCALES:
                     for each in found:
-                        is_factor = type(node).__name__ in _SCALES
-                        if not is_factor and each[1].dtype not in _OF_NUMBERS:
-                            self.sketch((each,))
+                        if each[1].dtype not in _OF_NUMBERS:
+                            now.append(each)
             if is_new and waiting:
                 following = node.next_functions
                 if covers and (is_kept or (None, 0) in following):
@@ -153,6 +153,8 @@ class Frontier:
                 for each, _ in following:
                     if each is not None:
                         nodes.append((each, covers, True))
+        if now:
+            self.sketch(now)
 
     def sketch(self, residuals: Iterable[Residual]) -> None:
         """Sketch residuals, for later runs to be compared with."""

@@ -68,7 +68,7 @@ from recoup._core.buffers import (
 )
 from recoup._core.captured import Code, note
 from recoup._core.devices import unrepeated
-from recoup._core.kept_outputs import KeptOutputs
+from recoup._core.kept_outputs import KeptOutputs, deciding_operators
 from recoup._core.kept_products import Products
 from recoup._core.operators import InMode, OperatorMode, num_dispatch_modes, run_plainly
 from recoup._core.rng import Draws
@@ -83,10 +83,10 @@ _copy: Callable[[dict[str, Any]], dict[str, Any]] = cast("Any", dict.copy)
 values_of: Callable[[dict[str, Any]], Iterable[Any]] = cast("Any", dict.values)
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 # The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
-# decided or may have drawn then; modules that changed a buffer of their own; and those that wrote
-# to a parameter or to a tensor that is a plain attribute.
+# decided then, by the operator, or may have drawn; modules that changed a buffer of their own; and
+# those that wrote to a parameter or to a tensor that is a plain attribute.
 _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
-_decides: set[Code] = set()
+_decides: defaultdict[Any, set[Code]] = defaultdict(set)
 _draws: set[Code] = set()
 _counts: set[Code] = set()
 _writes: set[Code] = set()
@@ -154,12 +154,16 @@ class Surroundings(Draws):
         self._is_finding = not is_known or not _finds.isdisjoint(self._root)
         self.kept_outputs: KeptOutputs | None = None
         self._may_draw = self._is_finding or not _draws.isdisjoint(self._root)
-        decides = keeps_outputs and (self._is_finding or not _decides.isdisjoint(self._root))
-        if decides or products is not None:
+        deciding = frozenset[Any]()
+        if keeps_outputs and self._is_finding:
+            deciding = deciding_operators()
+        elif keeps_outputs:
+            for func, deciders in _decides.items():
+                if not deciders.isdisjoint(self._root):
+                    deciding |= {func}
+        if deciding or products is not None:
             products = products or Products()
-            self.kept_outputs = KeptOutputs(
-                name, products, decides=decides, is_looking=self._is_looking
-            )
+            self.kept_outputs = KeptOutputs(name, products, deciding, is_looking=self._is_looking)
 
     def _note(self, roots: Sequence[nn.Module]) -> None:
         """Note what errors can name (See Rule 4)."""
@@ -328,8 +332,9 @@ class Surroundings(Draws):
             note(_draws, self._root)
         else:  # another thread has moved the generators, if they were
             self.has_foreign, self.start = False, None
-        if kept is not None and kept.may_decide_otherwise:
-            note(_decides, self._root)
+        if kept is not None and kept.decided:
+            for func in kept.decided:
+                note(_decides[func], self._root)
         elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
             self._has_mode |= self._is_looking
