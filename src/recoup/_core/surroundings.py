@@ -158,7 +158,7 @@ class Surroundings(Draws):
         if keeps_outputs and self._is_finding:
             deciding = deciding_operators()
         elif keeps_outputs:
-            for func, deciders in _decides.items():
+            for func, deciders in tuple(_decides.items()):  # other threads add to it
                 if not deciders.isdisjoint(self._root):
                     deciding |= {func}
         if deciding or products is not None:
