@@ -12,9 +12,11 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         estimator adds ``(q - z).detach()`` to ``z``; a product may not); one whose output a later
         run is given rather than computes (a product that a plan keeps); and a function of the
         user's, of which nothing covers what it saves itself, either: its result need not depend on
-        that. And nothing covers a mask or an index that chooses: another one may choose the same
-        values at a tie, and send gradients elsewhere. (That of a dropout is a factor, which the
-        product shows.)
+        that. And nothing covers a mask or an index: another one may choose the same values at a
+        tie, and send gradients elsewhere. (What a dropout multiplies by shows in the product.)
+        Nor is a residual covered by what was made of a part of it; or one that is much smaller than
+        others: a norm divides by its statistics, so that a factor of its input shows in them alone.
+        Of all those the norms are compared, which is one sketch.
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
         beyond a few kilobytes.
@@ -27,9 +29,9 @@ Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when b
         it returns, since a comparison waits for the device.
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
         to a residual that is sketched (a factor from elsewhere, times a weight that is zero; the
-        sign before a square); and what kernels leave unwritten: bytes (uint8), which they use as a
-        workspace, and where there is an accelerator single integers, in which its attention returns
-        the seed of a dropout, if there is one.
+        sign before a square; a shift, or an order, before all is averaged); and what kernels leave
+        unwritten: bytes (uint8), which they use as a workspace, and where there is an accelerator
+        single integers, in which its attention returns the seed of a dropout, if there is one.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from recoup._core.sketch import (
     Sketch,
     are_equal,
     difference,
+    norms_of,
     sketch_of,
     tolerance_of,
 )
@@ -67,7 +70,15 @@ class Compared(NamedTuple):
     version: int
 
 
-Outcome = dict[int, Compared]
+class Norms(NamedTuple):
+    """The norms of all small residuals of a run, in the order of their places."""
+
+    sketch: Sketch
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+Outcome = dict[int, Compared | Norms]
 
 
 Residual = tuple[int, Tensor, int]  # with its place, and its version when it was saved
@@ -79,7 +90,19 @@ _OF_NUMBERS = frozenset((
 ))  # fmt: skip
 _OF_SEEDS_OR_BYTES = frozenset((torch.int64, torch.uint64, torch.uint8))
 # Nodes whose result shows a difference in one factor, whatever the other is (zeros: See Rule 8).
-_SCALES = frozenset(("MulBackward0", "DivBackward0", "NativeDropoutBackward0"))
+_SCALES = frozenset(("MulBackward0", "DivBackward0"))
+_DROPOUT = "NativeDropoutBackward0"
+# Nodes whose result is made of a part of their operand.
+_PARTS = frozenset(
+    f"{name}Backward{place}"
+    for place in range(2)
+    for name in (
+        "Amax", "Amin", "AsStrided", "Diagonal", "Gather", "Index", "IndexSelect", "Kthvalue",
+        "MaskedSelect", "Max", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Median", "Min",
+        "MkldnnMaxPool2D", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Topk", "Unbind",
+    )
+)  # fmt: skip
+_SMALLER = 16  # times at least, so that sketching costs nothing
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -96,10 +119,12 @@ class Frontier:
         self.inputs = inputs
         self.kept = kept
         self.outcome: Outcome = {}  # of what is sketched already
+        self.small: list[Residual] = []  # of which the norms are compared
         self.waiting: Waiting = {}  # results of the node itself: by the inverted number
         # Those that were saved since the graph was followed: the node that saves it, and its maker.
         self.saved: list[tuple[int, Any, Residual]] = []
         self.num_held = 0  # their elements
+        self.largest = 0  # the elements of the largest one so far
         self.seen: set[int] = set()  # the nodes that were visited
         self.start = num_nodes()  # those before it are not of this run
 
@@ -138,18 +163,21 @@ class Frontier:
                     found = waiting.pop(number) if found is None else found + waiting.pop(number)
             elif found is None:
                 continue
-            is_kept = number in kept
+            is_kept, kind = number in kept, type(node).__name__
             if found is not None:
                 if not covers or is_kept or isinstance(node, _OfPython):
                     now += found
-                elif type(node).__name__ not in _SCALES:
+                else:
                     for each in found:
-                        if each[1].dtype not in _OF_NUMBERS:
+                        if each[1].dtype in _OF_NUMBERS:
+                            if _SMALLER * each[1].numel() <= self.largest:
+                                self.small.append(each)
+                        elif kind != _DROPOUT:
                             now.append(each)
             if is_new and waiting:
                 following = node.next_functions
-                if covers and (is_kept or (None, 0) in following):
-                    covers = not is_kept and type(node).__name__ in _SCALES
+                if is_kept or kind in _PARTS or ((None, 0) in following and kind not in _SCALES):
+                    covers = False
                 for each, _ in following:
                     if each is not None:
                         nodes.append((each, covers, True))
@@ -165,7 +193,27 @@ class Frontier:
         self.follow()
         for residuals in self.waiting.values():
             self.outcome.update(outcome_of(residuals, self.inputs))
+        if self.small:
+            self._compare_norms()
         return self.outcome
+
+    def _compare_norms(self) -> None:
+        """Let the norms of small residuals be compared, which takes one sketch for all."""
+        device, others = self.small[0][1].device, list[Residual]()
+        small: list[tuple[int, Tensor]] = []
+        for place, tensor, version in sorted(self.small):
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            is_there = is_plain and tensor.device == device and tensor.data_ptr()
+            if is_there and tensor._version == version:
+                small.append((place, tensor))
+            else:
+                others.append((place, tensor, version))
+        self.sketch(others)
+        if small:
+            tensors = [tensor for _, tensor in small]
+            coarsest = max(tensors, key=lambda tensor: tolerance_of(tensor.dtype))
+            norms = Norms(norms_of(tensors), coarsest.dtype, coarsest.shape)
+            self.outcome.update((place, norms) for place, _ in small)
 
 
 def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outcome:
@@ -210,8 +258,14 @@ def compare(
     surroundings: Surroundings,
 ) -> None:
     """Raise if residuals of a second run, with their places, are not those of the first."""
+    small: list[Tensor] = []
+    norms: Norms | None = None
     for place, tensor in again:
         first = outcome[place]
+        if isinstance(first, Norms):
+            norms = first
+            small.append(tensor)
+            continue
         if isinstance(first.sketch, int):
             if _input_at(tensor, inputs) != first.sketch:
                 raise mismatch(surroundings, _different(first, tensor, None))
@@ -224,6 +278,13 @@ def compare(
                 _check(first, second, tensor, surroundings)
         elif second is not None:
             _check_later(first, second, tensor, surroundings)
+    if norms is not None:
+        first = Compared(norms.sketch[: len(small)], norms.dtype, norms.shape, (), 0, 0)
+        second = norms_of(small)
+        if not isinstance(second, list):
+            _check_later(first, second, None, surroundings)
+        elif first.sketch != second:
+            _check(first, second, None, surroundings)
 
 
 def _input_at(tensor: Tensor, inputs: Sequence[Tensor]) -> int | None:
@@ -315,7 +376,7 @@ _starting = threading.Lock()
 
 
 def _check_later(
-    first: Compared, second: Sketch, tensor: Tensor, surroundings: Surroundings
+    first: Compared, second: Sketch, tensor: Tensor | None, surroundings: Surroundings
 ) -> None:
     task = backward_id()
     if task == -1:

@@ -1,4 +1,4 @@
-"""Settings that affect the results of operators, autocast and attention, and contexts of them."""
+"""Settings that affect the results of operators: autocast, attention, where tensors are made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from recoup._core.devices import autocast_kinds
 
@@ -15,14 +16,17 @@ _sdpa = torch.backends.cuda
 # What torch.backends.cuda asks, a call of Python less for each setting of each region.
 _flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-Settings = tuple[tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool]]
+Settings = tuple[
+    tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool], torch.device | None
+]
 
 
 def settings_now() -> Settings:
     """Return the settings that affect the results of operators."""
     kinds = autocast_kinds()
     kernels = _flash(), _mem_efficient(), _math(), _cudnn()
-    return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels
+    device = _device.CURRENT_DEVICE
+    return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels, device
 
 
 def _choose(kernels: tuple[bool, bool, bool, bool]) -> None:
@@ -36,7 +40,9 @@ def _choose(kernels: tuple[bool, bool, bool, bool]) -> None:
 
 def with_settings(values: Settings) -> AbstractContextManager[object]:
     """Return a context with these settings."""
-    return _in_settings(values) if True in values[0] or values != settings_now() else nullcontext()
+    # Torch runs hooks without the default device.
+    is_set = True in values[0] or values[3] is not None
+    return _in_settings(values) if is_set or values != settings_now() else nullcontext()
 
 
 @contextmanager
@@ -46,10 +52,12 @@ def _in_settings(values: Settings) -> Generator[None]:
     Autocast is entered without its cache of weight copies: a cached copy would tie the second run
     to the graph of the code around it. The copies hold the same numbers either way.
     """
-    before = settings_now()[2]
+    _, _, before, device = settings_now()
     with ExitStack() as contexts:
         for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
             contexts.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
+        if device is not None or values[3] is not None:
+            contexts.enter_context(torch.device(values[3] or "cpu"))
         contexts.callback(_choose, before)
         _choose(values[2])
         yield

@@ -118,6 +118,13 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
 
 
+def norms_of(tensors: list[Tensor]) -> Sketch:
+    """Return the norms of dense tensors on one device, as one sketch."""
+    with _no_functions(), _plainly(), _alone():
+        found = torch.stack(cast("Any", torch)._foreach_norm(tensors))
+        return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
+
+
 def _hash_of_few(integers: Tensor) -> list[float]:
     """Return a hash of the bits of a contiguous tensor, as two numbers."""
     bits = hash(ctypes.string_at(integers.data_ptr(), integers.nbytes))
@@ -315,7 +322,7 @@ def _odd(table: int, device: torch.device) -> Tensor:
     """Return a table of random odd numbers of 64 bits."""
     generator = torch.Generator().manual_seed(_SEED + table)
     limits = torch.iinfo(torch.int64)
-    found = torch.randint(limits.min, limits.max, (_WORDS,), generator=generator)
+    found = torch.randint(limits.min, limits.max, (_WORDS,), generator=generator, device="cpu")
     return found.bitwise_or_(1).to(device)
 
 
@@ -330,6 +337,7 @@ def _row(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _table(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights of either sign between a half and one and a half."""
     generator = torch.Generator().manual_seed(_SEED + num)
-    found = torch.rand(num, generator=generator, dtype=torch.float64).add_(0.5)
-    signs = torch.randint(2, (num,), generator=generator).mul_(2).sub_(1)
+    of_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}  # whatever the default is
+    found = torch.rand(num, dtype=torch.float64, **of_cpu).add_(0.5)
+    signs = torch.randint(2, (num,), **of_cpu).mul_(2).sub_(1)
     return found.mul_(signs).to(device, dtype)

@@ -245,7 +245,7 @@ class Recording(Frontier):
         else:
             pop_down_to(self._beneath)
         # The hooks live as long as the graph.
-        self.waiting, self.saved, self.inputs, self.outcome = {}, [], (), {}
+        self.waiting, self.saved, self.small, self.inputs, self.outcome = {}, [], [], (), {}
 
     @never_compiled
     def _packed(self, tensor: Tensor) -> Slot | Kept:
@@ -273,6 +273,8 @@ class Recording(Frontier):
             found = (len(residuals.slots), tensor, version)
             self.saved.append((number, tensor.grad_fn, found))
             self.num_held += num
+            if num > self.largest:
+                self.largest = num
             if self.num_held > _MOST_HELD:
                 self.follow(number)
         residuals.slots.append(weakref.ref(slot))

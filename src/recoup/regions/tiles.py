@@ -35,6 +35,7 @@ from recoup._core.row_check import Found, RowCheck, few_of
 from recoup._core.saved_tensors import is_transformed
 
 Reduction = Literal["none", "mean", "sum"]
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Tiles:
         """Return how many targets each row has; one each if no argument has them."""
         target, is_mean = self.cut.target, self.cut.reduction == "mean"
         named = None if target is None or not is_mean else self._ids_of([target])
-        found = [t for t in self.split if not (t.is_floating_point() or t.dtype == torch.bool)]
+        found = [t for t in self.split if t.dtype in _INTEGERS]
         found = [t for t in found if named is None or id(t) in named]
         if named is not None and len(found) != 1:
             raise ValueError(

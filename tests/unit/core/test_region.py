@@ -204,25 +204,63 @@ def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
             recoup.checkpoint(code, x, size).sum().backward()
 
 
-def test_masks_that_are_factors_are_covered_and_those_that_choose_are_sketched(monkeypatch):
-    sketched = []
-    make = outcome.sketch_of
+def test_the_mask_of_a_dropout_is_covered_by_its_product_and_others_are_sketched(monkeypatch):
+    sketched, make = [], outcome.sketch_of
     monkeypatch.setattr(outcome, "sketch_of", lambda t: sketched.append(t.dtype) or make(t))
     x = torch.randn(64, 64, requires_grad=True)
     masks = (x.detach() > 0, x.detach() > 1)
     ways = {
         "dropout": lambda y, p, _: torch.native_dropout(y, p, True)[0].tanh(),
-        "product": lambda y, _, mask: (y * mask).tanh(),
+        "sum": lambda y, _, mask: (y * mask + y * ~mask).tanh(),
         "choice": lambda y, _, mask: torch.where(mask, y, y.clone()).tanh(),
     }
     for way, code in ways.items():
         sketched.clear()
         recoup.checkpoint(lambda x, code=code: code(x.sin(), 0.3, masks[0]), x).sum().backward()
-        assert sketched.count(torch.bool) == (2 if way == "choice" else 0)
+        assert sketched.count(torch.bool) == {"dropout": 0, "sum": 4, "choice": 2}[way]
         runs = iter(((0.3, masks[0]), (0.5, masks[1])))
         y = recoup.checkpoint(lambda x, code=code, runs=runs: code(x.sin(), *next(runs)), x)
         with pytest.raises(ReplayError):
             y.sum().backward()
+
+
+def a_part(x, factor):
+    h = torch.cat([x[:8].sin(), x[8:].sin() * factor]).tanh()
+    return h[:8].exp(), h[8:]
+
+
+HIDING = {
+    "layer norm": lambda x, factor: F.layer_norm(x * factor, (64,), eps=1e-9).exp(),
+    "rms norm": lambda x, factor: F.rms_norm(x * factor, (64,), eps=1e-12).exp(),
+    "group norm": lambda x, factor: F.group_norm((x * factor)[..., None], 2, eps=1e-9).exp(),
+    "batch norm": lambda x, factor: F.batch_norm(x * factor, None, None, training=True, eps=1e-9),
+    "normalized": lambda x, factor: F.normalize(x * factor).exp(),
+    "standardized": lambda x, factor: (
+        ((y := x * factor) - y.mean(1, True)) / y.std(1, keepdim=True)
+    ),
+    "over its norm": lambda x, factor: ((y := x * factor) / y.norm(dim=1, keepdim=True)).exp(),
+    "a part": a_part,
+    "the largest": lambda x, factor: (
+        h := (x * torch.linspace(1, factor, 64)).tanh(),
+        h.amax(1).exp(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_a_factor_is_seen_where_a_result_does_not_show_it(name):
+    x, code = torch.randn(16, 64, requires_grad=True), HIDING[name]
+    wanted = torch.autograd.grad(outputs_of(code(x, 1.0)), x)
+    found = torch.autograd.grad(outputs_of(recoup.checkpoint(code, x, 1.0)), x)
+    assert torch.equal(*found, *wanted)
+    factors = iter((1.0, 2.0))
+    y = outputs_of(recoup.checkpoint(lambda x: code(x, next(factors)), x))
+    with pytest.raises(ReplayError):
+        y.backward()
+
+
+def outputs_of(y):
+    return torch.stack([e.square().mean() for e in (y if isinstance(y, tuple) else (y,))]).sum()
 
 
 OF_VIEWS = {
