@@ -56,7 +56,7 @@ setup: .venv/.ready
 
 # Without what they ask for: pyproject.toml says why.
 .venv/.bench: .venv/.ready
-	@$(INSTALL) --no-deps FrEIA memcnn nflows normflows pytorch-nlp returnn revlib revtorch torch_remat trl zuko
+	@$(INSTALL) --no-deps dm-tree FrEIA memcnn nflows normflows pytorch-nlp returnn revlib revtorch torch_remat trl zuko
 	@touch $@
 
 demo: setup

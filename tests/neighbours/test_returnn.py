@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.regions.blocks import recomputing
 
@@ -23,7 +24,9 @@ pytestmark = [
 
 @pytest.fixture
 def rf():
-    module = pytest.importorskip("returnn.frontend", reason="RETURNN is not installed")
+    pytest.importorskip("returnn", reason="RETURNN is not installed")
+    import returnn.frontend as module  # pyright: ignore[reportMissingImports]
+
     module.select_backend_torch()
     module.init_train_step_run_ctx(train_flag=True, step=0, epoch=1)
     return module
@@ -111,3 +114,11 @@ def test_without_training_the_parameter_itself_is_used(rf):
     assert layer.weight is not raw
     rf.init_forward_step_run_ctx(epoch=1, step=0)
     assert layer.weight is raw
+
+
+def test_the_module_of_a_model_is_refused(rf):
+    from returnn.torch.frontend.bridge import rf_module_to_pt_module
+
+    module = rf_module_to_pt_module(rf.Linear(rf.Dim(4, name="in"), rf.Dim(3, name="out")))
+    with pytest.raises(ValueError, match="read their own parameters"):
+        recoup.weight_noise(module)

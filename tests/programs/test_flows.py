@@ -368,6 +368,67 @@ def test_several_conditions_of_freia():
     assert_trained_alike(make, loss, inputs)
 
 
+def test_conditions_that_cannot_be_joined_go_to_the_own_call_of_freia():
+    class Classes(nn.Module):
+        def __init__(self, num_in, num_out):
+            super().__init__()
+            self.embedding = nn.Embedding(1000, num_out)
+
+        def forward(self, labels):
+            return self.embedding(labels.flatten())
+
+    modules = library("FrEIA.modules")
+    inn = library("FrEIA.framework").SequenceINN(DIM)
+    inn.append(
+        modules.ConditionalAffineTransform, cond=0, cond_shape=(1,), subnet_constructor=Classes
+    )
+    inn.append(modules.GLOWCouplingBlock, cond=1, cond_shape=(3,), subnet_constructor=nn.Linear)
+    x, labels, features = (
+        torch.randn(4, DIM),
+        torch.tensor([[257], [515], [901], [7]]),
+        torch.randn(4, 3),
+    )
+    wanted = inn(x, c=[labels, features.bfloat16().float()], jac=False)
+    recoup.train_in(inn)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        found = inn(x, c=[labels, features.bfloat16().float()], jac=False)
+    torch.testing.assert_close(found, wanted)
+    inn(x, c=[labels, features])[0].sum().backward()
+    rows = inn.module_list[0].subnet.embedding.weight.grad.abs().sum(1).nonzero()
+    assert rows.flatten().tolist() == [7, 257, 515, 901]
+    with pytest.raises(RuntimeError):
+        inn(x, c=[features, labels])
+
+
+def test_every_point_under_every_context_of_zuko():
+    flow = library("zuko").flows.NSF(DIM, context=CONTEXT, transforms=2, hidden_features=(8,))
+    x, c = torch.rand(5, DIM), torch.randn(5, CONTEXT)
+    wanted = torch.stack([flow(each.expand(5, -1)).log_prob(x) for each in c])
+    recoup.train_in(flow)
+    torch.testing.assert_close(flow(c[:, None]).log_prob(x), wanted)
+    torch.testing.assert_close(flow(c[:, None].expand(5, 5, -1)).log_prob(x), wanted)
+
+
+def test_a_method_on_the_instance_stays_and_it_is_said():
+    flow = build("normflows_affine", dtype=torch.float32).flow
+    flow.log_prob = lambda x: "own"
+    with pytest.warns(UserWarning, match="`log_prob` of .* is its own"):
+        recoup.train_in(flow)
+    assert flow.log_prob(None) == recoup.train_in(flow, memory="linear").log_prob(None) == "own"
+
+
+def test_an_evaluation_in_inference_mode_comes_first():
+    normflows = library("normflows")
+    flow = normflows.NormalizingFlow(
+        normflows.distributions.DiagGaussian(DIM), [normflows.flows.ActNorm(DIM) for _ in range(2)]
+    )
+    recoup.train_in(flow)
+    with torch.inference_mode():
+        flow.log_prob(torch.randn(BATCH, DIM))
+    flow.forward_kld(torch.randn(BATCH, DIM)).backward()
+    assert flow.flows[0].t.grad is not None
+
+
 def test_a_chain_of_several_libraries():
     def make():
         zuko, nflows = build("zuko_affine").flow, build("nflows_spline").flow

@@ -281,7 +281,10 @@ class InvertedRegion(Region):
         """Run the call and leave slots where it and its networks would have kept residuals."""
         recording = Recording(self, owner)
         with self.surroundings.first(), recording, self._evaluations.recording(self, owner):
-            return self._forward(state)
+            result = self._forward(state)
+        if self.surroundings.buffer_versions:
+            self.surroundings.has_run()
+        return result
 
     @property
     def are_wanted(self) -> bool:

@@ -27,6 +27,7 @@ from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.saved_tensors import is_transformed
 from recoup.invertible.adapters import (
     adapt,
+    can_be_joined,
     context_of,
     is_taken_apart,
     layers_of,
@@ -94,11 +95,13 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
     for whole, chains in made:
         kind = _KINDS[runs_as(whole)]
         for name in kind.names:
-            vars(whole).pop(name, None)
-            own = getattr(type(whole), name, None)
+            if isinstance(vars(whole).get(name), _Method):
+                del vars(whole)[name]
+            own = getattr(whole, name, None)
             if memory == "linear" or own is None:
                 continue
-            if own.__module__.partition(".")[0] != runs_as(whole).partition(".")[0]:
+            is_replaced = name in vars(whole)
+            if is_replaced or own.__module__.partition(".")[0] != runs_as(whole).partition(".")[0]:
                 warnings.warn(
                     f"`{name}` of {type(whole).__name__} is its own, and of no library, so it "
                     "runs as it is; other methods of the flow that it calls run in less memory.",
@@ -243,7 +246,7 @@ class _OfFrEIA(_Method):
     def run(
         self, x_or_z: Any, c: Any = None, rev: bool = False, jac: bool = True, **other: Any
     ) -> Any:
-        if other:
+        if other or not jac or not can_be_joined(self.whole, c):
             return self.plain(x_or_z, c, rev, jac, **other)
         chains = self.chains[0]
         chain = chains.to_data() if rev else chains.to_latent()
@@ -324,6 +327,8 @@ class _ChainedTransform(Transform):
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
         num_rows = 0 if context is None else context.dim() - num_batch  # dimensions of each row
         is_per_sample = num_batch > 0 and num_rows > 0
+        if num_rows > 1 and context is not None and _may_be_broadcast(batch, context.shape[:-1]):
+            return self.plain.call_and_ladj(x)  # rows of several dimensions, or of several batches
         if context is not None and is_per_sample and context.shape[:num_batch] == batch:
             context = context.reshape(batch.numel(), *context.shape[num_batch:])
         elif context is not None:
@@ -363,6 +368,11 @@ _KINDS: dict[str, type[_Method]] = {
     "FrEIA.framework.sequence_inn.SequenceINN": _OfFrEIA,
     "FrEIA.framework.graph_inn.GraphINN": _OfFrEIA,
 }
+
+
+def _may_be_broadcast(*shapes: torch.Size) -> bool:
+    ends = zip(*(reversed(shape) for shape in shapes), strict=False)
+    return all(1 in pair or pair[0] == pair[1] for pair in ends)
 
 
 def _is_multiscale(whole: nn.Module) -> bool:

@@ -319,12 +319,33 @@ def _dims_of_conditions(whole: Any) -> dict[int, Sequence[int]]:
     return {at: dims[at] for at in sorted(dims)}
 
 
+def _is_sequence(whole: Any) -> bool:
+    return runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN"
+
+
+def can_be_joined(whole: Any, conditions: Any) -> bool:
+    """Whether the conditions of a network of FrEIA can be joined, and cut apart again.
+
+    Otherwise its own call takes them: they are too few or too many, of another size than it
+    declares (which its layers may allow), or of several types, one of which would be rounded.
+    """
+    given = [conditions] if isinstance(conditions, Tensor) else list(conditions or ())
+    if _is_sequence(whole):
+        declared = _dims_of_conditions(whole)
+        given = [given[at] for at in declared if at < len(given)]
+        shapes = list(declared.values())
+    else:
+        shapes = [node.dims for node in whole.condition_nodes]
+    types = {each.dtype for each in given}
+    return [*map(tuple, shapes)] == [tuple(each.shape[1:]) for each in given] and len(types) < 2
+
+
 def context_of(whole: Any, conditions: Any) -> Tensor | None:
     """Return the context of a network of FrEIA, for its conditions."""
     if conditions is None or len(conditions) == 0:
         return None
     conditions = [conditions] if isinstance(conditions, Tensor) else conditions
-    if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
+    if _is_sequence(whole):
         conditions = [conditions[at] for at in _dims_of_conditions(whole)]
     return torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
 

@@ -330,7 +330,8 @@ class _OwnTensors:
         """Restore the buffers, unless the module has set its parameters: then it has started."""
         if all(torch.equal(*pair) for pair in self._parameters):
             for name, (buffer, content) in self._buffers.items():
-                setattr(self._module, name, buffer.copy_(content))
+                kept = content if buffer.is_inference() else buffer.copy_(content)
+                setattr(self._module, name, kept)
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:

@@ -77,6 +77,13 @@ def _unsuited(each: Named) -> str | None:
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
     """Return what `where` chooses, and whether it means just that parameter."""
     check_is_module(module)
+    for part in module.modules():
+        if type(part).__name__ == "RFModuleAsPTModule":
+            raise ValueError(
+                "`module` is what RETURNN makes of a model of its frontend, whose layers read "
+                "their own parameters, and not those of the module: nothing would be noisy. Use "
+                "recoup.recomputing() within the model (docs/from-returnn.md)."
+            )
     candidates = [*named(module)]
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
     found: dict[Named, bool] = {}

@@ -262,3 +262,22 @@ def test_those_that_saturate_are_recomputed_and_an_invertible_module_is_returned
         Chain(*map(adapt, layers()), memory="constant")
     layer = ActNorm(3)
     assert adapt(layer) is layer
+
+
+def test_a_norm_that_was_frozen_before_counts_once():
+    found = []
+    for memory in ("linear", "constant"):
+        torch.manual_seed(0)
+        nets = [
+            nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)
+        ]
+        chain = Chain(
+            *(layer for net in nets for layer in (AffineCoupling(net), Flip())), memory=memory
+        )
+        for is_training in (False, True, True):
+            for net in nets:
+                net[1].train(is_training)
+            y, log_det = chain(torch.randn(16, 4) + 1)
+            (y.square().sum() - log_det.sum()).backward()
+        found.append(nets[-1][1].state_dict())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
