@@ -15,11 +15,12 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         that. And nothing covers a mask or an index: another one may choose the same values at a
         tie, and send gradients elsewhere. (What a dropout multiplies by shows in the product.)
         Nor is a residual covered by what was made of a part of it; or one that is much smaller than
-        others: a norm divides by its statistics, so that a factor of its input shows in them alone.
-        Of all those the norms are compared, which is one sketch.
+        others: a norm divides by a deviation, so that a factor of its input shows in that alone. Of
+        those the norms are compared, many in one sketch, in 16 bits where the run has any: rounding
+        may come from there.
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
-        beyond a few kilobytes.
+        beyond a few kilobytes, and a megabyte of small ones.
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.
@@ -50,6 +51,7 @@ from recoup._core.sketch import (
     Sketch,
     are_equal,
     difference,
+    difference_of_norms,
     norms_of,
     sketch_of,
     tolerance_of,
@@ -70,15 +72,7 @@ class Compared(NamedTuple):
     version: int
 
 
-class Norms(NamedTuple):
-    """The norms of all small residuals of a run, in the order of their places."""
-
-    sketch: Sketch
-    dtype: torch.dtype
-    shape: torch.Size
-
-
-Outcome = dict[int, Compared | Norms]
+Outcome = dict[int, Compared]  # small residuals have one in common: their norms
 
 
 Residual = tuple[int, Tensor, int]  # with its place, and its version when it was saved
@@ -97,12 +91,17 @@ _PARTS = frozenset(
     f"{name}Backward{place}"
     for place in range(2)
     for name in (
-        "Amax", "Amin", "AsStrided", "Diagonal", "Gather", "Index", "IndexSelect", "Kthvalue",
-        "MaskedSelect", "Max", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Median", "Min",
-        "MkldnnMaxPool2D", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Topk", "Unbind",
+        "Amax", "Amin", "AsStrided", "ConstantPadNd", "Diagonal", "Embedding", "Gather", "Index",
+        "IndexSelect", "Kthvalue", "MaskedFill", "MaskedSelect", "Max", "Maximum",
+        "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Median", "Min", "Minimum",
+        "MkldnnMaxPool2D", "NllLoss", "Select", "Slice", "Split", "SplitWithSizes", "Take", "Topk",
+        "Unbind", "Unfold", "UnsafeSplit", "UnsafeSplitWithSizes",
     )
-)  # fmt: skip
-_SMALLER = 16  # times at least, so that sketching costs nothing
+) | {"DiagonalBackward0_copy"}  # fmt: skip
+_SMALLER = 8  # times at least: reading them costs little
+_MOST_PINNED = 2**20  # bytes
+_NORMS = -1  # in the place of a version
+_HALVES = frozenset((torch.float16, torch.bfloat16))
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -120,6 +119,8 @@ class Frontier:
         self.kept = kept
         self.outcome: Outcome = {}  # of what is sketched already
         self.small: list[Residual] = []  # of which the norms are compared
+        self.num_pinned = 0  # the bytes of their memory
+        self.has_halves = False
         self.waiting: Waiting = {}  # results of the node itself: by the inverted number
         # Those that were saved since the graph was followed: the node that saves it, and its maker.
         self.saved: list[tuple[int, Any, Residual]] = []
@@ -139,6 +140,8 @@ class Frontier:
         # another node saved.
         nodes: list[tuple[Any, bool, bool]] = []
         for number, node, residual in self.saved:
+            if residual[1].dtype in _HALVES:
+                self.has_halves = True
             if node is not None:
                 is_own = node._sequence_nr() == number
                 nodes.append((node, True, not is_own))
@@ -168,12 +171,15 @@ class Frontier:
                 if not covers or is_kept or isinstance(node, _OfPython):
                     now += found
                 else:
+                    small: Residual | None = None  # after a mean, the deviation
                     for each in found:
                         if each[1].dtype in _OF_NUMBERS:
                             if _SMALLER * each[1].numel() <= self.largest:
-                                self.small.append(each)
+                                small = each
                         elif kind != _DROPOUT:
                             now.append(each)
+                    if small is not None:
+                        self._keep_small(small)
             if is_new and waiting:
                 following = node.next_functions
                 if is_kept or kind in _PARTS or ((None, 0) in following and kind not in _SCALES):
@@ -197,23 +203,30 @@ class Frontier:
             self._compare_norms()
         return self.outcome
 
+    def _keep_small(self, residual: Residual) -> None:
+        """Keep a small residual until its norm is taken, with those of others."""
+        tensor = residual[1]
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not is_plain or not tensor.data_ptr():
+            self.sketch((residual,))
+            return
+        if self.small and tensor.device != self.small[0][1].device:
+            self._compare_norms()
+        self.small.append(residual)
+        self.num_pinned += tensor.untyped_storage().nbytes()
+        if self.num_pinned > _MOST_PINNED:
+            self._compare_norms()
+
     def _compare_norms(self) -> None:
         """Let the norms of small residuals be compared, which takes one sketch for all."""
-        device, others = self.small[0][1].device, list[Residual]()
-        small: list[tuple[int, Tensor]] = []
-        for place, tensor, version in sorted(self.small):
-            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            is_there = is_plain and tensor.device == device and tensor.data_ptr()
-            if is_there and tensor._version == version:
-                small.append((place, tensor))
-            else:
-                others.append((place, tensor, version))
-        self.sketch(others)
+        small, self.small, self.num_pinned = sorted(self.small), [], 0
+        small = [each for each in small if each[1]._version == each[2]]  # See Rule 5
         if small:
-            tensors = [tensor for _, tensor in small]
-            coarsest = max(tensors, key=lambda tensor: tolerance_of(tensor.dtype))
-            norms = Norms(norms_of(tensors), coarsest.dtype, coarsest.shape)
-            self.outcome.update((place, norms) for place, _ in small)
+            dtypes = [torch.bfloat16] if self.has_halves else [each[1].dtype for each in small]
+            tensors = [tensor for _, tensor, _ in small]
+            kind = max(dtypes, key=tolerance_of), tensors[-1].shape, (), 0, _NORMS
+            norms = Compared(norms_of(tensors), *kind)
+            self.outcome.update((place, norms) for place, _, _ in small)
 
 
 def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outcome:
@@ -258,13 +271,11 @@ def compare(
     surroundings: Surroundings,
 ) -> None:
     """Raise if residuals of a second run, with their places, are not those of the first."""
-    small: list[Tensor] = []
-    norms: Norms | None = None
+    small: dict[int, tuple[Compared, list[Tensor]]] = {}
     for place, tensor in again:
         first = outcome[place]
-        if isinstance(first, Norms):
-            norms = first
-            small.append(tensor)
+        if first.version == _NORMS:
+            small.setdefault(id(first), (first, []))[1].append(tensor)
             continue
         if isinstance(first.sketch, int):
             if _input_at(tensor, inputs) != first.sketch:
@@ -278,9 +289,8 @@ def compare(
                 _check(first, second, tensor, surroundings)
         elif second is not None:
             _check_later(first, second, tensor, surroundings)
-    if norms is not None:
-        first = Compared(norms.sketch[: len(small)], norms.dtype, norms.shape, (), 0, 0)
-        second = norms_of(small)
+    for first, tensors in small.values():
+        second = norms_of(tensors)
         if not isinstance(second, list):
             _check_later(first, second, None, surroundings)
         elif first.sketch != second:
@@ -308,8 +318,11 @@ def _input_at(tensor: Tensor, inputs: Sequence[Tensor]) -> int | None:
 def _check(
     first: Compared, second: Sketch, tensor: Tensor | None, surroundings: Surroundings
 ) -> None:
-    length = 0.0 if tensor is None else _length_of(tensor)
-    found = difference(first.sketch, second, length)  # type: ignore[arg-type]
+    if first.version == _NORMS:
+        found = difference_of_norms(first.sketch, second)  # type: ignore[arg-type]
+    else:
+        length = 0.0 if tensor is None else _length_of(tensor)
+        found = difference(first.sketch, second, length)  # type: ignore[arg-type]
     if found > tolerance_of(first.dtype):
         raise mismatch(surroundings, _different(first, tensor, found))
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch.utils import _device
+from torch.utils._device import DeviceContext
 
 from recoup._core.devices import autocast_kinds
 
@@ -16,16 +16,27 @@ _sdpa = torch.backends.cuda
 # What torch.backends.cuda asks, a call of Python less for each setting of each region.
 _flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
+_num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009
+_function_mode_at: Callable[[int], Any] = getattr(torch._C, "_get_function_stack_at")  # noqa: B009
 Settings = tuple[
     tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool], torch.device | None
 ]
+
+
+def _default_device() -> torch.device | None:
+    """Return the default device of this thread; hooks of autograd run without one."""
+    for place in range(_num_function_modes()):
+        mode = _function_mode_at(place)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 def settings_now() -> Settings:
     """Return the settings that affect the results of operators."""
     kinds = autocast_kinds()
     kernels = _flash(), _mem_efficient(), _math(), _cudnn()
-    device = _device.CURRENT_DEVICE
+    device = _default_device() if _num_function_modes() else None
     return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels, device
 
 

@@ -181,7 +181,29 @@ def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
     found = math.dist(before, after)
     if math.isnan(found):
         return math.inf
+    if not found:
+        return 0.0
     return found / length if length else math.inf
+
+
+def difference_of_norms(first: Sketch, second: Sketch) -> float:
+    """Return the largest difference of two norms, over the first of them where that is finite.
+
+    A norm that is far below others is compared by a hundredth of the longest: it may cancel.
+    """
+    before, after = (
+        each if isinstance(each, list) else cast("list[float]", cast("Any", each).tolist())
+        for each in (first, second)
+    )
+    pairs = [pair for pair in zip(before, after, strict=True) if math.isfinite(pair[0])]
+    floor = 0.01 * max((one for one, _ in pairs), default=0.0)
+    largest = 0.0
+    for one, other in pairs:
+        if one != other:
+            length = max(one, floor)
+            found = abs(one - other) / length if length else math.inf
+            largest = max(largest, found if math.isfinite(found) else math.inf)
+    return largest
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

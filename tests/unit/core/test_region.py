@@ -263,6 +263,41 @@ def outputs_of(y):
     return torch.stack([e.square().mean() for e in (y if isinstance(y, tuple) else (y,))]).sum()
 
 
+def test_norms_of_what_is_not_finite_zero_or_in_16_bits_are_no_error():
+    def code(x, n):  # of which rounding in 16 bits is off in the second run
+        rounded = (x * (1 + n * 2**-9)).bfloat16().float()
+        return (
+            F.layer_norm(rounded, (64,)).bfloat16().exp() * F.normalize(x * 0) * (x[0] / 0).norm()
+        )
+
+    x = torch.randn(16, 64, requires_grad=True)
+    runs = iter((0, 1))
+    recoup.checkpoint(lambda x: code(x, next(runs)), x).sum().backward()
+    norms = [outcome.difference_of_norms(*pair) for pair in (([0.0], [1.0]), ([1.0], [torch.nan]))]
+    assert norms == [torch.inf] * 2
+    assert outcome.difference_of_norms([100.0, 0.0, torch.nan], [100.0, 0.001, 0.0]) == 0.001
+
+
+@pytest.mark.parametrize("is_context", [True, False])
+def test_the_default_device_holds_in_second_runs(is_context):
+    x = torch.ones(96, 96, requires_grad=True)
+    try:
+        if not is_context:
+            torch.set_default_device("meta")
+        for call in (recoup.checkpoint, lambda fn, x: recoup.Sequential(Fn(fn), memory="log")(x)):
+            for _ in range(3):
+                with torch.device("meta") if is_context else nullcontext():
+                    y = call(lambda x: (torch.ones(96, 96, device="cpu") @ x).sin() + devices(x), x)
+                y.sum().backward()
+    finally:
+        torch.set_default_device(None)
+
+
+def devices(x):
+    assert torch.ones(1).is_meta
+    return x
+
+
 OF_VIEWS = {
     "elementwise": lambda x: F.silu(x).sigmoid().square(),
     "saves its input again": lambda x: x.sin().exp().sin(),
