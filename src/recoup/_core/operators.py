@@ -17,7 +17,8 @@ Rule 2. Interceptors nest as modes do: the one that was entered last is called, 
         it runs, or has not asked for, goes to the one before.
 Rule 3. The key is above autograd and autocast. `beneath` replaces what an operator computes, and
         leaves its node in the graph.
-Rule 4. Hooks of ours run within the operators of others. What they compute is hidden (`unseen`).
+Rule 4. Hooks of ours run within the operators of others. What they compute is hidden, by
+        `hidden_keys`.
 Rule 5. Interceptors see plain tensors alone. What the compiler traces, what a transform of
         torch.func or forward-mode autograd wraps, sparse and nested tensors, and those of other
         classes pass by, and so does what their operators run.
@@ -32,7 +33,7 @@ import functools
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -247,12 +248,8 @@ _autograd_key = torch._C.DispatchKey.AutogradFunctionality
 _is_excluded: Callable[[Any], bool] = _dispatcher._dispatch_tls_is_dispatch_key_excluded
 _include: Callable[[Any, bool], None] = _dispatcher._dispatch_tls_set_dispatch_key_included
 with _dispatcher._AutoDispatchBelowAutograd():
+    # Without these, operators have no part in the graph, and no interceptor (See Rule 4).
     hidden_keys: Any = _dispatcher._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(_key)
-# Returns a context in which operators have no part in the graph, and no interceptor (See Rule 4);
-# not a function of ours, for speed.
-unseen: Callable[[], AbstractContextManager[None]] = functools.partial(
-    _dispatcher._ExcludeDispatchKeyGuard, hidden_keys
-)
 _forward_mode: Any = forward_ad
 # Whether the compiler traces: its tensors without values are no plain ones (See Rule 5).
 _is_traced: Callable[[], object] = TracingContext.try_get
