@@ -18,8 +18,8 @@ Rule 4. A run that is looked at also shows whether a decision hangs on numbers f
 Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
         mode, under which nothing is compiled. Other runs intercept those operators alone that
         decided then (NOTE [ Interception ]), or may, where code finds its modules as it runs, and
-        compiled code runs as such in them. Both must decide alike. If another operator decides later, the
-        residuals show it.
+        compiled code runs as such in them. Both must decide alike. If another operator decides
+        later, the residuals show it.
 """
 
 from __future__ import annotations
