@@ -46,8 +46,9 @@ import torch
 from torch import Tensor
 
 from recoup._core.devices import accelerator
-from recoup._core.saved_tensors import backward_id, num_nodes
+from recoup._core.saved_tensors import backward_id, num_nodes, version_of
 from recoup._core.sketch import (
+    HALVES,
     Sketch,
     are_equal,
     difference,
@@ -101,7 +102,6 @@ _PARTS = frozenset(
 _SMALLER = 8  # times at least: reading them costs little
 _MOST_PINNED = 2**20  # bytes
 _NORMS = -1  # in the place of a version
-_HALVES = frozenset((torch.float16, torch.bfloat16))
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -140,7 +140,7 @@ class Frontier:
         # another node saved.
         nodes: list[tuple[Any, bool, bool]] = []
         for number, node, residual in self.saved:
-            if residual[1].dtype in _HALVES:
+            if residual[1].dtype in HALVES:
                 self.has_halves = True
             if node is not None:
                 is_own = node._sequence_nr() == number
@@ -166,9 +166,10 @@ class Frontier:
                     found = waiting.pop(number) if found is None else found + waiting.pop(number)
             elif found is None:
                 continue
-            is_kept, kind = number in kept, type(node).__name__
+            kind = type(node).__name__
+            is_kept, is_part = number in kept, kind in _PARTS
             if found is not None:
-                if not covers or is_kept or isinstance(node, _OfPython):
+                if not covers or is_kept or is_part or isinstance(node, _OfPython):
                     now += found
                 else:
                     small: Residual | None = None  # after a mean, the deviation
@@ -182,7 +183,7 @@ class Frontier:
                         self._keep_small(small)
             if is_new and waiting:
                 following = node.next_functions
-                if is_kept or kind in _PARTS or ((None, 0) in following and kind not in _SCALES):
+                if is_kept or is_part or ((None, 0) in following and kind not in _SCALES):
                     covers = False
                 for each, _ in following:
                     if each is not None:
@@ -220,7 +221,7 @@ class Frontier:
     def _compare_norms(self) -> None:
         """Let the norms of small residuals be compared, which takes one sketch for all."""
         small, self.small, self.num_pinned = sorted(self.small), [], 0
-        small = [each for each in small if each[1]._version == each[2]]  # See Rule 5
+        small = [each for each in small if version_of(each[1]) == each[2]]  # See Rule 5
         if small:
             dtypes = [torch.bfloat16] if self.has_halves else [each[1].dtype for each in small]
             tensors = [tensor for _, tensor, _ in small]

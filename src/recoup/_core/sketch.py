@@ -40,13 +40,13 @@ from recoup._core.operators import hidden_keys
 from recoup._core.tensors import has_values, is_without_values
 
 _COLUMNS = 16
-_OF_HALVES = 17  # columns (See Rule 3)
+_OFHALVES = 17  # columns (See Rule 3)
 _FEW = 64  # entries, which are a sketch themselves
 _FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
-_MANY = _OF_HALVES * _MOST_ROWS  # entries
-_PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first, which stays in a cache
+_MANY = _OFHALVES * _MOST_ROWS  # entries
+_PIECE = 8 * _OFHALVES * _ROWS  # of tensors that are converted first, which stays in a cache
 _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
 _WORDS = 2**12  # in a row
 _MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
@@ -60,8 +60,8 @@ _OF_THE_LAST = 5.0
 _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
-_HALVES = frozenset((torch.float16, torch.bfloat16))
-_NUMBERS = _OWN | _HALVES
+HALVES = frozenset((torch.float16, torch.bfloat16))
+_NUMBERS = _OWN | HALVES
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 # On CPU the numbers are read at once; elsewhere a read would wait for the device.
@@ -210,7 +210,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     """Return the relative difference that rounding may make (See Rule 3)."""
     if dtype.is_complex:
         dtype = dtype.to_real()
-    if dtype in _HALVES:  # a kernel rounds once, at its end
+    if dtype in HALVES:  # a kernel rounds once, at its end
         return 2 * torch.finfo(dtype).eps
     return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps ** 0.75
 
@@ -235,8 +235,8 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
         return _sums(flat)
     if not flat.dtype.is_floating_point:
         return _hash_of(flat)
-    columns = _OF_HALVES if flat.dtype in _HALVES else _COLUMNS
-    if flat.dtype in _HALVES and flat.is_cuda:
+    columns = _OFHALVES if flat.dtype in HALVES else _COLUMNS
+    if flat.dtype in HALVES and flat.is_cuda:
         return _sums(flat, columns)
     # Kernels of the CPU are slow in half precision, and sums in it overflow.
     pieces = cast("Iterable[Tensor]", flat.split(_PIECE if flat.is_cpu else _DEVICE_PIECE))
@@ -318,7 +318,7 @@ def _sums_of_rows(dense: Tensor) -> Tensor:
 
 def _product(rows: Tensor, weights: Tensor) -> Tensor:
     """Return a product with a matrix of one column, of halves in single precision."""
-    if rows.dtype in _HALVES:
+    if rows.dtype in HALVES:
         return cast("Any", torch).mm(rows, weights, out_dtype=torch.float32)
     return rows.mm(weights)
 

@@ -224,26 +224,46 @@ def test_the_mask_of_a_dropout_is_covered_by_its_product_and_others_are_sketched
             y.sum().backward()
 
 
-def a_part(x, factor):
-    h = torch.cat([x[:8].sin(), x[8:].sin() * factor]).tanh()
-    return h[:8].exp(), h[8:]
+def part_of(part):
+    """A call that saves what is made of the half that no factor changes, and returns the rest."""
+
+    def code(x, factor):
+        h = torch.cat([x[:, :32].cosh() + 9, x[:, 32:].sin() * factor], 1).square() / 1e6
+        return part(h).exp(), h
+
+    return code
 
 
+LATER = torch.arange(64) >= 32
+PARTS = {
+    "slice": lambda h: h[:, :32],
+    "select": lambda h: h[:, 0],
+    "split": lambda h: h.split([32, 32], 1)[0],
+    "chunk": lambda h: h.unsafe_chunk(2, 1)[0],
+    "unbind": lambda h: h.unbind(1)[0],
+    "index": lambda h: h[:, [0, 1]],
+    "index_select": lambda h: h.index_select(1, torch.tensor([0, 1])),
+    "gather": lambda h: h.gather(1, torch.zeros(16, 1, dtype=torch.int64)),
+    "masked_select": lambda h: h.masked_select(~LATER),
+    "masked_fill": lambda h: h.masked_fill(LATER, 0.0),
+    "amax": lambda h: h.amax(1),
+    "max": lambda h: h.max(1).values,
+    "topk": lambda h: h.topk(2, 1).values,
+    "maximum": lambda h: torch.maximum(h, torch.full((), 5e-5)),
+    "pad": lambda h: F.pad(h, (0, -32)),
+    "pool": lambda h: F.max_pool2d(h[None], (1, 64)),
+}
 HIDING = {
     "layer norm": lambda x, factor: F.layer_norm(x * factor, (64,), eps=1e-9).exp(),
     "rms norm": lambda x, factor: F.rms_norm(x * factor, (64,), eps=1e-12).exp(),
     "group norm": lambda x, factor: F.group_norm((x * factor)[..., None], 2, eps=1e-9).exp(),
-    "batch norm": lambda x, factor: F.batch_norm(x * factor, None, None, training=True, eps=1e-9),
+    "batch norm": lambda x, f: F.batch_norm(x * f, None, None, training=True, eps=1e-9).exp(),
     "normalized": lambda x, factor: F.normalize(x * factor).exp(),
     "standardized": lambda x, factor: (
         ((y := x * factor) - y.mean(1, True)) / y.std(1, keepdim=True)
-    ),
+    ).exp(),
     "over its norm": lambda x, factor: ((y := x * factor) / y.norm(dim=1, keepdim=True)).exp(),
-    "a part": a_part,
-    "the largest": lambda x, factor: (
-        h := (x * torch.linspace(1, factor, 64)).tanh(),
-        h.amax(1).exp(),
-    ),
+    **{name: part_of(part) for name, part in PARTS.items()},
 }
 
 
