@@ -25,8 +25,7 @@ Rule 6. A second run whose output is not needed stops at the last slot that auto
         them, are not called for any other.) Code that catches it is stopped at its next save. A
         tensor that nothing has made or written to yet may be filled after it is saved, by the
         kernel that it is given to; the run then goes on to its next save. So it does if draws are
-        left to make. (A mask counts as made: that of a dropout on CUDA has no history, and often it
-        is the last save.)
+        left to make. (A mask counts as made: that of a dropout on CUDA has no history.)
 """
 
 from __future__ import annotations
@@ -273,8 +272,7 @@ class Recording(Frontier):
             found = (len(residuals.slots), tensor, version)
             self.saved.append((number, tensor.grad_fn, found))
             self.num_held += num
-            if num > self.largest:
-                self.largest = num
+            self.largest = max(self.largest, num)
             if self.num_held > _MOST_HELD:
                 self.follow(number)
         residuals.slots.append(weakref.ref(slot))

@@ -27,14 +27,13 @@ from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.saved_tensors import is_transformed
 from recoup.invertible.adapters import (
     adapt,
-    can_be_joined,
-    context_of,
+    conditions_of,
     is_taken_apart,
     layers_of,
-    parts_of,
 )
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
+from recoup.invertible.known_layers import parts_of
 from recoup.schedules.memory import Memory
 
 
@@ -246,12 +245,14 @@ class _OfFrEIA(_Method):
     def run(
         self, x_or_z: Any, c: Any = None, rev: bool = False, jac: bool = True, **other: Any
     ) -> Any:
-        if other or not jac or not can_be_joined(self.whole, c):
+        conditions = conditions_of(self.whole, c)
+        if other or not jac or conditions is None:
             return self.plain(x_or_z, c, rev, jac, **other)
         chains = self.chains[0]
         chain = chains.to_data() if rev else chains.to_latent()
         x = x_or_z if isinstance(x_or_z, Tensor) else x_or_z[0]
-        y, log_det = chain(x, context_of(self.whole, c))
+        context = torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
+        y, log_det = chain(x, context)
         whole: Any = self.whole
         return (y,) if whole.force_tuple_output else y, log_det
 
