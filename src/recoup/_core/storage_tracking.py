@@ -101,6 +101,7 @@ class StorageTracker(DispatchMode):
 
     Args:
         device: count storages on this type of device only; all if None.
+        levels: as for `Allocations`.
 
     Example:
         >>> import torch
@@ -115,10 +116,13 @@ class StorageTracker(DispatchMode):
     # Operators that take functions (such as flex_attention) must reach this mode too.
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str | None = None, levels: list[int] | None = None
+    ) -> None:
         super().__init__()
         self.current_bytes = 0
         self.peak_bytes = 0
+        self._levels = levels
         self._device_type = None if device is None else torch.device(device).type
         self._followed: dict[int, _Followed] = {}
         # The callback must not own the tracker, or the two would wait for the garbage collector.
@@ -192,6 +196,8 @@ class StorageTracker(DispatchMode):
         followed.num_bytes = num_bytes
         self.current_bytes += max(num_bytes - followed.baseline_bytes, 0) - before
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self._levels is not None and self._levels[-1:] != [self.current_bytes]:
+            self._levels.append(self.current_bytes)
 
     def _forget(self, followed: _Followed) -> None:
         self._count(followed, 0)

@@ -132,14 +132,14 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
 
     Args:
         device: the device.
-        records_levels: whether spans have `levels`, which only that profiler can tell.
+        records_levels: whether spans have `levels`, which no accelerator tells.
     """
+    levels: list[int] | None = [] if records_levels else None
     if is_without_values():  # whose storages are on the device "meta"
-        return Timeline(StorageTracker())
+        return Timeline(StorageTracker(levels=levels), levels)
     if is_accelerator(device):
         return Timeline(_DeviceCounter(device))
     if can_follow():
-        levels: list[int] | None = [] if records_levels else None
         return Timeline(Allocations(levels), levels)
     warnings.warn(
         "A profiler runs in this thread, so bytes are counted by the tensors that operators "
@@ -147,7 +147,7 @@ def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
         "peak. Measure, or plan, outside of the profiler.",
         stacklevel=3,
     )
-    return Timeline(StorageTracker(device))
+    return Timeline(StorageTracker(device, levels), levels)
 
 
 class _DeviceCounter:

@@ -254,10 +254,7 @@ def _best(points: Sequence[Point]) -> list[Point]:
     """Return the points that are best for some budget, from the least bytes to the most."""
     best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.peak_bytes, each.seconds)):
-        before = best[-1] if best else None
-        if before is None or (
-            point.seconds < before.seconds and point.num_forwards <= before.num_forwards
-        ):
+        if not best or point.seconds < best[-1].seconds:
             best.append(point)
     return best
 

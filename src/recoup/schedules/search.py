@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ _NUM_MORE = 20_000
 _NUM_GROUPS = 64
 _NUM_EXACT = 128
 # If there are more points than this, only every second, third, ... is built.
-_NUM_POINTS = 100
+_NUM_POINTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +53,13 @@ class Point:
     schedule: Schedule
     num_inverses: int = 0
 
-    @property
-    def num_runs(self) -> int:
-        """The number of runs of stages, forward and inverse."""
-        return self.num_forwards + self.num_inverses
-
 
 def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     """Find, for every number of bytes, the schedule with the least time.
 
-    The search covers the schedules of `optimal`. Some points are left out, as few and as slow as
-    possible, so that a point with more bytes never runs more forwards and inverses; `optimal` still
-    finds them. Of more than 100 points, only every second, third, ... is returned.
+    The search covers the schedules of `optimal`. Of more than 200 points, only every second, third,
+    ... is returned; `optimal` still finds the others. A point may run more stages than one with
+    fewer bytes: runs that are given results take less time than whole ones.
 
     Bytes are never rounded, and the least feasible bytes are exact for up to 128 stages. Of the
     solutions of a segment at most 16 are kept (eight times as many in the sweep, and in short
@@ -83,8 +77,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
         costs: the cost of each stage, in order.
 
     Returns:
-        Points from the least feasible bytes to the most, with falling seconds and never more
-        forwards and inverses.
+        Points from the least feasible bytes to the most, with falling seconds.
 
     Raises:
         ValueError: `costs` is empty.
@@ -115,31 +108,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
                     simulation.num_inverses,
                 )
             )  # fmt: skip
-    return tuple(_never_more_runs(points))
-
-
-def _never_more_runs(points: Sequence[Point]) -> list[Point]:
-    """Return a subset of points of which none runs more forwards and inverses than the one before.
-
-    It has the first point, a fastest one, and between them those with the least time over all
-    budgets.
-    """
-    least, before = [0.0], [0]
-    for stop in range(1, len(points)):
-        peak_bytes, num_runs = points[stop].peak_bytes, points[stop].num_runs
-        options = [
-            (least[start] + point.seconds * (peak_bytes - point.peak_bytes), start)
-            for start, point in enumerate(points[:stop])
-            if point.num_runs >= num_runs and point.seconds > points[stop].seconds
-        ]
-        best, start = min(options, default=(inf, 0))
-        least.append(best)
-        before.append(start)
-    fastest = [at for at, point in enumerate(points) if point.seconds == points[-1].seconds]
-    chosen = [next((at for at in fastest if least[at] < inf), 0)]
-    while chosen[-1]:
-        chosen.append(before[chosen[-1]])
-    return [points[at] for at in reversed(chosen)]
+    return tuple(points)
 
 
 def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
