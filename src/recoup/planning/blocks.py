@@ -105,15 +105,15 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
     The search goes from the model down. Where a list or sequence holds several modules of one class
     that have submodules, every child of it with submodules is a block, be it a list itself. If
-    there is no such list, sibling modules with submodules whose class appears more than once are
-    blocks. If there are none of these either, the modules of a sequence of more than two are, in
-    groups (NOTE [ Groups of modules ]).
+    there is no such list, or all are within sibling modules of one class and are shorter than the
+    row of these (the branches of the modules of a GoogLeNet), sibling modules with submodules whose
+    class appears more than once are blocks. If there are none of these either, the modules of a
+    sequence of more than two are, in groups (NOTE [ Groups of modules ]).
     """
-    return (
-        _first(model, _listed, "")
-        or list(_outermost(model, _is_beside_another, ""))
-        or _first(model, _linked, "")
-    )
+    listed, beside = _first(model, _listed, ""), list(_outermost(model, _is_beside_another, ""))
+    if _are_branches(listed, beside):
+        return beside
+    return listed or beside or _first(model, _linked, "")
 
 
 def has_list_of_blocks(module: nn.Module) -> bool:
@@ -125,6 +125,11 @@ def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called; a list or dict of modules cannot."""
     of_class = getattr(type(module), "forward", None)  # a scripted module has its own alone
     return of_class is not nn.Module.forward or "forward" in vars(module)
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether `module` has parameters."""
+    return next(module.parameters(), None) is not None
 
 
 def find_links(model: nn.Module) -> list[Block]:
@@ -181,7 +186,7 @@ def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]
         called: its modules, each as often as one forward calls it.
     """
     counts = Counter(map(id, called))
-    return list(_outermost(model, lambda each, _: counts[id(each)] > 1 and _has_weights(each), ""))
+    return list(_outermost(model, lambda each, _: counts[id(each)] > 1 and has_weights(each), ""))
 
 
 def outermost_called(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
@@ -241,10 +246,6 @@ def _has_parts(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _repeat(blocks: Sequence[Block]) -> bool:
     return any(num > 1 for num in Counter(type(module) for _, module in blocks).values())
 
@@ -269,6 +270,19 @@ def _is_beside_another(module: nn.Module, siblings: list[Block]) -> bool:
     is_sequence = isinstance(module, nn.Sequential) and len(groups_of(module)) > 2
     several = sum(type(each) is type(module) for _, each in siblings) > 1
     return several and _has_parts(module) and not is_sequence
+
+
+def _are_branches(listed: Sequence[Block], beside: Sequence[Block]) -> bool:
+    """Whether the lists of blocks are in modules of one class, of which there are more."""
+    ids = {id(block) for _, block in listed}
+    within = [(each, sum(id(part) in ids for part in each.modules())) for _, each in beside]
+    rows = [(each, num) for each, num in within if num and not isinstance(each, _CONTAINERS)]
+    is_one = len({type(each) for each, _ in rows}) == 1
+    return (
+        is_one
+        and sum(num for _, num in rows) == len(ids) > 0
+        and max(num for _, num in rows) < len(rows)
+    )
 
 
 def _linked(module: nn.Module, children: list[Block]) -> list[Block]:

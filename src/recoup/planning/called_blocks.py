@@ -22,14 +22,14 @@ Rule 5. Only a forward can show that a block is a stage. Experts in a list are o
         layers belongs to none of the layers. Such a block is not divided.
 Rule 6. If a stage is divided, its other computations, such as further outputs, are outside blocks.
 
-NOTE [ Stems ]
+NOTE [ Modules between blocks ]
 
-Rule 7. What runs before the first block and holds much (the convolution and pooling of a ResNet) is
-        blocks of its own, in a second kind of plans beside those without it. Modules that are
-        called once are taken, from the first that has parameters on: nothing before it has a
-        gradient.
-Rule 8. A stem that cannot run again is none, and so is that of a model of which ranks hold parts,
-        since they must find the same.
+Rule 7. What runs before the first block (the convolution and pooling of a ResNet) or between two
+        (the pooling of a GoogLeNet), and holds much, is blocks of its own, in a second kind of
+        plans beside those without it. Modules that are called once are taken, from the first that
+        has parameters on: nothing before it has a gradient.
+Rule 8. It is not where it cannot run again, nor of a model of which ranks hold parts, since they
+        must find the same.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from recoup.planning.blocks import (
     ModuleGroup,
     has_forward,
     has_list_of_blocks,
+    has_weights,
     modules_of,
     named_modules,
     outermost_called,
@@ -58,14 +59,12 @@ from recoup.planning.blocks import (
 from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
-from recoup.planning.ranks import is_sharded
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
 Sequences = list[list[nn.Module]]
 _MOST_TRIES = 32
 _ENOUGH_ALIKE = 3
-_SHARE_OF_STEM = 1 / 16  # of the peak that what runs before the first block must hold
 
 
 def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, Sequences]:
@@ -142,40 +141,38 @@ def _called_as(block: nn.Module) -> nn.Module | None:
     return block if has_forward(block) else None
 
 
-def with_stem(step: Step, blocks: list[Block], measured: Measured, plain_bytes: int) -> list[Block]:
-    """Return blocks with the modules that run before the first one (See Rules 7 and 8).
+def with_modules_between(
+    step: Step, blocks: list[Block], calls: Sequence[MeasuredCall]
+) -> list[Block]:
+    """Return blocks with the modules that run before them and between them (See Rules 7 and 8).
 
     Args:
         step: the step, with the seed under which it was measured.
         blocks: the names and modules of the blocks.
-        measured: the measurements of the step.
-        plain_bytes: the peak of a step that keeps everything.
+        calls: its calls of them.
 
     Returns:
-        The blocks; none if there is no stem.
+        The blocks; none if there are no such modules.
     """
-    first = measured.calls[0]
-    held_bytes = first.before.end_bytes - first.state_bytes
-    if held_bytes < _SHARE_OF_STEM * plain_bytes or is_sharded(step.model):
-        return []
     taken = {id(part) for _, block in blocks for part in block.modules()}
     others = [
         module
         for module in step.model.modules()
         if taken.isdisjoint(map(id, module.modules())) and not is_compiled(module)
     ]
-    begin = modules_of(first.module)[0]  # nothing sees a call of a group
+    # Nothing sees a call of a group.
+    first, last = (modules_of(call.module)[0] for call in (calls[0], calls[-1]))
     try:
         with step.rehearsed():
-            called = _sequence(step, [*others, begin], step.seed)
+            called = _sequence(step, [*others, first, last], step.seed)
     except Exception:  # noqa: BLE001 - of the model, or a module takes no hooks
         return []
-    if begin not in called:
+    if last not in called:
         return []
-    stem = called[: called.index(begin)]
-    found = outermost_of(stem, step.model)
-    once = [block for block in found if stem.count(block[1]) == called.count(block[1]) == 1]
-    once = list(dropwhile(lambda block: next(block[1].parameters(), None) is None, once))
+    until_last = called[: len(called) - 1 - called[::-1].index(last)]
+    between = list(dropwhile(lambda each: each is not first and not has_weights(each), until_last))
+    found = outermost_of([each for each in between if each not in (first, last)], step.model)
+    once = [block for block in found if between.count(block[1]) == called.count(block[1]) == 1]
     return [*once, *blocks] if once else []
 
 

@@ -46,7 +46,7 @@ from recoup.planning.called_blocks import (
     blocks_that_are_called,
     kinds_of_blocks,
     with_called_parts,
-    with_stem,
+    with_modules_between,
 )
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
@@ -54,7 +54,7 @@ from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, p
 from recoup.planning.plan import Plan, draw_frontier, own_forwards
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
 from recoup.planning.priced_ways import price_codes, with_inverses
-from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.step import Step
 from recoup.planning.tiling import with_tiles
@@ -62,6 +62,7 @@ from recoup.planning.verification import DifferentStepError
 from recoup.planning.verified_plan import faster_of, verified
 
 _NUM_ROWS = 12  # that are printed
+_SHARE_BETWEEN = 1 / 16  # of the peak that what runs between blocks must hold
 _CLOSE = 1.5  # kinds are timed whose predicted costs differ by less
 
 
@@ -335,7 +336,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
             priced = [price_blocks(step, kind, place) for kind in kinds[:1]]
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
             if priced and not is_told:
-                priced += _with_stem(priced[0])
+                priced += _with_modules_between(priced[0])
         except (torch.OutOfMemoryError, ChangedParameterError):
             raise
         except RuntimeError as error:
@@ -361,17 +362,20 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
     return Frontier(priced, room, _remedy_for(others) if others else "")
 
 
-def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
-    """Return the blocks with what runs before them; nothing if that cannot run again."""
-    stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
-    stem = own.step.unwritten(stem)
-    if len(stem) <= len(own.blocks):
+def _with_modules_between(own: PricedBlocks) -> list[PricedBlocks]:
+    """Return the blocks with what runs between them, where that holds much and can run again."""
+    held_bytes = sum(cost.between_bytes for cost in own.costs[:-1])
+    if held_bytes < _SHARE_BETWEEN * own.points[-1].peak_bytes or is_sharded(own.step.model):
+        return []
+    blocks = with_modules_between(own.step, own.blocks, own.measured.calls)
+    blocks = own.step.unwritten(blocks)
+    if len(blocks) <= len(own.blocks):
         return []
     try:
-        found = price_blocks(own.step, stem, own.place, own)
+        found = price_blocks(own.step, blocks, own.place, own)
     except (torch.OutOfMemoryError, ChangedParameterError):
         raise
-    except Exception:  # noqa: BLE001 - what the code of the stem raises when it runs again
+    except Exception:  # noqa: BLE001 - what the code of these modules raises when it runs again
         return []
     # All blocks ran again in both steps.
     return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
