@@ -101,7 +101,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     # `linear` is last. If a stage takes no time, another schedule may be as fast with fewer bytes.
     for schedule in (*schedules, linear(len(costs))):
         simulation = simulate(schedule, costs=costs)
-        if not points or simulation.seconds <= points[-1].seconds:
+        if not points or simulation.seconds < points[-1].seconds:
             points.append(
                 Point(
                     simulation.peak_bytes, simulation.seconds, simulation.num_forwards, schedule,
