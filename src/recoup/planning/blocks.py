@@ -273,16 +273,16 @@ def _is_beside_another(module: nn.Module, siblings: list[Block]) -> bool:
 
 
 def _are_branches(listed: Sequence[Block], beside: Sequence[Block]) -> bool:
-    """Whether the lists of blocks are in modules of one class, of which there are more."""
+    """Whether the lists of blocks are within modules of one class, of which there are more."""
     ids = {id(block) for _, block in listed}
-    within = [(each, sum(id(part) in ids for part in each.modules())) for _, each in beside]
-    rows = [(each, num) for each, num in within if num and not isinstance(each, _CONTAINERS)]
-    is_one = len({type(each) for each, _ in rows}) == 1
-    return (
-        is_one
-        and sum(num for _, num in rows) == len(ids) > 0
-        and max(num for _, num in rows) < len(rows)
-    )
+    rows = [
+        (each, len(ids.intersection(map(id, each.modules())) - {id(each)})) for _, each in beside
+    ]
+    rows = [(each, num) for each, num in rows if num and not isinstance(each, _CONTAINERS)]
+    if len({type(each) for each, _ in rows}) != 1:
+        return False
+    nums = [num for _, num in rows]
+    return sum(nums) == len(ids) and max(nums) < len(nums)
 
 
 def _linked(module: nn.Module, children: list[Block]) -> list[Block]:

@@ -103,6 +103,25 @@ def stem_before_groups():
     )  # fmt: skip
 
 
+def branched():
+    """A row of modules whose branches are sequences, with a pooling in it (a GoogLeNet)."""
+
+    def unit(num, size):
+        return nn.Sequential(nn.Conv2d(num, 8, size, padding=size // 2), nn.ReLU())
+
+    def module():
+        return Made(
+            lambda model, x: torch.cat([model.left(x), model.right(x)], 1),
+            left=nn.Sequential(unit(16, 1), unit(8, 3)),
+            right=nn.Sequential(unit(16, 1), unit(8, 5)),
+        )
+
+    names = ["stem", "one", "two", "pool", "three", "four", "five"]
+    stem, pool = nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2)
+    modules = {"stem": stem, **{name: module() for name in names[1:]}, "pool": pool}
+    return Made(lambda model, x: in_a_row(map(model.get_submodule, names), x), **modules)
+
+
 def force_of(model, x):
     """A backward of its own."""
     y = x.detach().requires_grad_()
@@ -218,6 +237,10 @@ MODELS = {
     "a stem before groups": Found(
         stem_before_groups, (8, 3, 32, 32),
         [f"layers.{at}-{at + 2}" for at in range(0, 12, 3)],
+    ),
+    "branches": Found(
+        branched, IMAGES, ["stem", "one", "two", "pool", "three", "four", "five"],
+        r"\w+\.(left|right)\.\d", 0.9,
     ),
     # Nothing calls them, so blocks are what a forward calls within them.
     **{
