@@ -334,7 +334,7 @@ def _reduce(
             gradient = as_dense(gradient).to_sparse(layout - 1)
         gradient = gradient.coalesce() * factor
         dist.all_reduce(gradient, group=group)
-        store._put(target, coalesced(gradient))
+        store._gradients[target] = coalesced(gradient)
     for gradients in dense.values():
         for bucket in _buckets(gradients, bucket_bytes):
             _reduce_bucket(bucket, factor, group)

@@ -13,12 +13,7 @@ from recoup import GradStore
 from tests.oracle import assert_same_tensor
 
 
-class Elsewhere(str):
-    """The mode "auto" of a store that sums on another device (see `conftest.py`)."""
-
-
-ELSEWHERE = pytest.param(Elsewhere("auto"), id="elsewhere")
-MODES = ("auto", "grad", "harvest", ELSEWHERE)
+MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
 
 
