@@ -60,14 +60,10 @@ def is_sharded(*tensors: Tensor) -> bool:
     return any(hasattr(each, "placements") for each in tensors if type(each) not in _PLAIN)
 
 
-def is_reduced(targets: Sequence[Tensor]) -> bool:
-    """Whether a plain backward may reduce the gradients of `targets` over several processes."""
-    distributed = torch.distributed
-    return is_sharded(*targets) or (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+def are_several_processes() -> bool:
+    """Whether a plain backward may reduce gradients over several processes."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 # -- sums ------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from recoup._core.graph_ends import Ends, ends_of, hidden_leaves
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import is_reduced, is_sharded, owned
+from recoup.gradients.accumulation import is_sharded, owned
 from recoup.gradients.container import Container
 from recoup.gradients.targets import described
 
@@ -153,7 +153,7 @@ def _in_grad(
 ) -> tuple[list[Tensor | None], int]:
     """Run `backward`, plainly or for the wanted tensors alone, while `.grad` is replaced."""
     wanted, (leaves, checkpoints) = backward.wanted, backward.ends
-    is_plain = is_plain or is_reduced(wanted) or bool(checkpoints)
+    is_plain = is_plain or store._may_be_reduced(wanted) or bool(checkpoints)
     # torch looks at each of its `inputs`.
     is_all = is_plain or {*map(id, wanted)}.issuperset(map(id, leaves))
     if is_sharded(*wanted):
@@ -307,7 +307,7 @@ def moving(
     """
     known = set(map(id, targets))
     hidden = [*{id(each): each for each in others if id(each) not in known}.values()]
-    reduces = is_reduced(targets)
+    reduces = store._may_be_reduced(targets)
     dtypes = [None if reduces else store._dtype_for(each) for each in targets]
     nothing = [None] * len(hidden)
     replaced = ReplacedGrad(

@@ -14,10 +14,10 @@ from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensors import check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import (
+    are_several_processes,
     as_dense,
     check_fits,
     coalesced,
-    is_reduced,
     is_sharded,
     owned,
     scaled,
@@ -159,7 +159,7 @@ class Container(MutableMapping[Tensor, Tensor]):
             targets: the tensors whose gradients are collected.
             by_grad: whether `torch.autograd.grad` computes them, which no reducer sees.
         """
-        if is_sharded(*targets) or not is_reduced(targets):
+        if is_sharded(*targets) or not self._may_be_reduced(targets):
             yield
             return
         ddp: Any = self._ddp
@@ -173,7 +173,11 @@ class Container(MutableMapping[Tensor, Tensor]):
                 "at the end. Without a reducer, pass ddp=False."
             )
         yield
-        self._is_local = ddp is not False and not syncs
+        self._is_local = not syncs
+
+    def _may_be_reduced(self, targets: Sequence[Tensor]) -> bool:
+        """Whether a reducer may have to see what a backward leaves in `.grad` of the targets."""
+        return is_sharded(*targets) or (self._ddp is not False and are_several_processes())
 
     # -- a mapping -------------------------------------------------------------------------
 
@@ -241,11 +245,6 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._check_is_whole()
         tensors_in("param", [param])
         tensors_in("grad", [grad])
-
-    def popitem(self) -> tuple[Tensor, Tensor]:
-        """Remove the gradient that came last, and return it with its target."""
-        self._check_is_whole()
-        return self._gradients.popitem()
 
     def discard(self, param: Tensor) -> None:
         """Remove the gradient of `param`, if there is one."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from recoup._arguments import check_choice, check_flag, check_type, shown
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import is_reduced
 from recoup.gradients.collecting import (
     MODES,
     Backward,
@@ -23,16 +22,6 @@ from recoup.gradients.collecting import (
 from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
-
-# What candle's store calls what this one has.
-_OF_CANDLE = {
-    "extend": "a.extend_(b)",
-    "get_id": "store[param]",
-    "get_ids": "list(store)",
-    "insert": "store[param] = gradient",
-    "insert_id": "store[param] = gradient",
-    "remove": "store.pop(param)",
-}
 
 
 class GradStore(Stepping, Transfer):
@@ -76,10 +65,6 @@ class GradStore(Stepping, Transfer):
     Source: candle's GradStore, https://github.com/huggingface/candle/pull/1483.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        way_out = f": use `{_OF_CANDLE[name]}`" if name in _OF_CANDLE else ""
-        raise AttributeError(f"A GradStore has no `{name}`{way_out}.", name=name, obj=self)
-
     # -- collecting ------------------------------------------------------------------------
 
     @classmethod
@@ -109,15 +94,13 @@ class GradStore(Stepping, Transfer):
         """
         check_flag(take=take)
         store = cls(params)
-        store._is_local = is_reduced(store.params)  # it may come from `no_sync`
+        store._is_local = store._may_be_reduced(store.params)  # it may come from `no_sync`
         storages = None if store._is_local or not take else set[int]()
         for each in store.params:
             gradient = each.grad
             if gradient is not None:
                 each.grad = None if take else gradient
-                store._add(
-                    each, gradient.detach(), is_ours=is_handed_over(gradient, storages)
-                )
+                store._add(each, gradient.detach(), is_ours=is_handed_over(gradient, storages))
         store._count(len(store), store.params, 1.0, None)
         return store
 

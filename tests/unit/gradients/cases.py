@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import recoup
 from recoup import GradStore
 from tests.oracle import assert_same_tensor
-
 
 MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
