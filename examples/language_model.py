@@ -621,7 +621,7 @@ class LanguageModelTraining(LightningModule):
         self, ids: Tensor, segment_steps: int | None, state: State | None = None
     ) -> tuple[recoup.GradStore, Trained]:
         """Return the gradients of the loss of a window, and the loss and the state after it."""
-        store = recoup.GradStore(self.network.parameters())
+        store = recoup.GradStore(self.network.parameters(), ddp=False)  # see `all_reduce_`
         state = self.network.zero_state(ids.shape[1]) if state is None else state
         options = (self.penalties, segment_steps)
         return store, window_backward(self.network, ids, state, store, *options)

@@ -303,9 +303,8 @@ MORE = OURS | {
     "thirds": Way(dropout={"p": 0.3}),
     "shared": Way(dropout={"p": 0.5, "axes": (0,)}),
     "learned": Way(noise={"std": 0.3, "learned": "row"}),
-    "relative": Way(noise={"std": 0.3, "relative": True}),
     "function": Way(function=multiplied),
-    "all": Way({}, {"p": 0.3}, {"std": 0.3, "learned": "tensor", "relative": True}, multiplied),
+    "all": Way({}, {"p": 0.3}, {"std": 0.3, "learned": "tensor"}, multiplied),
 }
 
 
@@ -350,17 +349,12 @@ def materialised(way: Way, plain: nn.Module, pattern: str, raw: dict[str, Any]) 
         masks = drawn_for(1.0, Way(dropout=way.dropout, how=way.how))
         used |= {name: used[name] * masks[name] for name in names}
     if way.noise is not None:
-        learned, relative = way.noise.get("learned"), way.noise.get("relative")
-        is_number = not learned and not relative
-        unit = way.noise if is_number else {"std": 1.0, "learned": "tensor"}
+        learned = way.noise.get("learned")
+        unit = {"std": 1.0, "learned": "tensor"} if learned else way.noise
         noise = drawn_for(0.0, Way(noise=unit, how=way.how))
         for name in names:
-            made, weight = noise[name], used[name]
-            if relative:
-                made = made * weight.detach().float().square().mean().sqrt()
-            if not is_number:
-                made = made * (raw[f"{name}_std"] if learned else way.noise["std"])
-            used[name] = weight + made.to(weight.dtype)
+            made = noise[name] * raw[f"{name}_std"] if learned else noise[name]
+            used[name] = used[name] + made.to(used[name].dtype)
     if way.function is not None:
         draws: list[recoup.weights.Draw] = []
         drawn_for(1.0, Way(function=lambda w, draw: draws.append(draw) or w, how=way.how))

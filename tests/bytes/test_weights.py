@@ -45,7 +45,7 @@ _lstm = torch._VF.lstm
 # Looked up, and not saved by anybody.
 UNSAVED = {name for name in LAYERS if name.startswith("embedding") and "weighted" not in name}
 TOGETHER = {name: 2 for name in LAYERS if name.startswith("lstm") or "cell" in name}
-WAYS = OURS | {"learned": MORE["learned"], "relative": MORE["relative"], "all": MORE["all"],
+WAYS = OURS | {"learned": MORE["learned"], "all": MORE["all"],
                "function": MORE["function"]}  # fmt: skip
 
 pytestmark = [
@@ -143,23 +143,22 @@ def test_one_piece_with_all_weights_of_a_recurrent_layer_is_not_held(name, way, 
 @pytest.mark.parametrize("learned", ["row", "weight", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_divergence_holds_no_weight_and_no_deviation(dtype, learned, prior_std):
-    layer = Way({}, None, {"std": 0.1, "learned": learned, "relative": True})
+    layer = Way({}, None, {"std": 0.1, "learned": learned})
     layer = layer(nn.Linear(128, 96, dtype=dtype))
     held = held_after(lambda: recoup.weights.kl_divergence(layer, prior_std=prior_std)).num_bytes
     assert held <= A_WEIGHT + layer.weight_g.nbytes
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-@pytest.mark.parametrize("way", ["dropout", "noise"])
-def test_rows_of_a_large_embedding_need_no_table(way, is_sparse):
+def test_dropped_rows_of_a_large_embedding_need_no_table(is_sparse):
     module, ids = nn.Embedding(5000, 64, sparse=is_sparse), torch.tensor([[7, 4999], [7, 30]])
     plain = held_after(lambda: module(ids)).num_bytes
     before = step_of(module, [ids], with_gradients=False)
-    OURS[way](module)
-    assert held_after(lambda: module(ids)).num_bytes == plain
+    recoup.weight_dropout(module, axes=(1,))
+    assert held_after(lambda: module(ids)).num_bytes <= plain + 4 * ids.numel()
     after = step_of(module, [ids], with_gradients=False)
     for peak, plain_peak in zip(after[::2], before[::2], strict=True):
-        assert peak - plain_peak < 32 * ids.numel() * 64  # of a table, 1.3 MB
+        assert peak - plain_peak < 16 * 5000  # of a table, 1.3 MB
 
 
 @pytest.mark.sampled(20)

@@ -157,20 +157,3 @@ def test_draws_run_where_the_weight_is():
     w = weight((5000,))
     other = w.to("cuda:1")
     assert torch.equal(draws.dropped(other, 1, 0.5).to(CUDA), draws.dropped(w, 1, 0.5))
-
-
-@pytest.mark.filterwarnings("ignore:Specified kernel cache directory:UserWarning")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("p", [0.3, 0.5])
-def test_rows_have_the_masks_of_a_cpu_and_nearly_its_noise(dtype, p):
-    table, rows = torch.ones(5000, 65, dtype=dtype), torch.tensor([7, 4999, 7])
-    zeros = torch.zeros_like(table)
-    for seed in SEEDS:
-        dropped = draws.dropped_rows(table, seed, p)
-        assert torch.equal(draws.dropped_rows(table.to(CUDA), seed, p).cpu(), dropped)
-        some = draws.dropped_rows(table[rows].to(CUDA), seed, p, rows.to(CUDA))
-        assert torch.equal(some.cpu(), dropped[rows])
-        noised = draws.noised_rows(zeros.to(CUDA), seed, 1.0)
-        few = draws.noised_rows(zeros[rows].to(CUDA), seed, 1.0, rows.to(CUDA))
-        assert torch.equal(few, noised[rows.to(CUDA)])
-        torch.testing.assert_close(noised.cpu(), draws.noised_rows(zeros, seed, 1.0))

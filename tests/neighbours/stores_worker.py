@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.errors import GradientError
+from recoup.gradients import transfer
 from tests.neighbours.workers import Case, apart, half, named_gradients, report
 
 STEPS = 3
@@ -83,7 +84,8 @@ def train(
 ) -> None:
     """Steps of an optimizer, clipped by the norm that all have, each over two micro-batches."""
     optimizers = [kind(each.parameters(), lr=0.1, **settings) for each in (ours, theirs)]
-    store = recoup.GradStore(ours.parameters())
+    ddp = ours if isinstance(ours, DistributedDataParallel) else None
+    store = recoup.GradStore(ours.parameters(), ddp=ddp)
     for step in range(4):
         for micro in range(2):
             x = batch(10 * step + micro).to(next(theirs.parameters()))
@@ -110,7 +112,7 @@ def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
 def several_backwards(rank: int, kind: str, way: str) -> None:
     """With something in `.grad`, which is there again; later backwards write to no store."""
     model, wrapped = model_for(kind)
-    store = recoup.GradStore(model.parameters())
+    store = recoup.GradStore(model.parameters(), ddp=wrapped)
     for each in model.parameters():
         each.grad = torch.full_like(each, 7.0)
     for loss in losses(wrapped, rank):
@@ -139,7 +141,7 @@ def some_parameters(rank: int, kind: str, way: str) -> None:
 
 def ranks_that_use_other_layers(rank: int, kind: str) -> None:
     model, wrapped = model_for(kind)
-    store, single = recoup.GradStore(model.parameters()), copy.deepcopy(model)
+    store, single = recoup.GradStore(model.parameters(), ddp=wrapped), copy.deepcopy(model)
     for step in range(STEPS):
         model.uses_c = rank == step % 2
         store.backward(next(losses(wrapped, rank, step)))
@@ -184,16 +186,6 @@ def taken_unreduced(rank: int) -> None:
     store.backward(next(losses(wrapped, rank, 1)))
 
 
-def partly_unreduced(rank: int) -> None:
-    """Some gradients are collected within `no_sync`, others reduced, and then all."""
-    model, wrapped = model_for()
-    store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
-    with wrapped.no_sync():
-        store.backward(next(losses(wrapped, rank, 0)), params=model.a.parameters())
-    for params in (model.b.parameters(), None):
-        store.backward(next(losses(wrapped, rank, 1)), params=params)
-
-
 def trained(rank: int) -> None:
     (_, wrapped), (single, _) = model_for(), model_for()
     train(wrapped, single, rank, torch.optim.AdamW)
@@ -209,7 +201,7 @@ def with_a_graph(rank: int, is_known: bool) -> None:
 
 
 def sparse_of_a_layer(rank: int, end: str) -> None:
-    """Three backwards, all reduced, or only those or the sum that `end` says."""
+    """Three backwards, each of which is reduced, or their sum, which is dense then."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)).double()
     single, weight = copy.deepcopy(model), model[0].weight
@@ -218,8 +210,7 @@ def sparse_of_a_layer(rank: int, end: str) -> None:
     before = weight.grad = torch.ones(9, 4).double().to_sparse(1)
     for step in range(STEPS):
         ids = torch.tensor([[step, 1, 2], [3, step + 4, 3]])
-        is_reduced = end == "all" or (end == "backward" and step == STEPS - 1)
-        with nullcontext() if is_reduced else wrapped.no_sync():
+        with nullcontext() if end == "all" else wrapped.no_sync():
             store.backward(mean_square(wrapped(half(ids, rank))))
         mean_square(single(ids)).backward()
     if end == "all_reduce_":
@@ -232,7 +223,7 @@ def sparse_of_a_layer(rank: int, end: str) -> None:
 # -- all_reduce_ -----------------------------------------------------------------------------------
 
 
-def several_types(rank: int, op: str, absent: list[int], bucket: int | str) -> None:
+def several_types(rank: int, absent: list[int], bucket: int) -> None:
     """Of which each rank lacks some, and one that nobody has stays absent."""
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32]
     kinds.append(torch.float32)
@@ -243,10 +234,11 @@ def several_types(rank: int, op: str, absent: list[int], bucket: int | str) -> N
         values = [torch.randn(each.shape).to(each.dtype) for _ in range(2)]  # alike on all ranks
         parts = [value for other, value in enumerate(values) if place != absent[other]]
         kind = torch.float32 if each.dtype is torch.bfloat16 else each.dtype
-        want[each] = sum(part.to(kind) for part in parts) / (2 if op == "mean" else 1)
+        want[each] = sum(part.to(kind) for part in parts) / 2
         if place != absent[rank]:
             store.add_(each, values[rank])
-    store.all_reduce_(op=op, bucket_bytes=bucket)
+    with mock.patch.object(transfer, "_BUCKET_BYTES", bucket):
+        store.all_reduce_()
     assert [each in store for each in params] == [True] * 5 + [False]
     assert all(torch.equal(store[each].to(value.dtype), value) for each, value in want.items())
 
@@ -261,9 +253,8 @@ def sparse_layouts(rank: int, layouts: list[str]) -> None:
     if layouts[rank] != "absent":
         mine = values[rank]
         store.add_(weight, mine.to_sparse(1) if layouts[rank] == "sparse" else mine)
-    store.all_reduce_(op="sum")
-    assert store[weight].is_sparse == ("dense" not in layouts)
-    assert torch.equal(store[weight].to_dense(), sum(values))
+    store.all_reduce_()
+    assert torch.equal(store[weight], sum(values) / 2)
 
 
 def few_messages(rank: int, alike: bool) -> None:
@@ -281,21 +272,21 @@ def few_messages(rank: int, alike: bool) -> None:
         run = lambda *args, **kwargs: messages.append(name) or own(*args, **kwargs)  # noqa: E731
         return mock.patch.object(dist, name, run)
 
-    run = lambda: store.all_reduce_(bucket_bytes=30_000)  # noqa: E731
-    with counting("all_reduce"), counting("all_gather_object"):
-        peak = recoup.measure(run, device="cpu", repeats=0).peak_bytes
+    bucket = mock.patch.object(transfer, "_BUCKET_BYTES", 30_000)
+    with bucket, counting("all_reduce"), counting("all_gather_object"):
+        peak = recoup.measure(store.all_reduce_, device="cpu", repeats=0).peak_bytes
     num_buckets = math.ceil(sum(each.nbytes for each in params) / 30_000)
     assert len(messages) <= num_buckets + 1
     assert not alike or peak < 200_000  # the largest is of 400 kB, the buckets of 30
 
 
-def batches_of_unequal_length(rank: int, op: str) -> None:
+def batches_of_unequal_length(rank: int) -> None:
     """The mean is over those of all ranks, on each."""
     weight = nn.Parameter(torch.zeros(2))
-    store = recoup.GradStore([weight])
+    store = recoup.GradStore([weight], ddp=False)
     for factor, length in ([(2, 3), (4, 5)], [(8, 2)])[rank]:
         store.backward((weight * factor).sum(), weight=length)
-    store.all_reduce_(op=op).mean_()
+    store.all_reduce_().mean_()
     assert store[weight].tolist() == pytest.approx([(3 * 2 + 5 * 4 + 2 * 8) / 10] * 2)
 
 
@@ -309,7 +300,7 @@ def a_mean_of_large_numbers(rank: int) -> None:
 
 def a_rank_without_gradients_learns_their_scale(rank: int) -> None:
     weight = nn.Parameter(torch.zeros(2))
-    store = recoup.GradStore([weight])
+    store = recoup.GradStore([weight], ddp=False)
     if rank == 0:
         store.backward(weight.sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     store.all_reduce_()
@@ -319,8 +310,7 @@ def a_rank_without_gradients_learns_their_scale(rank: int) -> None:
 
 # What rank 1 has otherwise; and what all say, or what rank 1 does while the others name it.
 STRANGERS = {
-    "nobody": None, "number": "another number", "order": "same order", "op": "`op`",
-    "bucket": "`bucket_bytes`", "scale": "one scale",
+    "nobody": None, "number": "another number", "order": "same order", "scale": "one scale",
 }  # fmt: skip
 CULPRITS = {"extra": "`params`", "graph": r"`detach_\(\)`", "damage": r"`clear\(\)`"}
 
@@ -330,7 +320,6 @@ def processes_that_differ(rank: int, what: str) -> None:
     params = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 2))]
     own = what if rank else "nobody"
     given = {"number": params[:1], "order": params[::-1]}.get(own, params)
-    settings: Any = {"op": {"op": "sum"}, "bucket": {"bucket_bytes": 100}}.get(own, {})
     store = recoup.GradStore(given, ddp=False)
     store.backward(sum(each.square().sum() for each in given))
     if own == "extra":
@@ -349,7 +338,7 @@ def processes_that_differ(rank: int, what: str) -> None:
     words = STRANGERS[what] if what in STRANGERS else (CULPRITS[what] if rank else "Process 1")
     errors = (GradientError, ValueError)
     with nullcontext() if words is None else pytest.raises(errors, match=words):
-        store.all_reduce_(**settings)
+        store.all_reduce_()
     assert what == "nobody" or all(torch.equal(store[each], v) for each, v in before.items())
     again = recoup.GradStore(params)
     again.add_(params[0], torch.full((2, 3), float(rank)))
@@ -375,34 +364,32 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from over(several_backwards, KINDS, (*ways, "harvest"))
     yield from over(some_parameters, ("plain", "views"), ways)
     yield from over(ranks_that_use_other_layers, ("unused", "views unused"))
-    yield from over(unreduced, (*ways, "grad", "segments"), ("all_reduce_", "backward"))
+    yield from over(unreduced, (*ways, "grad", "segments"), ("all_reduce_",))
     yield from over(sparse_of_a_layer, ("all", "all_reduce_"))
-    yield from over(several_types, ("mean", "sum"), ([-1, -1], [0, 3], [4, 1]), (1, 40, "25 MiB"))
+    yield from over(several_types, ([-1, -1], [0, 3], [4, 1]), (1, 40, 2**20))
     layouts = [list(each) for each in product(("sparse", "dense", "absent"), ("sparse", "dense"))]
     yield from over(sparse_layouts, layouts)
     yield from over(few_messages, (True, False))
-    yield from over(batches_of_unequal_length, ("mean", "sum"))
     yield from over(processes_that_differ, (*STRANGERS, *CULPRITS))
     single = torch.float32
-    # Where segments are collected apart, the rest alone would be reduced.
-    yield from {
-        "unreduced in single precision": partial(
-            unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6
-        ),
-        "unreduced in segments, unknown": partial(
-            unreduced, way="segments", end="backward", ddp=None
-        ),
-    }.items()
-    for case in (trained, a_mean_of_large_numbers, a_rank_without_gradients_learns_their_scale):
+    yield (
+        "unreduced in single precision",
+        partial(unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6),
+    )
+    for case in (
+        trained,
+        batches_of_unequal_length,
+        a_mean_of_large_numbers,
+        a_rank_without_gradients_learns_their_scale,
+    ):
         yield case.__name__, case
     # Last, since what goes wrong here may leave a reducer waiting.
     for name, run, words, *args in (
-        ("way", some_parameters, f'(?s)"grad".*mode="harvest".*{NO_SYNC[4:]}', "plain", "grad"),
+        ("way", some_parameters, f'(?s)mode="grad".*{NO_SYNC[4:]}', "plain", "grad"),
         ("graph", with_a_graph, NO_SYNC, True),
         ("taken", taken_unreduced, NO_SYNC),
-        ("part", partly_unreduced, NO_SYNC),
-        ("single precision", unreduced, NO_SYNC, "auto", "backward", single),
-        ("sparse", sparse_of_a_layer, NO_SYNC, "backward"),
+        *((f"then reduced, {way}", unreduced, NO_SYNC, way, "backward")
+          for way in ("auto", "segments")),
         ("unknown", unreduced, "(?s)GradStore\\(params, ddp=model\\).*ddp=False", "auto",
          "backward", single, None),
     ):  # fmt: skip

@@ -12,7 +12,7 @@ import recoup
 from recoup.invertible import AdditiveCoupling, Chain, Flip
 from recoup.weights import applied, same_draw
 from tests.alive import allocated_bytes
-from tests.weight_zoo import MORE, OURS, Runs, Way, first_of
+from tests.weight_zoo import MORE, OURS, Runs, first_of
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 WIDTH, BATCH = 64, 16
@@ -240,12 +240,10 @@ def tied():
 
 
 STACKED = OURS["stacked"]
-RELATIVE = Way({}, {"p": 0.5}, {"std": 0.1, "relative": True})
 WHOLE = {  # in one graph
     "dropout": lambda: OURS["dropout"](nn.Linear(8, 8)),
     "stacked": lambda: STACKED(block()),
     "norm": lambda: OURS["norm"](block()),
-    "relative": lambda: RELATIVE(nn.Linear(8, 8)),
     "rows": lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)),
     "loop": lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), loop), r".*weight_.."),
     "each its own": lambda: nn.Sequential(*[STACKED(nn.Linear(8, 8)) for _ in range(2)]),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from recoup._core.saved_tensors import grad_mode
 from recoup.gradients.targets import described
 
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
@@ -59,35 +60,30 @@ def is_sharded(*tensors: Tensor) -> bool:
     return any(hasattr(each, "placements") for each in tensors if type(each) not in _PLAIN)
 
 
-def is_reduced(targets: Sequence[Tensor]) -> bool:
-    """Whether a plain backward may reduce the gradients of `targets` over several processes."""
-    distributed = torch.distributed
-    return is_sharded(*targets) or (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+def are_several_processes() -> bool:
+    """Whether a plain backward may reduce gradients over several processes."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def total(into: Tensor | None, gradient: Tensor, alpha: float) -> Tensor:
+def total(into: Tensor, gradient: Tensor, alpha: float) -> Tensor:
     """Return ``into + alpha * gradient``, in place where possible (See Rules 1 and 2).
 
     Args:
-        into: an owned gradient, or None for zero.
-        gradient: an owned gradient if `into` is None or sparse; it may be changed, then.
+        into: an owned gradient.
+        gradient: an owned gradient if `into` is sparse; it may be changed, then.
         alpha: a factor.
     """
-    if into is None:
-        return gradient if alpha == 1 else scaled(gradient, alpha)
-    has_graph = into.requires_grad or gradient.requires_grad
-    if into.is_sparse and not gradient.is_sparse:  # torch adds the sparse one to the dense one
-        gradient = total(None, gradient, alpha)
-        return torch.add(gradient, into) if has_graph else gradient.add_(into)
-    if has_graph:
-        return torch.add(into, gradient, alpha=alpha)
+    if into.requires_grad or gradient.requires_grad:
+        with grad_mode(True):  # a backward that has no graph itself turns it off
+            if into.is_sparse and not gradient.is_sparse:
+                return torch.add(gradient * alpha, into)  # torch adds a sparse one to a dense one
+            return torch.add(into, gradient, alpha=alpha)
+    if into.is_sparse and not gradient.is_sparse:
+        return scaled(gradient, alpha).add_(into)
     if not into.is_sparse:
         return into.add_(gradient, alpha=alpha)
     both = torch.add(into, gradient, alpha=alpha)

@@ -14,12 +14,13 @@ from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensors import check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import (
+    are_several_processes,
     as_dense,
     check_fits,
     coalesced,
-    is_reduced,
     is_sharded,
     owned,
+    scaled,
     total,
 )
 from recoup.gradients.targets import described, members_of, tensors_in
@@ -81,11 +82,10 @@ class Container(MutableMapping[Tensor, Tensor]):
             gradient = self._adopted(target, gradient, is_ours=is_ours)
         elif gradient.device != into.device or gradient.is_sparse:
             gradient = gradient.to(device=into.device, dtype=into.dtype)
-        self._gradients[target] = total(into, gradient, alpha)
-
-    def _put(self, target: Tensor, gradient: Tensor) -> None:
-        """Replace the gradient of `target` by one that is owned, and as it is summed."""
-        self._num_changes += 1
+        if into is not None:
+            gradient = total(into, gradient, alpha)
+        elif alpha != 1:
+            gradient = scaled(gradient, alpha)
         self._gradients[target] = gradient
 
     def _adopted(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
@@ -108,23 +108,6 @@ class Container(MutableMapping[Tensor, Tensor]):
         if chosen not in (None, own):
             return chosen
         return torch.float32 if own in _LOW else own
-
-    def _elsewhere(self, targets: Iterable[Tensor]) -> set[int]:
-        """Return the ids of the targets whose gradients are summed on another device."""
-        if self._device is None:
-            return set()
-        return {id(target) for target in targets if target.device != self._device}
-
-    def _accumulator(self, target: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        """Return the gradient of `target` if autograd may sum into it, in that type.
-
-        To a sparse one, autograd would only append entries.
-        """
-        gradient = self._gradients.get(target)
-        if gradient is None or gradient.requires_grad or gradient.is_sparse:
-            return None
-        fits = gradient.dtype is dtype and gradient.device == target.device
-        return gradient if fits and gradient.shape == target.shape else None
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         self._check_is_whole()
@@ -172,35 +155,29 @@ class Container(MutableMapping[Tensor, Tensor]):
     ) -> Generator[None]:
         """Raise if a backward within would leave gradients of this process alone in a sum.
 
-        A reducer takes over what is in `.grad`: the gradients of the store that fit there, also
-        those collected within `no_sync`.
-
         Args:
             targets: the tensors whose gradients are collected.
             by_grad: whether `torch.autograd.grad` computes them, which no reducer sees.
         """
-        if is_sharded(*targets) or not is_reduced(targets):
+        if is_sharded(*targets) or not self._may_be_reduced(targets):
             yield
             return
-        passes_by = by_grad or any(
-            target in self._gradients and self._accumulator(target, target.grad_dtype) is None
-            for target in targets
-        )
         ddp: Any = self._ddp
         syncs = bool(ddp) and ddp.require_backward_grad_sync
-        if passes_by and (ddp is None or (syncs and (by_grad or self._is_local))):
+        if ddp is None or (syncs and (by_grad or self._is_local)):
             raise GradientError(
-                'The reducer of a DistributedDataParallel does not see the gradients of mode="grad"'
-                ", nor sums that are sparse or of another type or device than the parameters: they "
-                'would remain those of this process. Use mode="harvest", or make the store with '
-                "GradStore(params, ddp=model), run all of forward and backward in `no_sync()`, and "
-                "call `all_reduce_` at the end. Without a reducer, pass ddp=False."
+                "The reducer of a DistributedDataParallel does not see what was collected within "
+                '`no_sync()`, nor the gradients of mode="grad": they would remain those of this '
+                "process. Make the store with GradStore(params, ddp=model), run all of forward and "
+                "backward in `no_sync()` or none of it, and in the first case call `all_reduce_` "
+                "at the end. Without a reducer, pass ddp=False."
             )
         yield
-        if syncs:
-            self._is_local &= not self._gradients.keys() <= set(targets)
-        else:
-            self._is_local = ddp is not False
+        self._is_local = not syncs
+
+    def _may_be_reduced(self, targets: Sequence[Tensor]) -> bool:
+        """Whether a reducer may have to see what a backward leaves in `.grad` of the targets."""
+        return is_sharded(*targets) or (self._ddp is not False and are_several_processes())
 
     # -- a mapping -------------------------------------------------------------------------
 
@@ -218,7 +195,8 @@ class Container(MutableMapping[Tensor, Tensor]):
         """
         self._check_pair(param, grad)
         check_fits(grad, param)
-        self._put(param, self._adopted(param, grad.detach(), is_ours=False))
+        self._num_changes += 1
+        self._gradients[param] = self._adopted(param, grad.detach(), is_ours=False)
 
     def __delitem__(self, param: Tensor) -> None:
         self.__getitem__(param)  # or an error
@@ -267,11 +245,6 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._check_is_whole()
         tensors_in("param", [param])
         tensors_in("grad", [grad])
-
-    def popitem(self) -> tuple[Tensor, Tensor]:
-        """Remove the gradient that came last, and return it with its target."""
-        self._check_is_whole()
-        return self._gradients.popitem()
 
     def discard(self, param: Tensor) -> None:
         """Remove the gradient of `param`, if there is one."""

@@ -46,8 +46,7 @@ def segments_backward(
     draw, and have batch norms. No parameter changes; step once, afterwards.
 
     After an error the store is as before. For that, new gradients for a store that is not empty
-    are collected apart and added at the end, which takes their bytes once more. Gradients that a
-    DistributedDataParallel may have yet to reduce are not, and an error leaves the store unusable.
+    are collected apart and added at the end, which takes their bytes once more.
 
     Args:
         segments: modules or functions, called in order; values passed from one to the next may be

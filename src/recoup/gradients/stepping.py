@@ -137,16 +137,18 @@ class Stepping(Algebra):
             _fitting(gradient, each, is_copied=not consume, with_zeros=with_zeros)
             for gradient, each in zip(held, parameters, strict=True)
         ]
-        replaced = ReplacedGrad(parameters, lent, [None] * len(lent))
+        pairs = zip(held, lent, strict=True)
+        # An optimizer changes the part of a sharded one that is here.
+        own = [getattr(e, "_local_tensor", e) for e, each in pairs if e is each and e is not None]
+        versions = [each._version for each in own]
         try:
-            with replaced:
+            with ReplacedGrad(parameters, lent, [None] * len(lent)):
                 yield
         except BaseException as error:
-            own = [index for index, each in enumerate(lent) if each is held[index]]
-            if consume and (is_divided or any(map(replaced.is_changed, own))):
+            if consume and (is_divided or versions != [each._version for each in own]):
                 self._damage = f"{type(error).__name__}: {error}"
             raise
-        if consume and len(self) == sum(each is not None for each in held):
+        if consume and len(self) == len([each for each in held if each is not None]):
             self.clear()
         elif consume:
             for each in parameters:

@@ -11,28 +11,17 @@ from torch import Tensor
 
 from recoup._arguments import check_choice, check_flag, check_type, shown
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import is_reduced
 from recoup.gradients.collecting import (
     MODES,
     Backward,
     Mode,
     collect,
     collecting,
-    handed_over,
+    is_handed_over,
 )
 from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
-
-# What candle's store calls what this one has.
-_OF_CANDLE = {
-    "extend": "a.extend_(b)",
-    "get_id": "store[param]",
-    "get_ids": "list(store)",
-    "insert": "store[param] = gradient",
-    "insert_id": "store[param] = gradient",
-    "remove": "store.pop(param)",
-}
 
 
 class GradStore(Stepping, Transfer):
@@ -54,8 +43,7 @@ class GradStore(Stepping, Transfer):
         device: the device that gradients are summed on; by default that of each parameter. On
             another device, they are moved one by one, as backward makes them.
         ddp: the DistributedDataParallel that reduces the gradients of `params`, or False if none
-            does. An error asks for it where there are several processes and a reducer would not
-            see all gradients.
+            does. An error asks for it where there are several processes.
 
     Raises:
         ValueError: `params` are not tensors, or `dtype` is not a floating-point type.
@@ -76,10 +64,6 @@ class GradStore(Stepping, Transfer):
 
     Source: candle's GradStore, https://github.com/huggingface/candle/pull/1483.
     """
-
-    def __getattr__(self, name: str) -> Any:
-        way_out = f": use `{_OF_CANDLE[name]}`" if name in _OF_CANDLE else ""
-        raise AttributeError(f"A GradStore has no `{name}`{way_out}.", name=name, obj=self)
 
     # -- collecting ------------------------------------------------------------------------
 
@@ -110,13 +94,13 @@ class GradStore(Stepping, Transfer):
         """
         check_flag(take=take)
         store = cls(params)
-        store._is_local = is_reduced(store.params)  # it may come from `no_sync`
+        store._is_local = store._may_be_reduced(store.params)  # it may come from `no_sync`
         storages = None if store._is_local or not take else set[int]()
         for each in store.params:
             gradient = each.grad
             if gradient is not None:
                 each.grad = None if take else gradient
-                store._add(each, handed_over(gradient.detach(), storages))
+                store._add(each, gradient.detach(), is_ours=is_handed_over(gradient, storages))
         store._count(len(store), store.params, 1.0, None)
         return store
 
@@ -143,8 +127,8 @@ class GradStore(Stepping, Transfer):
                    that would not be right
         "grad"     ``torch.autograd.grad``, summed by us; `.grad`    twice the store
                    is not touched meanwhile
-        "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter
-                   checkpoints need
+        "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter;
+                   checkpoints need                                  with reducers twice the store
         =========  ================================================  ==========================
 
         Args:
@@ -202,7 +186,7 @@ class GradStore(Stepping, Transfer):
             allow_empty: whether to allow that no target gets a gradient.
 
         Raises:
-            GradientError: no target got a gradient, or `.grad` was cleared within.
+            GradientError: no target got a gradient.
 
         Example:
             >>> import recoup, torch
@@ -218,9 +202,9 @@ class GradStore(Stepping, Transfer):
         self._check_scale(None, "A backward")
         targets = self._targets(params, (), allow_empty=allow_empty)
         with self._guarded():
-            with collecting(self, targets) as num_received:
+            with collecting(self, targets) as received:
                 yield
-            self._count(num_received[0], () if allow_empty else targets, 1.0, None)
+            self._count(len(received), () if allow_empty else targets, 1.0, None)
 
     def _targets(
         self, params: Iterable[Tensor] | None, inputs: Sequence[Tensor], *, allow_empty: bool
@@ -262,13 +246,9 @@ class GradStore(Stepping, Transfer):
 
     @contextmanager
     def _unchanged_by_errors(self) -> Generator[Self]:
-        """Yield a store to collect in, so that an error leaves this one unchanged.
-
-        It is this store if that is empty. It must be this one, too, if its gradients may have yet
-        to reach a reducer: an error then makes it unusable, as in `backward`.
-        """
+        """Yield a store to collect in, this one if it is empty: an error leaves this unchanged."""
         self._check_is_whole()
-        if not self or self._is_local:
+        if not self:
             yield self
             return
         separate = self._derived(())

@@ -11,30 +11,29 @@ Rule 2. The order is that of the targets, which is the same in every process.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self, SupportsIndex, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recoup._arguments import check_choice, check_flag, check_type
+from recoup._arguments import check_flag, check_type
 from recoup._core.tensors import check_modules, check_place
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import as_dense, coalesced, is_sharded
+from recoup.gradients.accumulation import as_dense, is_sharded
 from recoup.gradients.container import UNSCALED, Container, device_of
 from recoup.gradients.targets import number_in, refuse_any
-from recoup.memory.size import parse_bytes
 
-Op = Literal["mean", "sum"]
 _UNORDERED = (
     "The processes can only agree on an order of gradients that all declare alike: make the store "
     "with `params`, and collect nothing else."
 )
-# A sparse gradient is one more than the number of its sparse dimensions.
-_ABSENT, _DENSE = 0, 255
+_take_tensors: Callable[..., Iterator[list[Tensor]]] = getattr(torch._utils, "_take_tensors")  # noqa: B009
+_BUCKET_BYTES = 25 * 2**20  # the most in a message that is not of one gradient
 
 
 class _Description(NamedTuple):
@@ -42,7 +41,7 @@ class _Description(NamedTuple):
 
     has_error: bool
     declared: int
-    layouts: list[int]
+    has_gradient: list[bool]
     weight: float
     scale: float | str | None
 
@@ -141,32 +140,26 @@ class Transfer(Container):
             "`store.state_dict(module)`, and load it with `load_state_dict`."
         )
 
-    def all_reduce_(
-        self, group: Any = None, *, op: Op = "mean", bucket_bytes: int | str = "25 MiB"
-    ) -> Self:
-        """Average or sum the gradients over processes, in buckets.
+    def all_reduce_(self, group: Any = None) -> Self:
+        """Average the gradients over processes, in buckets of 25 MiB.
 
         A target with a gradient in any process has one in all of them afterwards; the others stay
-        absent. The weights are reduced alike, so that `mean_` is over all processes. Use it for
+        absent. The weights are averaged alike, so that `mean_` is over all processes. Use it for
         gradients that are not yet reduced: those of plain models, or of DistributedDataParallel
-        within `no_sync()`. Sparse ones become dense where the backend (NCCL) cannot sum them.
+        within `no_sync()`. Sparse ones become dense.
 
         Args:
             group: the process group; by default all processes.
-            op: "mean" or "sum".
-            bucket_bytes: the least size of a message, but for the last of each type.
 
         Raises:
             GradientError: there are no processes, they have other targets, or one cannot take
                 part; then all raise, and nothing is changed.
-            ValueError: the store was made without `params`, or `op` is unknown.
+            ValueError: the store was made without `params`.
         """
-        check_choice("mean", "sum", op=op)
         if not self.params:
             raise ValueError(_UNORDERED)
-        num_bytes = parse_bytes(bucket_bytes)
         with self._guarded():
-            _all_reduce(self, op, num_bytes, group)
+            _all_reduce(self, group)
         return self
 
 
@@ -183,22 +176,16 @@ def _by_target(
     gradients: Mapping[Any, Any], module: nn.Module, *, strict: bool
 ) -> dict[Tensor, Tensor]:
     """Return the gradients by the parameters of `module` that have these names."""
-    kind = type(module).__name__
-    targets = dict(module.named_parameters(remove_duplicate=False))
+    kind, targets = type(module).__name__, dict(module.named_parameters())
     unexpected = [name for name in gradients if name not in targets]
     if unexpected and strict:
         raise GradientError(
-            f"{kind} has no parameter {', '.join(map(repr, unexpected))}. Pass strict=False to "
-            "leave those out."
+            f"{kind} has no parameter {', '.join(map(repr, unexpected))}, or one that is listed "
+            "under another name. Pass strict=False to leave those out."
         )
     found: dict[Tensor, Tensor] = {}
     for name in (name for name in gradients if name in targets):
         gradient, target = gradients[name], targets[name]
-        if target in found:
-            raise GradientError(
-                f"`{name}` is a parameter of {kind} of which the state has a gradient under "
-                "another name, too. Add the two, and leave one."
-            )
         if not isinstance(gradient, Tensor) or gradient.shape != target.shape:
             shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else None
             raise GradientError(
@@ -223,10 +210,10 @@ def _checked(name: str, gradient: Tensor) -> Tensor:
 # -- reducing --------------------------------------------------------------------------------------
 
 
-def _all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None:
-    """Sum the gradients of a store over the processes of `group`, or average them.
+def _all_reduce(store: Container, group: Any) -> None:
+    """Average the gradients of a store over the processes of `group`.
 
-    Its weight is reduced alike, and its scale becomes that of the processes with gradients.
+    Its weight is averaged alike, and its scale becomes that of the processes with gradients.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise GradientError(
@@ -238,14 +225,14 @@ def _all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None
         (tuple(t.shape), gradients[t].dtype if t in gradients else store._dtype_for(t))
         for t in targets
     ]
-    layouts = [_layout(gradients.get(each), group) for each in targets]
     error: Exception | None = None
     try:
         _check_takes_part(store)
     except (GradientError, ValueError) as found:
         error = found
-    told = zlib.crc32(repr((op, bucket_bytes, declared)).encode())
-    mine = _Description(error is not None, told, layouts, store.weight, store._scale)
+    has_gradient = [each in gradients for each in targets]
+    told = zlib.crc32(repr(declared).encode())
+    mine = _Description(error is not None, told, has_gradient, store.weight, store._scale)
     received: list[Any] = [None] * dist.get_world_size(group)
     with torch.accelerator.device_index(targets[0].device.index):
         dist.all_gather_object(received, mine, group=group)
@@ -254,9 +241,9 @@ def _all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None
     everyone = cast("list[_Description]", received)
     holders = _check_agree(everyone)
     store._num_changes += 1  # an error from here on leaves a partial reduction
-    factor = 1 / len(everyone) if op == "mean" else 1.0
-    layouts = [max(each) for each in zip(*(each.layouts for each in everyone), strict=True)]
-    _reduce(store, layouts, factor, bucket_bytes, group)
+    factor = 1 / len(everyone)
+    anywhere = map(any, zip(*(each.has_gradient for each in everyone), strict=True))
+    _average(store, [*itertools.compress(targets, anywhere)], factor, group)
     store._is_local = False
     store.weight = sum(each.weight for each in everyone) * factor
     store._scale = holders[0].scale if holders else store._scale
@@ -281,14 +268,6 @@ def _check_takes_part(store: Container) -> None:
         )
 
 
-def _layout(gradient: Tensor | None, group: Any) -> int:
-    if gradient is None:
-        return _ABSENT
-    # Of torch's backends, only gloo sums sparse tensors.
-    is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
-    return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
-
-
 def _check_agree(everyone: Sequence[_Description]) -> list[_Description]:
     """Return the descriptions of those with gradients, or raise if the processes do not agree."""
     failed = [rank for rank, each in enumerate(everyone) if each.has_error]
@@ -300,10 +279,9 @@ def _check_agree(everyone: Sequence[_Description]) -> list[_Description]:
     if len({each.declared for each in everyone}) > 1:
         raise GradientError(
             "The processes called `all_reduce_` with targets of another number, shape, type or "
-            "order, or with another `op` or `bucket_bytes`. Make the store of each process with "
-            "the same parameters in the same order, and call it alike."
+            "order. Make the store of each process with the same parameters in the same order."
         )
-    holders = [each for each in everyone if any(each.layouts)]
+    holders = [each for each in everyone if any(each.has_gradient)]
     if len({each.scale for each in holders}) > 1:
         raise GradientError(
             "The gradients of the processes do not have one scale. Call `unscale_` on all "
@@ -315,54 +293,21 @@ def _check_agree(everyone: Sequence[_Description]) -> list[_Description]:
 # -- sending ---------------------------------------------------------------------------------------
 
 
-def _reduce(
-    store: Container, layouts: Sequence[int], factor: float, bucket_bytes: int, group: Any
-) -> None:
-    dense: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for target, layout in zip(store.params, layouts, strict=True):
-        if layout == _ABSENT:
-            continue
-        gradient = store._gradients.get(target)
-        if gradient is None:
+def _average(store: Container, targets: Sequence[Tensor], factor: float, group: Any) -> None:
+    gradients = store._gradients
+    for target in targets:
+        if target not in gradients:
             device = target.device if store._device is None else store._device
-            gradient = torch.zeros(target.shape, dtype=store._dtype_for(target), device=device)
-        if layout == _DENSE:
-            gradient = store._gradients[target] = as_dense(gradient)
-            dense.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-            continue
-        if not gradient.is_sparse or 1 + gradient.sparse_dim() != layout:
-            gradient = as_dense(gradient).to_sparse(layout - 1)
-        gradient = gradient.coalesce() * factor
-        dist.all_reduce(gradient, group=group)
-        store._put(target, coalesced(gradient))
-    for gradients in dense.values():
-        for bucket in _buckets(gradients, bucket_bytes):
-            _reduce_bucket(bucket, factor, group)
-
-
-def _buckets(gradients: Iterable[Tensor], least_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield the gradients that are reduced in one message; a large one is alone, to save a copy."""
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        if gradient.nbytes >= least_bytes:
-            yield [gradient]
-            continue
-        bucket.append(gradient)
-        if sum(each.nbytes for each in bucket) >= least_bytes:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
-
-
-def _reduce_bucket(gradients: list[Tensor], factor: float, group: Any) -> None:
-    """Reduce dense gradients of one type on one device, in place and in one message."""
-    is_copied = len(gradients) > 1 or not gradients[0].is_contiguous()
-    flat = torch.cat([each.reshape(-1) for each in gradients]) if is_copied else gradients[0]
-    if factor != 1:
+            zeros = torch.zeros(target.shape, dtype=store._dtype_for(target), device=device)
+            gradients[target] = zeros
+        gradients[target] = as_dense(gradients[target])
+    # Each is of one type; a large gradient is alone, to save a copy.
+    for bucket in _take_tensors([gradients[each] for each in targets], _BUCKET_BYTES):
+        is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
+        flat = torch.cat([each.reshape(-1) for each in bucket]) if is_copied else bucket[0]
         flat.mul_(factor)  # before the sum, which may be too large for 16 bits
-    dist.all_reduce(flat, group=group)
-    if is_copied:
-        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view(gradient.shape))
+        dist.all_reduce(flat, group=group)
+        if is_copied:
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view(gradient.shape))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import nn
 
 from recoup._arguments import check_choice, check_whole
 from recoup._core.rng import draw_seed
@@ -38,7 +36,7 @@ def apply_to(
     """Apply a reparametrization from `make` to each parameter of `module` that `where` chooses.
 
     Everything is checked before anything is changed. With ``tied="same"``, uses of one parameter
-    get one reparametrization.
+    get one reparametrization, of which a step has one draw.
     """
     check_choice("own", "same", tied=tied)
     found = suited(module, where)
@@ -48,11 +46,15 @@ def apply_to(
         check_can_be_derived_from(type(part))
     register_operators()
     steps: list[Reparametrization] = []
+    shared: dict[int, Reparametrization] = {}
     for each in found:
         step = make()
+        if tied == "same":
+            step = shared.setdefault(id(each.parameter), step)
+            step.is_tied = True  # a graph would take the seeds of one use only
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
-        steps.append(_shared(step, each) if tied == "same" else step)
+        steps.append(step)
     for step, each in zip(steps, found, strict=True):
         weights = attach(each.owner).weights
         known = weights.get(each.key)
@@ -69,28 +71,6 @@ def apply_to(
         attach(part)
         fit_class(part)
     return module
-
-
-# What the uses of a parameter share, by its kind. A step has one draw for each reparametrization,
-# so the uses have one draw if they have one reparametrization: the same object.
-_ties: MutableMapping[Tensor, MutableMapping[str, Reparametrization]] = WeakTensorKeyDictionary()
-
-
-def _shared(step: Reparametrization, each: Named) -> Reparametrization:
-    """Return what another use of a parameter has, or else `step`.
-
-    Raises:
-        ValueError: when the other use has other arguments.
-    """
-    shared = _ties.setdefault(each.parameter, WeakValueDictionary())
-    other = shared.setdefault(step.kind, step)
-    if repr(other) != repr(step):
-        raise ValueError(
-            f'`tied` is "same", but another use of `{each.name}` has {other!r}, and this one would '
-            f"have {step!r}. Give both the same arguments."
-        )
-    other.is_tied = True  # a graph would take the seeds of one use only
-    return other
 
 
 class Applied(NamedTuple):

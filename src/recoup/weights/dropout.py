@@ -8,9 +8,8 @@ Rule 1. While this is in force, each use of a weight notes its draws, where they
 Rule 2. An entry is left alone if all draws of all uses dropped it, and its gradient is zero. Who
         used it in another way (without noise, on another rank) gave it a gradient, which must not
         be lost. That of a dropped entry is zero, exactly.
-Rule 3. Masks are drawn again before the optimizer's step, since the step may change gradients, or
-        after it, if it has a closure, which makes the last ones. Weights are copied before it: a
-        closure may find them moved. Afterwards entries are written back, and draws forgotten.
+Rule 3. Weights are copied before the optimizer's step. After it, since it may have a closure that
+        makes draws, masks are drawn again, entries are written back, and draws forgotten.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
-    is_table,
 )
 
 
@@ -64,8 +62,8 @@ def weight_dropout(
         axes: the axes along which the mask is shared; ``axes=(1,)`` drops whole rows, which for an
             `nn.Embedding` is done on the rows that were looked up.
         mode: "training", or "always" to draw in evaluation too.
-        tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
-            one, also with names to which another call with "same" applies.
+        tied: "own" gives each name of a tied parameter a draw of its own; with "same" those that
+            `pattern` chooses share one.
 
     Returns:
         `module` itself.
@@ -119,12 +117,12 @@ class WeightDropout(Reparametrization):
                     f"axes must be from {-weight.dim()} to {weight.dim() - 1}."
                 )
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
-        self.draws_by_row = is_table(module, key)
-        self.draws_rows_whole = 1 in self.axes
+        is_table = isinstance(module, nn.Embedding) and key == "weight" and weight.dim() == 2
+        self.draws_by_row = is_table and self.axes == (1,)
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         mask: draws.Mask | None = None
-        if weight.is_contiguous() and not (self.draws_by_row or is_transformed()):
+        if weight.is_contiguous() and not is_transformed():
             mask = draws.mask_beside(weight, drawn.seed, drawn.magnitude, self.axes)
         if mask is None:
             return super().apply(weight, operands, drawn)
@@ -139,10 +137,11 @@ class WeightDropout(Reparametrization):
         if weight.layout is torch.sparse_coo:  # a gradient, which an embedding may have
             ones = torch.ones(weight.shape, dtype=weight.dtype, device=weight.device)
             return weight * self.compute(ones, (), drawn, is_new=True)
-        _, seed, p, rows = drawn
-        if self.draws_by_row:
-            return draws.dropped_rows(weight, seed, p, rows, axes=self.axes, in_place=is_new)
-        return draws.dropped(weight, seed, p, self.axes, in_place=is_new)
+        return draws.dropped(weight, drawn.seed, drawn.magnitude, self.axes, in_place=is_new)
+
+    def scaled_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
+        like: Any = {"dtype": rows.dtype, "device": rows.device}
+        return rows * draws.scales((num_rows, 1), drawn.seed, drawn.magnitude, **like)[ids]
 
 
 # -- entries that a step leaves alone --------------------------------------------------------------
@@ -155,8 +154,7 @@ class FrozenDropped:
 
     def __init__(self, optimizer: Optimizer, weights: list[tuple[Tensor, _Uses]]) -> None:
         self._weights = weights
-        self._copies: list[Tensor | None] = []
-        self._frozen: list[Tensor | None] = []  # of a step without a closure
+        self._copies: list[Tensor] = []
         self._uses = [use for _, uses in weights for use in uses]
         for step, noted in self._uses:
             step.records = [*step.records, noted]
@@ -178,45 +176,33 @@ class FrozenDropped:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _copy(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Copy the weights and, where there is no closure, find the entries."""
-        has_closure = callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
-        self._copies = [
-            weight.detach().clone() if has_closure or any(noted for _, noted in uses) else None
-            for weight, uses in self._weights
-        ]
-        self._frozen = [] if has_closure else self._find()
-
-    def _find(self) -> list[Tensor | None]:
-        return [_frozen(weight, uses) for weight, uses in self._weights]
+    def _copy(self, *given: object) -> None:
+        self._copies = [weight.detach().clone() for weight, _ in self._weights]
 
     @torch.no_grad()
     def _write_back(self, *given: object) -> None:
-        """Write the entries back."""
-        frozen = self._frozen or self._find()
-        for (weight, _), copy, mask in zip(self._weights, self._copies, frozen, strict=True):
-            if copy is not None and mask is not None:
-                weight.copy_(torch.where(mask, copy, weight))
-        self._copies, self._frozen = [], []
+        """Write the entries that are left alone back, and forget the draws."""
+        for (weight, uses), copy in zip(self._weights, self._copies, strict=True):
+            if any(noted for _, noted in uses):
+                weight.copy_(torch.where(_frozen(weight, uses), copy, weight))
+        self._copies = []
         for _, noted in self._uses:
             noted.clear()
 
 
 @torch.no_grad()
-def _frozen(weight: Tensor, uses: _Uses) -> Tensor | None:
+def _frozen(weight: Tensor, uses: _Uses) -> Tensor:
     """Return the entries of a weight that are left alone."""
-    drawn = [(step, each) for step, noted in uses for each in noted]
-    if not drawn:
-        return None
     found, gradient = torch.ones_like(weight, dtype=torch.bool), weight.grad
     if gradient is not None and gradient.layout is torch.sparse_coo:
         gradient = gradient.coalesce()
         found[tuple(gradient.indices())] = gradient.values() == 0
     elif gradient is not None:
         found = gradient == 0
-    for step, each in drawn:
-        ones = torch.ones_like(weight, memory_format=torch.contiguous_format)
-        found &= step.compute(ones, (), each, is_new=True) == 0
+    for step, noted in uses:
+        for each in noted:
+            ones = torch.ones_like(weight, memory_format=torch.contiguous_format)
+            found &= step.compute(ones, (), each, is_new=True) == 0
     return found
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, cast
 
 import torch
@@ -42,13 +41,12 @@ from recoup._core.lazy_values import Source, as_value, keep
 from recoup._core.saved_tensors import Packed, is_transformed, pair_in_force, storage_id
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup._core.tensors import Cast
-from recoup.errors import RecoupError, ReplayError
+from recoup.errors import ReplayError
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
-from recoup.weights.reparametrization import Application, DrawnWeight
+from recoup.weights.reparametrization import Application
 from recoup.weights.steps import Step, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
-_RUN_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
 _KEY = "_recoup_attached"
 _BENEATH = "_recoup_beneath"
 
@@ -126,7 +124,7 @@ def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> di
     if names:
         members |= {
             "register_parameter": _registering(base.register_parameter),
-            "_load_from_state_dict": _raw(_load),
+            "_load_from_state_dict": _raw(base._load_from_state_dict),
             "state_dict": _raw(base.state_dict),
             "__delattr__": _delete,
         }
@@ -176,17 +174,7 @@ def _step_of(forward: Any, run: Any) -> Any:
     @not_compiled_itself
     def in_step(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
         with Step(self, attached.roots):  # unnamed: an exception holds this frame
-            output = run(self, *args, **kwargs)
-        if (
-            type(output) in _RUN_LATER
-            and not any(isinstance(each, Step) for each in local.frames)
-            and any(each.may_draw(part.training) for each, part in attached.uses_in(self))
-        ):
-            raise RecoupError(
-                f"The forward of {type(self).__name__} returns a {type(output).__name__}, whose "
-                "code runs when its step is over. Use it in `with recoup.weights.step(module):`."
-            )
-        return output
+            return run(self, *args, **kwargs)
 
     @functools.wraps(forward)
     def forward_of_step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -201,20 +189,20 @@ def _step_of(forward: Any, run: Any) -> Any:
 
 
 def _forward_by_rows(self: nn.Embedding, input: Any) -> Tensor:
-    """Run the forward of an embedding; draw for the rows that are looked up where that suffices."""
+    """Run the forward of an embedding; if whole rows are dropped, on those that are looked up."""
     raw: Any = self.__dict__.get("_parameters", {}).get("weight")
     weight = weights_of(self).get("weight")
-    if weight is None or raw is None or torch.compiler.is_compiling() or is_transformed():
-        return nn.Embedding.forward(self, input)
-    # The same rows are shortened, in the table, however many are looked up.
-    is_cheap = self.max_norm is not None or all(step.draws_rows_whole for step in weight.steps)
-    is_few = isinstance(input, Tensor) and input.numel() < raw.shape[0]
-    is_by_row = is_plain(raw) and all(step.draws_by_row for step in weight.steps)
-    if not (is_by_row and (is_cheap or is_few)):
+    if (
+        weight is None
+        or raw is None
+        or torch.compiler.is_compiling()
+        or is_transformed()
+        or not (is_plain(raw) and all(step.draws_by_row for step in weight.steps))
+    ):
         return nn.Embedding.forward(self, input)
     drawn, rows = weight.drawn(self, raw), _raw(nn.Embedding.forward)(self, input)
     for each in drawn:
-        rows = cast("Tensor", DrawnWeight.apply(rows, input, each))
+        rows = each.step.scaled_rows(rows, input, len(raw), each)
     return rows
 
 
@@ -373,13 +361,3 @@ def _would_be_lost(module: nn.Module, name: str, what: str) -> ValueError:
 def _extra_repr(self: nn.Module) -> str:
     steps = [f"{step!r} of {w.key}" for w in weights_of(self).values() for step in w.steps]
     return ", ".join(part for part in (_beneath(self).extra_repr(self), *steps) if part)
-
-
-def _load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    for key, weight in weights_of(self).items():
-        for step in weight.steps if prefix + key in state_dict else ():
-            added = prefix + step.added(key)
-            if added != prefix and added not in state_dict:
-                value = step.complete(self, key, state_dict[prefix + key])
-                state_dict = state_dict if value is None else {**state_dict, added: value}
-    _beneath(self)._load_from_state_dict(self, state_dict, prefix, *rest)

@@ -8,7 +8,6 @@ weight, whatever type a deviation has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import Any, cast
@@ -28,7 +27,6 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
-    is_table,
 )
 
 
@@ -39,7 +37,6 @@ def weight_noise(
     *,
     mode: str = "training",
     learned: str | None = None,
-    relative: bool = False,
     tied: str = "own",
 ) -> nn.Module:
     """Add Gaussian noise to weights in each forward, and keep nothing for it but a seed.
@@ -49,8 +46,7 @@ def weight_noise(
     evaluation uses the raw weight.
 
     A deviation that is trained is a parameter `weight_std` beside `weight`: add it to existing
-    optimizers, and wrap in DistributedDataParallel afterwards. A `state_dict` has it too; one
-    without it can be loaded, and leaves it as it is.
+    optimizers, and wrap in DistributedDataParallel afterwards. A `state_dict` has it too.
 
     Args:
         module: the module, or a tree of modules. A forward of it is a step, which has one draw.
@@ -65,12 +61,9 @@ def weight_noise(
             then trained.
         mode: "training", or "always" to draw in evaluation too.
         learned: trains the deviation, from the number `std` on: one for each "tensor", each "row"
-            (index of the first axis), each entry of a "weight", or one for all of the "model", the
-            weights that this call chooses.
-        relative: whether `std` is in units of the root mean square of the weight that the noise is
-            added to (after norm and dropout), which counts as a constant for gradients.
-        tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
-            one, also with names to which another call with "same" applies.
+            (index of the first axis), or each entry of a "weight".
+        tied: "own" gives each name of a tied parameter a draw of its own; with "same" those that
+            `pattern` chooses share one.
 
     Returns:
         `module` itself.
@@ -95,11 +88,11 @@ def weight_noise(
     Source: Graves, "Practical variational inference for neural networks" (2011);
     https://github.com/rwth-i6/returnn/issues/1518.
     """
-    make = partial(WeightNoise, Application(), std, mode, learned, {}, relative=relative)
+    make = partial(WeightNoise, Application(), std, mode, learned)
     return apply_to(module, pattern, make, tied=tied)
 
 
-_LEARNED = ("tensor", "row", "weight", "model")
+_LEARNED = ("tensor", "row", "weight")
 
 
 class WeightNoise(Reparametrization):
@@ -110,9 +103,6 @@ class WeightNoise(Reparametrization):
         std: as for `weight_noise`.
         mode: as for `weight_noise`.
         learned: as for `weight_noise`.
-        made: the deviations that the call has made, of which each is one parameter's: so a
-            parameter with several names has one, and its noise one divergence.
-        relative: as for `weight_noise`.
     """
 
     kind = "weight_noise"
@@ -126,23 +116,16 @@ class WeightNoise(Reparametrization):
         std: Magnitude | nn.Parameter,
         mode: str,
         learned: str | None,
-        made: dict[int, nn.Parameter],
-        *,
-        relative: bool,
     ) -> None:
         super().__init__(application, mode)
-        given: Any = relative
-        if type(given) is not bool:
-            raise ValueError(f"`relative` is {relative!r}, but must be True or False.")
         if learned is not None and (learned not in _LEARNED or not isinstance(std, Real)):
             raise ValueError(
                 f"`learned` is {learned!r} and `std` is {std!r}, but `learned` must be one of "
                 f"{_LEARNED} (what has a deviation of its own that is trained from the number "
                 "`std` on), or None for one that is not trained, or is a Parameter itself."
             )
-        self.relative = self.by_operators = relative
         self._std = std if isinstance(std, nn.Parameter) else self.checked(std)
-        self._learned, self._made, self._key = learned, made, ""
+        self._learned, self._key = learned, ""
         if learned is not None or isinstance(std, nn.Parameter):
             self.suffix = "_std"
             self.by_autograd = self.by_operators = self.adds_parameters = True
@@ -150,8 +133,7 @@ class WeightNoise(Reparametrization):
             self.rate = self._std
 
     def shown(self) -> str:
-        std = f"std={self._key}_std" if self.suffix else super().shown()
-        return std + (", relative=True" if self.relative else "")
+        return f"std={self._key}_std" if self.suffix else super().shown()
 
     def checked(self, value: Any) -> Magnitude:
         if self.suffix and not isinstance(value, Real):
@@ -169,48 +151,32 @@ class WeightNoise(Reparametrization):
             self.rate = rate
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
-        """Raise if the weight cannot have the deviation that is a parameter."""
+        """Make the deviation that is learned, or raise if the weight cannot have the one given."""
         self._key = key
-        self.draws_by_row = is_table(module, key) and not self.suffix and not self.relative
-        std, weight = self._std, cast("Tensor", module._parameters[key])
-        if isinstance(std, nn.Parameter):
-            shape = () if is_lazy(std) else tuple(std.shape)
-            sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
-            is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
-            if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
-                raise ValueError(
-                    f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have "
-                    "floating-point numbers and a shape that can be broadcast to that of "
-                    f"`{name}`, {tuple(weight.shape)}. Or let `pattern` leave this weight out."
-                )
-
-    def first_value(self, weight: Tensor) -> nn.Parameter:
+        weight = cast("Tensor", module._parameters[key])
         if isinstance(self._std, nn.Parameter):
-            return self._std
-        key = 0 if self._learned == "model" else id(weight)
-        if key not in self._made:
+            _check_fits(self._std, weight, name)
+        elif self._learned is not None:
             shape = tuple(weight.shape) if self._learned == "weight" else ()
             if self._learned == "row" and weight.dim():
                 shape = (weight.shape[0], *(1 for _ in weight.shape[1:]))
             std = float(cast("float", self._std))
             made = torch.full(shape, std, dtype=weight.dtype, device=weight.device)
-            self._made[key] = nn.Parameter(made)
-        return self._made[key]
+            self._std = nn.Parameter(made)
+
+    def first_value(self, weight: Tensor) -> nn.Parameter:
+        return cast("nn.Parameter", self._std)
 
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
-        _, seed, std, rows = drawn
-        if self.by_operators:
-            with untransformed():  # or a transform of torch.func would take it for random
-                zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-                noise = draws.noised(zeros, seed, 1.0, in_place=True)
-            noise = noise * root_mean_square(weight) if self.relative else noise
-            return weight + (noise * (own[0] if own else std)).to(weight.dtype)
-        if self.draws_by_row:
-            return draws.noised_rows(weight, seed, std, rows, in_place=is_new)
-        return draws.noised(weight, seed, std, in_place=is_new)
+        if not self.suffix:
+            return draws.noised(weight, drawn.seed, drawn.magnitude, in_place=is_new)
+        with untransformed():  # or a transform of torch.func would take it for random
+            zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+            noise = draws.noised(zeros, drawn.seed, 1.0, in_place=True)
+        return weight + (noise * own[0]).to(weight.dtype)
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        is_simple = not (self.by_operators or self.draws_by_row or is_transformed())
+        is_simple = not (self.by_operators or is_transformed())
         if is_simple and weight.is_contiguous():  # or the sum would not be
             noise = draws.noise_beside(weight, drawn.seed, drawn.magnitude)
             if noise is not None:
@@ -218,14 +184,17 @@ class WeightNoise(Reparametrization):
         return super().apply(weight, operands, drawn)
 
 
-def root_mean_square(weight: Tensor) -> Tensor:
-    """Return the root mean square of a weight, a constant for gradients."""
-    kind = torch.promote_types(weight.dtype, torch.float32)
-    within_rows = tuple(range(1, weight.dim()))
-    # Of 25 million numbers at once, torch's norm is off by a part in a thousand.
-    norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
-    length = norm(norm(weight.detach(), dim=within_rows, dtype=kind))
-    return length / math.sqrt(max(1, weight.numel()))
+def _check_fits(std: nn.Parameter, weight: Tensor, name: str) -> None:
+    """Raise if a deviation cannot be broadcast to the weight that is called `name`."""
+    shape = () if is_lazy(std) else tuple(std.shape)
+    sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
+    is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
+    if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
+        raise ValueError(
+            f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have floating-point "
+            f"numbers and a shape that can be broadcast to that of `{name}`, "
+            f"{tuple(weight.shape)}. Or let `pattern` leave this weight out."
+        )
 
 
 # -- the divergence from a prior -------------------------------------------------------------------
@@ -287,7 +256,7 @@ def kl_divergence(
             "`prior_mean` is given, but `prior_std` is None, for a prior whose mean and deviation "
             "are both fitted. Give both, or neither."
         )
-    found: dict[tuple[Any, ...], tuple[WeightNoise, Tensor, Tensor | float]] = {}
+    found: dict[tuple[Any, ...], tuple[Tensor, Tensor | float]] = {}
     for each, weight in reparametrized(module, where, "where"):
         noise = next((step for step in weight.steps if isinstance(step, WeightNoise)), None)
         if noise is None:
@@ -296,10 +265,10 @@ def kl_divergence(
         learned = noise.operands(each.owner, each.key)
         parameters = (each.parameter, *(value for given in operands for value in given))
         number = noise.magnitude(noise.application.step)
-        key = (*map(id, parameters), number, noise.relative)
+        key = (*map(id, parameters), number)
         if key not in found:
             std = learned[0] if learned else number
-            found[key] = (noise, weight.without_draws(each.owner), std)
+            found[key] = (weight.without_draws(each.owner), std)
     if not found:
         raise ValueError(
             f"No parameter of {type(module).__name__} that `where` {where!r} chooses has weight "
@@ -322,7 +291,6 @@ def _check_prior(name: str, value: Any, above: float, needed: str) -> None:
 
 
 def _divergence_of(
-    noise: WeightNoise,
     mean: Tensor,
     std: Tensor | float,
     prior_std: float | Tensor | None,
@@ -334,7 +302,7 @@ def _divergence_of(
     )
     if num == 0:
         return like(0.0)
-    std = like(std * root_mean_square(mean) if noise.relative else std)
+    std = like(std)
     # One number stands for as many entries as it is broadcast to.
     log_std, variance = std.abs().log().mean(), std.square().mean()
     center = mean.mean(dtype=std.dtype) if prior_std is None else like(prior_mean)

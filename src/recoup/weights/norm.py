@@ -22,7 +22,7 @@ def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None 
     optimizers, and wrap in DistributedDataParallel afterwards. Kept: nothing but these two.
     Backward pays two more products a weight.
 
-    A `state_dict` has `weight_g` too; one without it can be loaded, and sets it to the norms.
+    A `state_dict` has `weight_g` too: load one without it before this is applied.
 
     Args:
         module: the module, or a tree of modules.
@@ -103,9 +103,6 @@ class WeightNorm(Reparametrization):
             with torch.no_grad():
                 weight.copy_(self.compute(weight, self.operands(module, key), Drawn(self, 0, 1.0)))
         super().removed_from(module, key)
-
-    def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor:
-        return self.first_value(weight).detach()
 
     def operands(self, module: nn.Module, key: str) -> Operands:
         norms: Tensor | None = getattr(module, f"{key}_g", None)

@@ -43,15 +43,11 @@ class Application:
 
 
 class Drawn(NamedTuple):
-    """A reparametrization with the seed and the magnitude that one step uses.
-
-    Where it is computed for some rows of a weight alone, `rows` are their numbers.
-    """
+    """A reparametrization with the seed and the magnitude that one step uses."""
 
     step: Reparametrization
     seed: int
     magnitude: float
-    rows: Tensor | None = None
 
 
 class Reparametrization:
@@ -75,8 +71,7 @@ class Reparametrization:
     function: Callable[..., Tensor] | None = None  # of the user's
     is_tied = False  # whether another name of the weight may share it
     records: Collection[set[Drawn]] = ()  # that note which draws there were
-    draws_by_row = False  # whether rows of an embedding may be drawn alone (see `draws`)
-    draws_rows_whole = False  # with one number for each row
+    draws_by_row = False  # whether it scales whole rows of an embedding's table
     rate: Magnitude = 1.0  # a float, or what has one for a step
 
     def __init__(self, application: Application, mode: str) -> None:
@@ -171,11 +166,6 @@ class Reparametrization:
         """Leave the module with a plain weight."""
         module._parameters.pop(self.added(key), None)
 
-    def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
-        """Return the entry beside `weight` for a `state_dict` from before this was applied."""
-        own = self.operands(module, key)
-        return own[0].detach() if own else None
-
     def operands(self, module: nn.Module, key: str) -> Operands:
         """Return the parameters that it takes in addition to the weight."""
         return (getattr(module, key + self.suffix),) if self.suffix else ()
@@ -186,12 +176,16 @@ class Reparametrization:
         """Return the reparametrized weight; where `weight` is new, it may be overwritten."""
         raise NotImplementedError
 
+    def scaled_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
+        """Return rows of a table that were looked up, as they are in the reparametrized one."""
+        raise NotImplementedError
+
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         """Return the reparametrized weight with its graph, which keeps nothing but the seed."""
         if self.by_operators:
             return self.compute(weight, operands, drawn)
         if not is_transformed():
-            return cast("Tensor", DrawnWeight.apply(weight, None, drawn))
+            return cast("Tensor", DrawnWeight.apply(weight, drawn))
         with untransformed():  # See Rule 4
             made = torch.zeros if self.is_additive else torch.ones
             draw = made(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -200,34 +194,18 @@ class Reparametrization:
 
 
 class DrawnWeight(torch.autograd.Function):
-    """A weight, or its rows `ids`, under a draw, which is its own derivative (See Rule 2).
-
-    Kept: the seed and, where a draw scales rows, `ids`, which the lookup has saved.
-    """
+    """A weight under a draw, which is its own derivative (See Rule 2)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor | None, drawn: Drawn) -> Tensor:
-        ctx.drawn, ctx.by_row = drawn, ids is not None
-        if ids is None:
-            return drawn.step.compute(weight, (), drawn)
-        if not drawn.step.is_additive:
-            ctx.save_for_backward(ids)
-        rows = weight.reshape(ids.numel(), weight.shape[-1])
-        return drawn.step.compute(rows, (), drawn._replace(rows=ids.reshape(-1))).view(weight.shape)
+    def forward(ctx: Any, weight: Tensor, drawn: Drawn) -> Tensor:
+        ctx.drawn = drawn
+        return drawn.step.compute(weight, (), drawn)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         drawn: Drawn = ctx.drawn
         if drawn.step.is_additive:
-            return gradients[0], None, None
-        if not ctx.by_row and not torch.is_grad_enabled():
-            return drawn.step.compute(gradients[0], (), drawn), None, None
-        ids = ctx.saved_tensors[0] if ctx.by_row else None
-        return cast("Tensor", DrawnWeight.apply(gradients[0], ids, drawn)), None, None
-
-
-def is_table(module: nn.Module, key: str) -> bool:
-    """Whether a parameter is the table in which an embedding looks up rows."""
-    weight = module._parameters[key]
-    is_matrix = weight is not None and weight.dim() == 2
-    return isinstance(module, nn.Embedding) and key == "weight" and is_matrix
+            return gradients[0], None
+        if not torch.is_grad_enabled():
+            return drawn.step.compute(gradients[0], (), drawn), None
+        return cast("Tensor", DrawnWeight.apply(gradients[0], drawn)), None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,13 +11,7 @@ import recoup
 from recoup import GradStore
 from tests.oracle import assert_same_tensor
 
-
-class Elsewhere(str):
-    """The mode "auto" of a store that sums on another device (see `conftest.py`)."""
-
-
-ELSEWHERE = pytest.param(Elsewhere("auto"), id="elsewhere")
-MODES = ("auto", "grad", "harvest", ELSEWHERE)
+MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
 
 

@@ -21,7 +21,6 @@ from tests.unit.gradients.cases import (
     MADE_AGAIN,
     MODES,
     WAYS,
-    Elsewhere,
     Undisturbed,
     assert_holds,
     collect,
@@ -49,7 +48,7 @@ def collected(module, inputs, way, **settings):
 
 
 @pytest.mark.sampled(53)
-@pytest.mark.parametrize("way", [*WAYS, Elsewhere("collecting")])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS | MADE_AGAIN)
 def test_collecting_equals_plain_backward(layer, way):
     module, inputs = made(layer)

@@ -133,7 +133,6 @@ w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
 w.store[X] -> no gradient of -> \(1, 3\)
 w.store["x"] -> no gradient of -> a str
 w.store.__delitem__(X) -> no gradient of -> \(1, 3\)
-GradStore().popitem() ->  -> empty
 w.store.__setitem__(w.weight, dense(3)) -> gradient of -> shape \(3,\)
 w.store.__setitem__(w.weight, [1.0]) -> `grad` -> a list
 w.store.add_(w.weight, X) -> gradient of -> shape \(1, 3\).*the same shape
@@ -144,10 +143,6 @@ w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
 w.store.split(w.params[:1]) -> `groups` -> 0 of the 1
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
 w.store.split(w.weight) -> `groups` -> \[tensor\]
-w.store.insert -> no `insert` -> store\[param\] = gradient
-w.store.remove -> no `remove` -> store\.pop\(param\)
-w.store.extend -> no `extend` -> a\.extend_\(b\)
-w.store.anything -> no `anything` -> \.$
 pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 torch.save(w.store, io.BytesIO()) -> state_dict -> load_state_dict
 # algebra
@@ -211,8 +206,7 @@ w.load(w.state({"weight": math.nan})) -> 'weight' -> nan
 w.load(w.state({"weight": -1.0})) -> 'weight' -> -1.0
 w.load(w.state({"scale": "x"})) -> 'scale' -> 'x'
 w.load(w.state({"scale": 0.0})) -> 'scale' -> 0.0
-GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> `b.weight` -> another name
-w.store.all_reduce_(op="max") -> `op` -> 'max'
+GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> 'b.weight' -> another name
 GradStore().all_reduce_() -> `params` -> order
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments

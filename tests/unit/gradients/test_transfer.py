@@ -115,8 +115,8 @@ def test_laws_of_a_mapping():
     assert float(store[a].sum()) == 6
     assert store.pop(a).shape == (3,)
     assert store.pop(a, None) is None
-    assert store.popitem()[0] is b
-    del store[c]
+    assert store.popitem()[0] is c
+    del store[b]
     store.discard(c)
     assert len(store) == 0
 
@@ -206,8 +206,6 @@ def test_files(dtype):
     want = store.clone().named(model)
     store.load_state_dict(store.state_dict(model), model)  # its own
     assert_equal(store.named(model), want)
-    # Names that are unknown may be left out, and either of two will do.
-    gradients = {**state["gradients"], "other": torch.ones(2)}
-    gradients["decoder.weight"] = gradients.pop("encoder.weight")
+    gradients = {**state["gradients"], "other": torch.ones(2)}  # what is unknown may be left out
     loaded.load_state_dict({**state, "gradients": gradients}, again, strict=False)
     assert_equal(loaded.named(again), store.named(model))

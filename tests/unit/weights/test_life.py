@@ -184,35 +184,6 @@ def test_what_is_shown():
     assert repr(applied(rows)) == shown
 
 
-# -- state_dict ------------------- ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dim", "assign"), [(0, True), (1, False), (None, True)])
-def test_a_checkpoint_without_norms_sets_them_and_one_without_deviations_leaves_them(dim, assign):
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(3, 4, 1))
-    model = Way({"dim": dim}, noise={"std": 0.25, "learned": "row"})(copy.deepcopy(plain))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(3.0)
-    state = plain.state_dict()
-    keys = list(state)
-    model.load_state_dict(state, strict=True, assign=assign)
-    assert list(state) == keys
-    for place in range(2):
-        norms = torch.norm_except_dim(plain[place].weight, 2, -1 if dim is None else dim)
-        assert torch.equal(model[place].weight_g, norms)
-        assert (model[place].weight_std == 0.75).all()
-    x = torch.randn(2, 3, 4)
-    with disabled(model):
-        torch.testing.assert_close(model(x), plain(x))
-    loss_of_all(model(x)).backward()
-    assert all(p.grad is not None for p in model.parameters())
-    with pytest.raises(RuntimeError, match=r"weight_g.*weight_std"):
-        plain.load_state_dict(model.state_dict())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model[0].load_state_dict({"bias": torch.zeros(4)}, strict=True)
-
-
 # -- assigning, freezing, removing -----------------------------------------------------------------
 
 

@@ -442,20 +442,6 @@ def test_a_step_may_have_two_backwards(way):
     torch.testing.assert_close(layer.get_parameter("weight").grad, found)
 
 
-def test_a_forward_that_goes_on_after_its_step_needs_one_around_it():
-    class Streaming(Model):
-        def forward(self, num):
-            for _ in range(num):
-                yield self.encode()
-
-    model = recoup.weight_dropout(Streaming())
-    with pytest.raises(RecoupError, match="returns a generator"):
-        model(2)
-    with step(model):
-        assert torch.equal(*model(2))
-    assert torch.equal(*model.eval()(2))
-
-
 @pytest.mark.filterwarnings("ignore:.*(deprecated|not writable)")  # torch's own
 def test_what_is_traced_is_no_sample():
     class Projecting(Model):
