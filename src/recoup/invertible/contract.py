@@ -108,7 +108,6 @@ class Adapted(InvertibleModule):
         super().__init__()
         self.transform = transform
         self.why_not = why_not
-        self._started: set[bool] = set()  # the modes in which it has started (See Rule 3)
         self._networks = () if why_not else tuple(dict.fromkeys(networks))
 
     @property
@@ -120,15 +119,6 @@ class Adapted(InvertibleModule):
     def is_light(self) -> bool:
         """Whether backward inverts the layer, and it has no networks."""
         return not self.why_not and not self._networks
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the layer has seen a batch in the mode that it is in (See Rule 3)."""
-        return getattr(self.transform, "training", True) in self._started
-
-    def has_seen_a_batch(self) -> None:
-        """Note that the layer has seen a batch."""
-        self._started.add(getattr(self.transform, "training", True))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
@@ -169,11 +159,6 @@ class Backwards(Adapted):
         why_not = "" if layer.inverts_in_backward else "backward does not invert it"
         super().__init__(layer, networks, getattr(layer, "why_not", why_not))
         self.takes_context = layer.takes_context
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the layer has seen a batch in the mode that it is in."""
-        return getattr(self.transform, "has_started", True)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         layer = self.transform if back else self.transform.inverse
