@@ -8,7 +8,7 @@ from functools import partial
 
 from torch.distributions import Distribution
 
-from recoup._arguments import check_flag
+from recoup._arguments import check_flag, check_whole
 from recoup.flows.building import check_counts, steps_of
 from recoup.flows.flow import Flow
 from recoup.flows.latents import Logistic
@@ -21,7 +21,6 @@ from recoup.invertible import (
     Normalize,
     Permute,
 )
-from recoup.invertible.preprocess import check_levels
 from recoup.schedules.memory import Memory
 
 # Of the grid of exact couplings: 256 points or more between two levels, exact sums to 1024.
@@ -90,7 +89,8 @@ class NICE(Flow):
         size = flatten.shape.numel()
         if size < 2:
             raise ValueError(f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values.")
-        levels = None if levels is None else check_levels(levels)
+        if levels is not None:
+            check_whole(2, levels=levels)
         if exact and levels is not None and levels > _MOST_LEVELS:
             raise ValueError(
                 f"`levels` is {levels}, but with `exact` at most {_MOST_LEVELS} can be told "

@@ -281,15 +281,11 @@ def _channel_mean(x: Tensor) -> Tensor | None:
 
 def _rotation(num_channels: int, like: Tensor) -> Tensor:
     """Draw a rotation matrix, uniform over rotations, in float32 on the CPU, then moved."""
-    factors: tuple[Tensor, Tensor] = _linalg.qr(
-        torch.randn(num_channels, num_channels, dtype=torch.float32, device="cpu")
-    )
-    # Without the signs of the diagonal, QR's own convention would leak into the distribution.
-    rotation = factors[0] * factors[1].diagonal().sign()
+    size = (num_channels, num_channels)
+    rotation = nn.init.orthogonal_(torch.empty(size, dtype=torch.float32, device="cpu"))
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
-    # QR transposes it, and some optimizers flatten with a view.
-    return rotation.contiguous().to(like)
+    return rotation.to(like)
 
 
 def wide(matrix: Tensor) -> Tensor:
