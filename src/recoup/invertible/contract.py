@@ -50,7 +50,7 @@ class InvertibleModule(nn.Module):
 
     returns_log_det: ClassVar[bool] = True
     # Whether `inverse` is defined, cheap and exact enough for backward; else backward recomputes.
-    inverts_in_backward: ClassVar[bool] = True
+    inverts_in_backward: bool = True
     # Number of latents that `forward` splits off; it returns them in a tuple, the rest last.
     num_early: int = 0
     # Whether both directions take a second argument, the context (a tensor or None).
@@ -97,28 +97,23 @@ class Adapted(InvertibleModule):
     Args:
         transform: the layer; a child of the adapter, if it is a module.
         networks: the networks that both directions evaluate on the same inputs (See Rule 2).
-        why_not: why backward does not invert the layer; empty if it does (See Rule 1).
+        inverts: whether backward inverts the layer (See Rule 1).
     """
 
     takes_context = True
 
     def __init__(
-        self, transform: Any, networks: Iterable[nn.Module] = (), why_not: str = ""
+        self, transform: Any, networks: Iterable[nn.Module] = (), *, inverts: bool
     ) -> None:
         super().__init__()
         self.transform = transform
-        self.why_not = why_not
-        self._networks = () if why_not else tuple(dict.fromkeys(networks))
-
-    @property
-    def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether backward inverts the layer; if not, `repr` says why."""
-        return not self.why_not
+        self.inverts_in_backward = inverts
+        self._networks = tuple(dict.fromkeys(networks)) if inverts else ()
 
     @property
     def is_light(self) -> bool:
         """Whether backward inverts the layer, and it has no networks."""
-        return not self.why_not and not self._networks
+        return self.inverts_in_backward and not self._networks
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
@@ -144,7 +139,7 @@ class Adapted(InvertibleModule):
 
     def extra_repr(self) -> str:
         """Show what backward does with the layer."""
-        return f"recomputed: {self.why_not}" if self.why_not else "inverted"
+        return "inverted" if self.inverts_in_backward else "recomputed"
 
 
 class Backwards(Adapted):
@@ -156,8 +151,7 @@ class Backwards(Adapted):
 
     def __init__(self, layer: InvertibleModule) -> None:
         networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
-        why_not = "" if layer.inverts_in_backward else "backward does not invert it"
-        super().__init__(layer, networks, getattr(layer, "why_not", why_not))
+        super().__init__(layer, networks, inverts=layer.inverts_in_backward)
         self.takes_context = layer.takes_context
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
