@@ -276,9 +276,12 @@ class _ChainedTransform(Transform):
         super().__init__()
         self._method, self._context, self._is_inverse = method, context, is_inverse
         with torch.no_grad():
-            plain = self.plain
-        self.domain, self.codomain = plain.domain, plain.codomain
-        self.forward_shape, self.inverse_shape = plain.forward_shape, plain.inverse_shape
+            plain = method.plain(context)
+        # Not those of `plain.inv`: it and `plain` hold each other until garbage is collected.
+        ends = [(plain.domain, plain.forward_shape), (plain.codomain, plain.inverse_shape)]
+        domain, codomain = ends[::-1] if is_inverse else ends
+        self.domain, self.forward_shape = domain
+        self.codomain, self.inverse_shape = codomain
 
     @property
     def plain(self) -> Any:
