@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution
 
 from recoup._arguments import check_type, check_whole
 from recoup._core.devices import with_seed
@@ -110,7 +110,7 @@ class Flow(HasChain):
             dequantize = Dequantize(levels)
         self.dequantize = dequantize
         self.num_classes = num_classes
-        self.base = Base(Normal(0.0, 1.0) if base is None else base)
+        self.base = Base(base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
 
     @property
