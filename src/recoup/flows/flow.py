@@ -12,6 +12,7 @@ from torch.distributions import Distribution
 
 from recoup._arguments import check_type, check_whole
 from recoup._core.devices import with_seed
+from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.tensors import check_tensors
 from recoup.flows.latents import (
     Base,
@@ -23,11 +24,12 @@ from recoup.flows.latents import (
 )
 from recoup.flows.networks import one_hot
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
-from recoup.invertible.chain import HasChain
 from recoup.invertible.contract import sizes_of
+from recoup.schedules import Schedule
+from recoup.schedules.memory import Memory
 
 
-class Flow(HasChain):
+class Flow(nn.Module):
     """A density over data: an invertible chain to latents, and a distribution of the latents.
 
     ``log p(x) = log base(z) + log_det`` with ``z, log_det = chain(x)``, summed over all latents,
@@ -112,6 +114,32 @@ class Flow(HasChain):
         self.num_classes = num_classes
         self.base = Base(base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """The memory mode of the chain; may be set at any time.
+
+        Setting it also sets that of learned dequantization, except for a `Schedule`, which is made
+        for one chain.
+        """
+        return self.chain.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.chain.memory = memory
+        if isinstance(self.dequantize, VariationalDequantize) and not isinstance(memory, Schedule):
+            self.dequantize.chain.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
+        return self.chain.drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self.chain.drift = drift
+        if isinstance(self.dequantize, VariationalDequantize):
+            self.dequantize.chain.drift = self.chain.drift.anew()
 
     @property
     def levels(self) -> int | None:

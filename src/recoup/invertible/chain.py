@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
-from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.drift_guard import Drift
 from recoup._core.executor import ways_of
 from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import detached
@@ -30,7 +30,6 @@ from recoup.invertible.chain_stages import (
 from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import Adapted, InvertibleModule
 from recoup.planning.budget import HasMemoryMode, is_bytes
-from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory, schedule_for
 
 
@@ -259,46 +258,6 @@ class Chain(HasMemoryMode, InvertibleModule):
             for module in self
         ]
         return sum(values[1:], values[0])
-
-
-class HasChain(nn.Module):
-    """A module whose `memory` and `drift` are those of its `chain`; parts with chains follow.
-
-    Attributes:
-        chain: The chain of the module itself.
-    """
-
-    chain: Chain
-
-    @property
-    def memory(self) -> Memory:
-        """The memory mode of the chain; may be set at any time.
-
-        Setting it also sets that of the parts with chains of their own, except for a `Schedule`,
-        which is made for one chain.
-        """
-        return self.chain.memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self.chain.memory = memory
-        if not isinstance(memory, Schedule):
-            for part in self._parts_with_chains():
-                part.memory = memory
-
-    @property
-    def drift(self) -> DriftGuard:
-        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
-        return self.chain.drift
-
-    @drift.setter
-    def drift(self, drift: Drift) -> None:
-        self.chain.drift = drift
-        for part in self._parts_with_chains():
-            part.drift = self.chain.drift.anew()
-
-    def _parts_with_chains(self) -> list[HasChain]:
-        return [part for part in self.children() if isinstance(part, HasChain)]
 
 
 @contextmanager

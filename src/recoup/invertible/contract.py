@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from recoup._arguments import check_real, is_whole, shown
 from recoup._core.shared_evaluation import evaluate, lending
 
+_NOT_SHOWN = ("training", "takes_context", "inverts_in_backward")  # in the repr of a module
+
 
 class InvertibleModule(nn.Module):
     """A module whose input can be computed from its output.
@@ -89,6 +91,16 @@ class InvertibleModule(nn.Module):
             What `then` returns; without it, what `network` returns.
         """
         return evaluate(network, inputs, then)
+
+    def extra_repr(self) -> str:
+        """Show the numbers and words with which the layer was made."""
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in vars(self).items()
+            if isinstance(value, bool | int | float | str | tuple)
+            and not name.startswith("_")
+            and name not in _NOT_SHOWN
+        )
 
 
 class Adapted(InvertibleModule):

@@ -135,11 +135,6 @@ class Coupling(InvertibleModule):
         # Nothing here holds what the network says: it goes before the parts are joined.
         return change(changed, self.evaluate(network, *inputs, then=of_output))
 
-    def extra_repr(self) -> str:
-        """Show which part is the condition."""
-        board = ", split='checkerboard'" if self.split == "checkerboard" else ""
-        return f"condition={self.condition!r}{board}"
-
 
 class AdditiveCoupling(Coupling):
     """Add to one half of the channels what a network computes from the other half.
@@ -258,11 +253,6 @@ class AdditiveCoupling(Coupling):
             )
         return sums
 
-    def extra_repr(self) -> str:
-        """Show which part is the condition, and the grid."""
-        grid = f", exact=True, fraction_bits={self.fraction_bits}" if self.exact else ""
-        return super().extra_repr() + grid
-
 
 class AffineCoupling(Coupling):
     """Scale and shift one half of the channels by what a network computes from the other half.
@@ -327,10 +317,6 @@ class AffineCoupling(Coupling):
     def _change_back(self, y: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         shift, scale, log_det = values
         return (y - shift) / scale, -log_det
-
-    def extra_repr(self) -> str:
-        """Show which half is the condition, and the bound."""
-        return f"{super().extra_repr()}, bound={self.bound:g}"
 
 
 def _takes_context(network: nn.Module | None) -> bool:

@@ -15,7 +15,7 @@ from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
-from recoup.invertible.chain import Chain, HasChain
+from recoup.invertible.chain import Chain
 from recoup.invertible.contract import (
     InvertibleModule,
     at_each_position,
@@ -130,10 +130,6 @@ class Logit(InvertibleModule):
         slopes = 2 * functional.softplus(y) - y
         return per_sample(slopes + math.log(1 - 2 * self.alpha))
 
-    def extra_repr(self) -> str:
-        """Show alpha."""
-        return f"alpha={self.alpha:g}"
-
 
 class Dequantize(InvertibleModule):
     """Add uniform noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
@@ -207,12 +203,8 @@ class Dequantize(InvertibleModule):
     def _log_det(self, y: Tensor) -> Tensor:
         return y.new_full((y.shape[0],), -math.prod(y.shape[1:]) * math.log(self.levels))
 
-    def extra_repr(self) -> str:
-        """Show the number of levels."""
-        return f"levels={self.levels}"
 
-
-class VariationalDequantize(HasChain, Dequantize):
+class VariationalDequantize(Dequantize):
     """Add learned noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
 
     The noise is ``u = sigmoid(chain(eps, image))`` with standard normal eps, where the image is

@@ -62,7 +62,7 @@ class InvertibleResidual(InvertibleModule):
     * "exact": the Jacobian and its determinant; D evaluations of the network for samples of D
       values, D at most 256.
     * "series": the first `num_terms` terms of ``trace(J) - trace(J^2) / 2 + ...``, each trace
-      estimated without bias from `num_probes` random signs. The truncated rest is at most
+      estimated without bias from random signs. The truncated rest is at most
       ``D * L**(num_terms + 1) / ((num_terms + 1) * (1 - L))`` a sample.
     * "unbiased": the same `num_terms`, then one more with probability `continuation`, and so on,
       each divided by the probability that it is computed. The mean is the exact log-determinant
@@ -84,8 +84,6 @@ class InvertibleResidual(InvertibleModule):
         network: Maps ``(N, ...)`` to the same shape.
         log_det: "exact", "series" or "unbiased".
         num_terms: Number of terms of the series, the least for "unbiased".
-        num_probes: Number of probes that estimate a trace; they cost as much as a batch that many
-            times larger.
         continuation: The probability of one more term, above 0 and below 1.
         tolerance: The inverse ends when no entry of ``x + network(x) - y`` is larger than this,
             relative to the largest entry of the sample's `y` if above 1; None for 128 times the
@@ -117,14 +115,13 @@ class InvertibleResidual(InvertibleModule):
         *,
         log_det: LogDet = "exact",
         num_terms: int = 8,
-        num_probes: int = 1,
         continuation: float = 0.5,
         tolerance: float | None = None,
         max_iterations: int = 500,
     ) -> None:
         super().__init__()
         check_choice("exact", "series", "unbiased", log_det=log_det)
-        check_whole(num_terms=num_terms, num_probes=num_probes, max_iterations=max_iterations)
+        check_whole(num_terms=num_terms, max_iterations=max_iterations)
         check_within(0, 1, 0.5, continuation=continuation)
         if tolerance is not None:
             check_within(0, math.inf, 1e-5, tolerance=tolerance)
@@ -133,7 +130,6 @@ class InvertibleResidual(InvertibleModule):
         self.network = network
         self.log_det: LogDet = log_det
         self.num_terms = num_terms
-        self.num_probes = num_probes
         self.continuation = continuation
         self.tolerance = tolerance
         self.max_iterations = max_iterations
@@ -184,9 +180,9 @@ class InvertibleResidual(InvertibleModule):
                 )
             return exact_log_det(self._shift, x, wants_grad)
         goes_on = self.continuation if self.log_det == "unbiased" else None
-        probes, num_more = probes_for(x, self.num_probes, goes_on)
+        probe, num_more = probe_for(x, goes_on)
         weights = series_weights(self.num_terms, num_more, self.continuation)
-        return power_series(self._shift, x, probes, weights, wants_grad)
+        return power_series(self._shift, x, probe, weights, wants_grad)
 
     def _shift(self, x: Tensor) -> Tensor:
         value = self.network(x)
@@ -222,12 +218,6 @@ class InvertibleResidual(InvertibleModule):
             "`coefficient`, and of activations such as LipSwish."
         )
 
-    def extra_repr(self) -> str:
-        """Show how the log-determinant is computed."""
-        if self.log_det == "exact":
-            return "log_det='exact'"
-        return f"log_det={self.log_det!r}, num_terms={self.num_terms}"
-
 
 def _check_network(network: nn.Module) -> None:
     for name, module in cast("Iterable[tuple[str, nn.Module]]", network.named_modules()):
@@ -254,21 +244,17 @@ def exact_log_det(network: Network, x: Tensor, wants_grad: bool) -> tuple[Tensor
 
 
 def power_series(
-    network: Network, x: Tensor, probes: Tensor, weights: Sequence[float], wants_grad: bool
+    network: Network, x: Tensor, probe: Tensor, weights: Sequence[float], wants_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, from probes.
+    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, from a probe.
 
-    `probes` have the shape ``(P, *x.shape)``; each trace is the mean of P values ``v J^k v``.
+    Each trace is estimated as ``v J^k v`` with the signs v of `probe`, of the shape of `x`.
     """
-    num_probes, num_samples = probes.shape[:2]
-    copies = x.expand_as(probes).flatten(0, 1)
-    value = network(copies)
-    probe = row = probes.flatten(0, 1)
-    total = x.new_zeros(len(probe))
+    value, row, total = network(x), probe, x.new_zeros(len(x))
     for weight in weights:
-        row = _pulled_back(value, copies, row, wants_grad)
+        row = _pulled_back(value, x, row, wants_grad)
         total = total + weight * (row * probe).flatten(1).sum(1)
-    return value[:num_samples], total.view(num_probes, num_samples).mean(0)
+    return value, total
 
 
 def series_weights(num_terms: int, num_more: int, continuation: float) -> list[float]:
@@ -282,8 +268,8 @@ def series_weights(num_terms: int, num_more: int, continuation: float) -> list[f
     return weights
 
 
-def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[Tensor, int]:
-    """Draw signs ``(num_probes, *x.shape)``, and the number of further terms (Rule 2)."""
+def probe_for(x: Tensor, continuation: float | None) -> tuple[Tensor, int]:
+    """Draw signs of the shape of `x`, and the number of further terms (Rule 2)."""
     own = own_generator(torch.device("cpu"), draw_seed())
     num_more = 0
     if continuation is not None:
@@ -292,8 +278,7 @@ def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[
         num_more = int(math.log(uniform) / math.log(continuation))
     seed = int(torch.randint(2**63 - 1, (), generator=own, dtype=torch.int64))
     generator = own_generator(x.device, seed)
-    shape = num_probes, *x.shape
-    bits = torch.randint(2, shape, generator=generator, device=generator.device)
+    bits = torch.randint(2, x.shape, generator=generator, device=generator.device)
     return bits.to(x.device, x.dtype).mul_(2).sub_(1), num_more
 
 

@@ -86,7 +86,7 @@ def residual(log_det):
     return [
         each
         for network in networks
-        for each in (ActNorm(2), InvertibleResidual(network, log_det=log_det, num_probes=2))
+        for each in (ActNorm(2), InvertibleResidual(network, log_det=log_det))
     ]
 
 
