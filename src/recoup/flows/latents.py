@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.distributions import Distribution, Normal, constraints
 from torch.distributions.utils import broadcast_all
 from torch.nn import functional
 
-from recoup._arguments import check_flag, check_real, check_type
+from recoup._arguments import check_flag, check_real
 from recoup._core.devices import with_seed
 from recoup.invertible.contract import check_within
 
@@ -122,43 +122,6 @@ def as_tuple(latents: Latents) -> tuple[Tensor, ...]:
 def as_latents(parts: Sequence[Tensor]) -> Latents:
     """Undo `as_tuple`: return the parts in the form that a chain's inverse takes."""
     return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def temperature_of_each(
-    temperature: float | Sequence[float], num_latents: int
-) -> tuple[float, ...]:
-    """Return one temperature per latent.
-
-    Raises:
-        ValueError: When the number of temperatures is not that of the latents.
-    """
-    given: Any = temperature
-    given = cast("Any", given) if isinstance(given, list | tuple) else (given,) * num_latents
-    for each in given:
-        check_real(temperature=each)
-    if len(given) != num_latents:
-        raise ValueError(
-            f"`temperature` has {len(given)} numbers, but this flow has {num_latents} latents. "
-            "Give one number for all, or one for each, in the order of `forward`."
-        )
-    return tuple(given)
-
-
-def chosen(indices: int | Sequence[int], num_latents: int) -> frozenset[int]:
-    """Return the indices of the chosen latents, counted from the front.
-
-    Raises:
-        ValueError: When an index is out of range for `num_latents` latents.
-    """
-    given: Any = indices if isinstance(indices, list | tuple) else (indices,)
-    for index in given:
-        check_type(int, "the number of a latent, or several", indices=index)
-        if not -num_latents <= index < num_latents:
-            raise ValueError(
-                f"`indices` holds {index}, but this flow has {num_latents} latents. Give numbers "
-                f"from 0, the first to be split off, to {num_latents - 1}."
-            )
-    return frozenset(index % num_latents for index in given)
 
 
 class Logistic(Distribution):
