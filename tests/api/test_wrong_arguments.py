@@ -156,7 +156,6 @@ LAYERS: list[tuple[invertible.InvertibleModule, Callable[[], torch.Tensor]]] = [
     (invertible.Squeeze(), images),
 ]
 MODEL, FLOW = model(), flow()
-GLOW = flows.Glow((1, 4, 4), levels=17, num_levels=1, num_steps=1, width=4)
 NOWHERE = Path(tempfile.mkdtemp())
 CURVE = Curve("some:build", "cpu", (Point(1, "sqrt", 5, 5),))
 TIMELINE = recoup.timeline(MODEL, x())
@@ -253,13 +252,8 @@ CALLS: Calls = {
     "flows.Logistic": (flows.Logistic, lambda: {"loc": 0.0, "scale": 1.0}),
     "flows.fit": (flows.fit,
         lambda: {"flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False}),
-    "flows.coded_bits_per_dim": (flows.coded_bits_per_dim,
-        lambda: {"x": torch.zeros(2, 1, 4, 4, dtype=torch.uint8)}),
-    "flows.typicality": (flows.typicality,
-        lambda: {"flow": flow(), "x": x(), "reference_bits": torch.ones(3)}),
     "Flow.log_prob": (FLOW.log_prob, lambda: {"x": x()}),
     "Flow.sample": (FLOW.sample, lambda: {"n": 2}),
-    "Flow.vary": (FLOW.vary, lambda: {"x": x(), "indices": 0}),
     "Flow.interpolate": (FLOW.interpolate, lambda: {"x0": x(), "x1": x(), "steps": 3}),
     "Flow.reconstruct": (FLOW.reconstruct, lambda: {"x": x()}),
     "ActNorm": (invertible.ActNorm, lambda: {"num_channels": 4}),
@@ -326,8 +320,6 @@ CALLS: Calls = {
     "Flow.inverse": (FLOW.inverse, lambda: {"latents": FLOW(x())[0]}),
     "Flow.bits_per_dim": (FLOW.bits_per_dim, lambda: {"x": x()}),
     "Flow.parts": (FLOW.parts, lambda: {"x": x()}),
-    "flows.complexity_ratio": (flows.complexity_ratio,
-        lambda: {"flow": GLOW, "x": torch.zeros(2, 1, 4, 4).byte()}),
     "DriftGuard.of": (invertible.DriftGuard.of, lambda: {"drift": "raise"}),
     **{
         f"{type(layer).__name__}.{way}": (getattr(layer, way), lambda y=y, at=at: {at: y()})

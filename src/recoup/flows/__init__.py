@@ -11,7 +11,6 @@ from recoup.flows.iresnet import IResNet
 from recoup.flows.latents import Logistic
 from recoup.flows.networks import ConvNetwork, DenseNetwork
 from recoup.flows.nice import NICE
-from recoup.flows.outliers import coded_bits_per_dim, complexity_ratio, typicality
 from recoup.flows.realnvp import RealNVP
 
 __all__ = [
@@ -26,8 +25,5 @@ __all__ = [
     "Logistic",
     "RealNVP",
     "chains_of",
-    "coded_bits_per_dim",
-    "complexity_ratio",
     "fit",
-    "typicality",
 ]

@@ -8,26 +8,26 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution
 
-from recoup._arguments import check_type, check_whole
+from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
+from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.tensors import check_tensors
 from recoup.flows.latents import (
     Base,
     Latents,
     as_latents,
     as_tuple,
-    chosen,
-    temperature_of_each,
 )
 from recoup.flows.networks import one_hot
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
-from recoup.invertible.chain import HasChain
 from recoup.invertible.contract import sizes_of
+from recoup.schedules import Schedule
+from recoup.schedules.memory import Memory
 
 
-class Flow(HasChain):
+class Flow(nn.Module):
     """A density over data: an invertible chain to latents, and a distribution of the latents.
 
     ``log p(x) = log base(z) + log_det`` with ``z, log_det = chain(x)``, summed over all latents,
@@ -110,8 +110,34 @@ class Flow(HasChain):
             dequantize = Dequantize(levels)
         self.dequantize = dequantize
         self.num_classes = num_classes
-        self.base = Base(Normal(0.0, 1.0) if base is None else base)
+        self.base = Base(base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """The memory mode of the chain; may be set at any time.
+
+        Setting it also sets that of learned dequantization, except for a `Schedule`, which is made
+        for one chain.
+        """
+        return self.chain.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.chain.memory = memory
+        if isinstance(self.dequantize, VariationalDequantize) and not isinstance(memory, Schedule):
+            self.dequantize.chain.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
+        return self.chain.drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self.chain.drift = drift
+        if isinstance(self.dequantize, VariationalDequantize):
+            self.dequantize.chain.drift = self.chain.drift.anew()
 
     @property
     def levels(self) -> int | None:
@@ -198,7 +224,7 @@ class Flow(HasChain):
         n: int,
         *,
         labels: Tensor | None = None,
-        temperature: float | Sequence[float] = 1.0,
+        temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Draw `n` samples ``(n, *shape)``; whole levels, as floating-point numbers, if given.
@@ -207,42 +233,21 @@ class Flow(HasChain):
             n: Number of samples.
             labels: Class ``(n,)`` of each sample, for a conditional flow.
             temperature: Factor on the standard deviation of the latents; below 1 gives likelier
-                samples. Other than 1 only for a base with a `loc`. One number, or one a latent in
-                the order of `forward`.
+                samples. Other than 1 only for a base with a `loc`.
             generator: Generator from which the latents are seeded; torch's default if None.
 
         Raises:
             ValueError: When `temperature` is negative, or not 1 and the base has no `loc`.
         """
-        return self.inverse(as_latents(self._draw(n, temperature, generator)), labels)
-
-    @torch.no_grad()
-    def vary(
-        self,
-        x: Tensor,
-        indices: int | Sequence[int],
-        *,
-        labels: Tensor | None = None,
-        temperature: float | Sequence[float] = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Replace some latents of `x` ``(N, *shape)`` by new draws, and keep the others.
-
-        The latents that are split off first hold the finest detail, and the last the rest, so
-        ``flow.vary(x, 0)`` changes texture and ``flow.vary(x, -1)`` the content.
-
-        Args:
-            x: The data.
-            indices: Latents to draw, in the order of `forward`; negative ones count from the end.
-            labels: Classes ``(N,)`` of the data, for a conditional flow.
-            temperature: As in `sample`.
-            generator: As in `sample`.
-        """
-        kept = as_tuple(self(x, labels)[0])
-        anew = chosen(indices, len(kept))
-        drawn = self._draw(len(x), temperature, generator)
-        mixed = [drawn[i] if i in anew else z for i, z in enumerate(kept)]
-        return self.inverse(as_latents(mixed), labels)
+        check_whole(0, n=n)
+        check_real(temperature=temperature)
+        if generator is not None:
+            check_type(torch.Generator, "a torch.Generator", generator=generator)
+        drawn = [
+            self.base.sample((n, *shape), temperature, generator)
+            for shape in self._shapes_of_latents()
+        ]
+        return self.inverse(as_latents(drawn), labels)
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -283,19 +288,6 @@ class Flow(HasChain):
         latents, log_det = self(x, labels)
         first, *others = (self.base.log_prob(z) for z in as_tuple(latents))
         return sum(others, first), log_det
-
-    def _draw(
-        self, n: int, temperature: float | Sequence[float], generator: torch.Generator | None
-    ) -> list[Tensor]:
-        """Draw each latent."""
-        check_whole(0, n=n)
-        if generator is not None:
-            check_type(torch.Generator, "a torch.Generator", generator=generator)
-        shapes = self._shapes_of_latents()
-        return [
-            self.base.sample((n, *shape), t, generator)
-            for shape, t in zip(shapes, temperature_of_each(temperature, len(shapes)), strict=True)
-        ]
 
     def _context(self, labels: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
         """Return the arguments of the chain beside the data: the context, if there are classes."""

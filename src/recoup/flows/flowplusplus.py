@@ -7,19 +7,10 @@ from functools import partial
 
 from torch.distributions import Distribution
 
+from recoup import invertible
 from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
 from recoup.flows.networks import ConvNetwork
-from recoup.invertible import (
-    ActNorm,
-    AffineCoupling,
-    Chain,
-    InvertibleConv1x1,
-    InvertibleModule,
-    MixtureCoupling,
-    Squeeze,
-    VariationalDequantize,
-)
 from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory
 
@@ -95,7 +86,7 @@ class FlowPlusPlus(Flow):
         check_counts(num_classes=num_classes)
         is_image = check_shape(shape, num_levels)
         steps = partial(
-            steps_of, couple=partial(MixtureCoupling, num_components=num_components),
+            steps_of, couple=partial(invertible.MixtureCoupling, num_components=num_components),
             copies=3 * num_components + 2, before=_before, width=width, depth=depth,
             dropout=dropout, num_context=num_classes or 0,
         )  # fmt: skip
@@ -105,25 +96,25 @@ class FlowPlusPlus(Flow):
         for _ in range(num_levels - 1 if is_image else 0):
             size *= 4
             stages += [
-                Squeeze(),
+                invertible.Squeeze(),
                 *steps("channels", size, (num_steps + 1) // 2),
                 *steps("checkerboard", size, num_steps),
             ]
         noise = _dequantize(shape, levels, width, dropout, memory) if variational else None
         super().__init__(
-            Chain(*stages, memory=memory), shape=shape, levels=levels, base=base, dequantize=noise,
-            num_classes=num_classes,
+            invertible.Chain(*stages, memory=memory), shape=shape, levels=levels, base=base,
+            dequantize=noise, num_classes=num_classes,
         )  # fmt: skip
 
 
-def _before(num_channels: int) -> list[InvertibleModule]:
-    mixing = [InvertibleConv1x1(num_channels)] if num_channels > 1 else []
-    return [ActNorm(num_channels), *mixing]
+def _before(num_channels: int) -> list[invertible.InvertibleModule]:
+    mixing = [invertible.InvertibleConv1x1(num_channels)] if num_channels > 1 else []
+    return [invertible.ActNorm(num_channels), *mixing]
 
 
 def _dequantize(
     shape: Sequence[int], levels: int | None, width: int, dropout: float, memory: Memory
-) -> VariationalDequantize:
+) -> invertible.VariationalDequantize:
     if levels is None or len(shape) != 3:
         raise ValueError(
             f"`variational` is for images of grey levels, but `shape` is {tuple(shape)} and "
@@ -131,7 +122,7 @@ def _dequantize(
         )
     c = shape[0]
     couplings = [
-        AffineCoupling(
+        invertible.AffineCoupling(
             ConvNetwork(c, 2 * c, width=width, dropout=dropout, num_context=c),
             condition=condition,
             split="checkerboard",
@@ -139,6 +130,7 @@ def _dequantize(
         for condition in ("first", "second", "first", "second")
     ]
     # A schedule is made for one chain, so the chain of the noise does not get it.
-    return VariationalDequantize(
-        levels, Chain(*couplings, memory="linear" if isinstance(memory, Schedule) else memory)
+    return invertible.VariationalDequantize(
+        levels,
+        invertible.Chain(*couplings, memory="linear" if isinstance(memory, Schedule) else memory),
     )

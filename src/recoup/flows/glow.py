@@ -7,19 +7,10 @@ from typing import Literal
 
 from torch.distributions import Distribution
 
+from recoup import invertible
 from recoup._arguments import check_choice
 from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
-from recoup.invertible import (
-    ActNorm,
-    AdditiveCoupling,
-    AffineCoupling,
-    Chain,
-    InvertibleConv1x1,
-    InvertibleConv1x1LU,
-    Split,
-    Squeeze,
-)
 from recoup.schedules.memory import Memory
 
 
@@ -84,20 +75,24 @@ class Glow(Flow):
         check_choice("affine", "additive", coupling=coupling)
         check_choice("plain", "lu", conv1x1=conv1x1)
         check_shape(shape, num_levels, least=None)
-        couple, copies = (AffineCoupling, 2) if coupling == "affine" else (AdditiveCoupling, 1)
-        mix = InvertibleConv1x1 if conv1x1 == "plain" else InvertibleConv1x1LU
+        couple, copies = (
+            (invertible.AffineCoupling, 2)
+            if coupling == "affine"
+            else (invertible.AdditiveCoupling, 1)
+        )
+        mix = invertible.InvertibleConv1x1 if conv1x1 == "plain" else invertible.InvertibleConv1x1LU
         stages = first_layers(levels, alpha)
         num_channels = shape[0]
         for level in range(num_levels):
             num_channels *= 4
-            stages += [Squeeze()]
+            stages += [invertible.Squeeze()]
             stages += steps_of(
                 "channels", num_channels, num_steps, couple=couple, copies=copies,
-                before=lambda size: [ActNorm(size), mix(size)], alternates=False,
+                before=lambda size: [invertible.ActNorm(size), mix(size)], alternates=False,
                 width=width, dropout=dropout, num_context=num_classes or 0,
             )  # fmt: skip
             if level < num_levels - 1:
-                stages += [Split()]
+                stages += [invertible.Split()]
                 num_channels //= 2
-        chain = Chain(*stages, memory=memory)
+        chain = invertible.Chain(*stages, memory=memory)
         super().__init__(chain, shape=shape, levels=levels, base=base, num_classes=num_classes)

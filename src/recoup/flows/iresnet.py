@@ -9,18 +9,10 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributions import Distribution
 
+from recoup import invertible
 from recoup._arguments import check_real
 from recoup.flows.building import check_counts, check_shape, first_layers
 from recoup.flows.flow import Flow
-from recoup.invertible import (
-    ActNorm,
-    Chain,
-    InvertibleResidual,
-    LipschitzConv2d,
-    LipschitzLinear,
-    LipSwish,
-    Squeeze,
-)
 from recoup.invertible.residual import LogDet
 from recoup.schedules.memory import Memory
 
@@ -111,13 +103,13 @@ class IResNet(Flow):
         size = shape[0]
         for _ in range(num_levels):
             if is_image:
-                stages += [Squeeze()]
+                stages += [invertible.Squeeze()]
                 size *= 4
             for _ in range(num_steps):
                 network = _network(size, width, depth, coefficient, is_image=is_image)
                 stages += [
-                    ActNorm(size),
-                    InvertibleResidual(
+                    invertible.ActNorm(size),
+                    invertible.InvertibleResidual(
                         network,
                         log_det=log_det,
                         num_terms=num_terms,
@@ -125,8 +117,10 @@ class IResNet(Flow):
                         tolerance=tolerance,
                     ),
                 ]
-        stages += [ActNorm(size)]
-        super().__init__(Chain(*stages, memory=memory), shape=shape, levels=levels, base=base)
+        stages += [invertible.ActNorm(size)]
+        super().__init__(
+            invertible.Chain(*stages, memory=memory), shape=shape, levels=levels, base=base
+        )
 
 
 def _network(
@@ -136,12 +130,14 @@ def _network(
     sizes = [size, *(width,) * depth, size]
     layers: list[nn.Module] = []
     for index, (before, after) in enumerate(itertools.pairwise(sizes)):
-        layers += [LipSwish()] if index else []
+        layers += [invertible.LipSwish()] if index else []
         # 3x3 at both ends, where there are few channels, and 1x1 in between.
         kernel = 3 if index in (0, depth) else 1
         layers += [
-            LipschitzConv2d(before, after, kernel, padding=kernel // 2, coefficient=coefficient)
+            invertible.LipschitzConv2d(
+                before, after, kernel, padding=kernel // 2, coefficient=coefficient
+            )
             if is_image
-            else LipschitzLinear(before, after, coefficient=coefficient)
+            else invertible.LipschitzLinear(before, after, coefficient=coefficient)
         ]
     return nn.Sequential(*layers)

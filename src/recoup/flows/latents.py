@@ -12,8 +12,9 @@ from torch.distributions import Distribution, Normal, constraints
 from torch.distributions.utils import broadcast_all
 from torch.nn import functional
 
-from recoup._arguments import check_flag, check_real, check_type
+from recoup._arguments import check_flag, check_real
 from recoup._core.devices import with_seed
+from recoup.invertible.contract import check_within
 
 _constraints: Any = constraints  # torch does not type its constraints
 
@@ -23,14 +24,14 @@ Latents = Any  # a tensor, or a tuple of them where the chain splits: pyright ca
 class Base(nn.Module):
     """A `torch.distributions.Distribution` that moves with the module it is part of.
 
-    A distribution holds plain tensors, which ``flow.to("cuda")`` would not move. This module holds
-    its parameters as buffers (outside the state dict: they are configuration), and builds the
-    distribution from them for each use. One that cannot be built from its own parameters (a
-    mixture, `Independent`) is used unchanged, on the device where it was made.
+    A distribution holds plain tensors, which ``flow.to("cuda")`` would not move. So this module
+    builds it for each use, from its parameters on the device and in the type of the module. One
+    that cannot be built from its own parameters (a mixture, `Independent`) is used unchanged, on
+    the device where it was made.
 
     Args:
         distribution: The distribution of single numbers, or of the part of one sample's latent
-            that its batch and event shape cover from the right.
+            that its batch and event shape cover from the right; None for a standard normal one.
 
     Raises:
         ValueError: When a parameter of the distribution requires a gradient.
@@ -45,57 +46,46 @@ class Base(nn.Module):
 
     like: Tensor
 
-    def __init__(self, distribution: Distribution) -> None:
+    def __init__(self, distribution: Distribution | None = None) -> None:
         super().__init__()
-        self._kind: Any = type(distribution)
-        self._fixed = distribution
-        self._names = tuple(
-            name
-            for name in distribution.arg_constraints
-            if isinstance(distribution.__dict__.get(name), Tensor)
-        )
-        for name in self._names:
-            value: Tensor = getattr(distribution, name)
-            if value.requires_grad:
-                raise ValueError(
-                    f"`{name}` of the base {type(distribution).__name__} requires a gradient, but "
-                    f"a base is not trained. End the chain with an ActNorm, which learns a shift "
-                    f"and a scale of the latents."
-                )
-            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("like", torch.empty(0), persistent=False)  # for device and dtype
+        self._given = distribution
+        self._values: dict[str, Tensor] = {}
+        for name in () if distribution is None else distribution.arg_constraints:
+            value: object = vars(distribution).get(name)
+            if isinstance(value, Tensor):
+                self._values[name] = value
+                if value.requires_grad:
+                    raise ValueError(
+                        f"`{name}` of the base {type(distribution).__name__} requires a gradient, "
+                        "but a base is not trained. End the chain with an ActNorm, which learns a "
+                        "shift and a scale of the latents."
+                    )
         try:
             self.distribution()
         except TypeError:  # it needs arguments other than its parameters
-            self._names = ()
-        self._is_standard = (
-            type(distribution) is Normal
-            and not distribution.loc.is_meta
-            and not bool((distribution.loc != 0).any() | (distribution.scale != 1).any())
-            and not distribution.batch_shape
-        )
-        self.register_buffer("like", torch.empty(0), persistent=False)  # for device and dtype
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        was_meta = any(buffer.is_meta for buffer in self.buffers())
-        super()._apply(fn, recurse)
-        for name in self._names if was_meta else ():  # `to_empty`: no state dict has them
-            given: Tensor = getattr(self._fixed, name)
-            if not given.is_meta:
-                getattr(self, name).copy_(given)
-        return self
+            self._values = {}
 
     def distribution(self) -> Distribution:
-        """Build the distribution from its parameters, on their present device."""
-        if not self._names:
-            return self._fixed
+        """Build the distribution from its parameters, on the device of the module."""
+        like = self.like
         # Validation would synchronise at each use, and raise where minus infinity is correct.
-        return self._kind(
-            **{name: getattr(self, name) for name in self._names}, validate_args=False
-        )
+        if self._given is None:
+            return Normal(like.new_zeros(()), like.new_ones(()), validate_args=False)
+        if not self._values:
+            return self._given
+        values = {
+            name: value.to(
+                like.device, like.dtype if value.is_floating_point() else None, non_blocking=True
+            )
+            for name, value in self._values.items()
+        }
+        kind: Any = type(self._given)
+        return kind(**values, validate_args=False)
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Return the log-density ``(N,)`` of latents ``(N, ...)``, summed over one sample."""
-        if self._is_standard:  # four operations instead of eleven, and only `z` is kept
+        if self._given is None:  # four operations instead of eleven, and only `z` is kept
             squares = z.square().flatten(1).sum(1)
             return -0.5 * squares - 0.5 * math.log(2 * math.pi) * z.shape[1:].numel()
         log_prob = self.distribution().log_prob(z)
@@ -132,44 +122,6 @@ def as_tuple(latents: Latents) -> tuple[Tensor, ...]:
 def as_latents(parts: Sequence[Tensor]) -> Latents:
     """Undo `as_tuple`: return the parts in the form that a chain's inverse takes."""
     return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def temperature_of_each(
-    temperature: float | Sequence[float], num_latents: int
-) -> tuple[float, ...]:
-    """Return one temperature per latent.
-
-    Raises:
-        ValueError: When the number of temperatures is not that of the latents.
-    """
-    for each in temperature if isinstance(temperature, list | tuple) else (temperature,):
-        check_real(temperature=each)
-    if not isinstance(temperature, Sequence):
-        return (float(temperature),) * num_latents
-    if len(temperature) != num_latents:
-        raise ValueError(
-            f"`temperature` has {len(temperature)} numbers, but this flow has {num_latents} "
-            f"latents. Give one number for all, or one for each, in the order of `forward`."
-        )
-    return tuple(temperature)
-
-
-def chosen(indices: int | Sequence[int], num_latents: int) -> frozenset[int]:
-    """Return the indices of the chosen latents, counted from the front.
-
-    Raises:
-        ValueError: When an index is out of range for `num_latents` latents.
-    """
-    for each in indices if isinstance(indices, list | tuple) else (indices,):
-        check_type(int, "the number of a latent, or several", indices=each)
-    given = (indices,) if isinstance(indices, int) else tuple(indices)
-    for index in given:
-        if not -num_latents <= index < num_latents:
-            raise ValueError(
-                f"`indices` holds {index}, but this flow has {num_latents} latents. Give numbers "
-                f"from 0, the first to be split off, to {num_latents - 1}."
-            )
-    return frozenset(index % num_latents for index in given)
 
 
 class Logistic(Distribution):
@@ -216,8 +168,8 @@ class Logistic(Distribution):
                 check_real(**{name: value})
             elif bool(value.isnan().any()):
                 raise ValueError(f"`{name}` has NaN in it.")
-        if not isinstance(scale, Tensor) and not scale > 0:
-            raise ValueError(f"`scale` is {scale}, but must be above 0.")
+        if not isinstance(scale, Tensor):
+            check_within(0, math.inf, 1.0, scale=scale)
         if validate_args is not None:
             check_flag(validate_args=validate_args)
         self.loc, self.scale = broadcast_all(loc, scale)
@@ -256,13 +208,13 @@ class Logistic(Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-density of `value`, finite for every finite value."""
-        self._check(value)
+        if self._validate_args:
+            self._validate_sample(value)
         u = (value - self.loc) / self.scale
         return functional.logsigmoid(u) + functional.logsigmoid(-u) - self.scale.log()
 
     def cdf(self, value: Tensor) -> Tensor:
         """Return the probability that a draw is below `value`."""
-        self._check(value)
         return torch.sigmoid((value - self.loc) / self.scale)
 
     def icdf(self, value: Tensor) -> Tensor:
@@ -272,7 +224,3 @@ class Logistic(Distribution):
     def entropy(self) -> Tensor:
         """Return the entropy in nats, ``log(scale) + 2``."""
         return self.scale.log() + 2
-
-    def _check(self, value: Tensor) -> None:
-        if self._validate_args:
-            self._validate_sample(value)

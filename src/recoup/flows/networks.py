@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup._arguments import check_real, check_whole
+from recoup._arguments import check_real, check_whole, shown
 
 
 class _Network(nn.Sequential):
@@ -222,30 +222,33 @@ def one_hot(
                 "the flow with `num_classes`."
             )
         return None
-    if labels is None:
-        raise ValueError(
-            f"`labels` are missing: this flow has {num_classes} classes. Give whole numbers of "
-            f"shape ({num_samples},), 0 to {num_classes - 1}."
-        )
     check_labels(labels, num_classes, num_samples)
-    return functional.one_hot(labels.to(like.device, torch.long), num_classes).to(like.dtype)
+    labels = cast("Tensor", labels).to(like.device, torch.long)
+    return functional.one_hot(labels, num_classes).to(like.dtype)
 
 
-def check_labels(labels: Tensor, num_classes: int, num_samples: int, name: str = "labels") -> None:
+def check_labels(labels: object, num_classes: int, num_samples: int, name: str = "labels") -> None:
     """Raise ValueError unless `labels`, in errors `name`, are `num_samples` of the classes."""
-    if not isinstance(labels, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`{name}` is a {type(labels).__name__}, but must be a tensor.")
-    if labels.shape != (num_samples,):
-        raise ValueError(
-            f"`{name}` has shape {tuple(labels.shape)}, but must be ({num_samples},): one label a "
-            f"sample."
+    needed = f"this flow has {num_classes} classes: give whole numbers, 0 to {num_classes - 1},"
+    if (
+        not isinstance(labels, Tensor)
+        or labels.shape != (num_samples,)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.dtype == torch.bool
+    ):
+        of_tensor = isinstance(labels, Tensor)
+        got = (
+            f"of type {labels.dtype} and shape {tuple(labels.shape)}"
+            if of_tensor
+            else shown(labels)
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"`{name}` is of type {labels.dtype}, but must be of whole numbers.")
+        raise ValueError(
+            f"`{name}` is {got}, but {needed} of shape ({num_samples},), one a sample."
+        )
     # On CUDA this synchronises; without it a wrong label would be a fatal device error.
     if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(
-            f"`{name}` holds {int(labels.min())} to {int(labels.max())}, but this flow has "
-            f"{num_classes} classes: 0 to {num_classes - 1}. Count them from 0, or build the flow "
-            f"with a larger `num_classes`."
+            f"`{name}` holds {int(labels.min())} to {int(labels.max())}, but {needed} or build "
+            "the flow with a larger `num_classes`."
         )

@@ -8,20 +8,11 @@ from functools import partial
 
 from torch.distributions import Distribution
 
-from recoup._arguments import check_flag
+from recoup import invertible
+from recoup._arguments import check_flag, check_whole
 from recoup.flows.building import check_counts, steps_of
 from recoup.flows.flow import Flow
 from recoup.flows.latents import Logistic
-from recoup.invertible import (
-    ActNorm,
-    AdditiveCoupling,
-    Chain,
-    Flatten,
-    InvertibleModule,
-    Normalize,
-    Permute,
-)
-from recoup.invertible.preprocess import check_levels
 from recoup.schedules.memory import Memory
 
 # Of the grid of exact couplings: 256 points or more between two levels, exact sums to 1024.
@@ -86,34 +77,35 @@ class NICE(Flow):
     ) -> None:
         check_counts(num_couplings=num_couplings, width=width, num_classes=num_classes)
         check_flag(exact=exact)
-        flatten = Flatten(shape)
+        flatten = invertible.Flatten(shape)
         size = flatten.shape.numel()
         if size < 2:
             raise ValueError(f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values.")
-        levels = None if levels is None else check_levels(levels)
+        if levels is not None:
+            check_whole(2, levels=levels)
         if exact and levels is not None and levels > _MOST_LEVELS:
             raise ValueError(
                 f"`levels` is {levels}, but with `exact` at most {_MOST_LEVELS} can be told "
                 "apart on the grid. Use `exact=False`, or fewer levels."
             )
-        stages: list[InvertibleModule] = [] if levels is None else [_scaling(levels)]
+        stages: list[invertible.InvertibleModule] = [] if levels is None else [_scaling(levels)]
         # The even entries first: the halves of a coupling are then the even and the odd ones.
-        stages += [flatten, Permute([*range(0, size, 2), *range(1, size, 2)])]
-        couple = partial(AdditiveCoupling, exact=exact, fraction_bits=_FRACTION_BITS)
+        stages += [flatten, invertible.Permute([*range(0, size, 2), *range(1, size, 2)])]
+        couple = partial(invertible.AdditiveCoupling, exact=exact, fraction_bits=_FRACTION_BITS)
         stages += steps_of(
             "vector", size, num_couplings, couple=couple, copies=1, before=lambda _: [],
             width=width, depth=depth, dropout=dropout, num_context=num_classes or 0,
         )  # fmt: skip
-        chain = Chain(*stages, ActNorm(size), memory=memory)
+        chain = invertible.Chain(*stages, invertible.ActNorm(size), memory=memory)
         base = Logistic(0.0, 1.0) if base is None else base
         super().__init__(chain, shape=shape, levels=levels, base=base, num_classes=num_classes)
 
 
-def _scaling(levels: int) -> Normalize:
+def _scaling(levels: int) -> invertible.Normalize:
     """Centre the unit interval, about 4 wide, with the level boundaries between grid points.
 
     The distance of two levels becomes a power of two, and their boundary the middle of two points
     of the grid: so a coupling that rounds to the grid moves no value to another level.
     """
     width = levels * 2.0 ** round(math.log2(4 / levels))
-    return Normalize(0.5 - 2.0 ** -(_FRACTION_BITS + 1) / width, 1 / width)
+    return invertible.Normalize(0.5 - 2.0 ** -(_FRACTION_BITS + 1) / width, 1 / width)

@@ -7,9 +7,9 @@ from functools import partial
 
 from torch.distributions import Distribution
 
+from recoup import invertible
 from recoup.flows.building import check_counts, check_shape, first_layers, steps_of
 from recoup.flows.flow import Flow
-from recoup.invertible import ActNorm, AffineCoupling, Chain, InvertibleModule, Split, Squeeze
 from recoup.schedules.memory import Memory
 
 
@@ -78,23 +78,23 @@ class RealNVP(Flow):
         check_counts(num_levels=num_levels, num_steps=num_steps, num_classes=num_classes)
         is_image = check_shape(shape, num_levels)
         steps = partial(
-            steps_of, couple=AffineCoupling, copies=2, before=_before, width=width, depth=depth,
-            dropout=dropout, num_context=num_classes or 0,
+            steps_of, couple=invertible.AffineCoupling, copies=2, before=_before, width=width,
+            depth=depth, dropout=dropout, num_context=num_classes or 0,
         )  # fmt: skip
         stages = first_layers(levels, alpha)
         size = shape[0]
         for _ in range(num_levels - 1 if is_image else 0):
             stages += [
                 *steps("checkerboard", size, num_steps),
-                Squeeze(),
+                invertible.Squeeze(),
                 *steps("channels", 4 * size, num_steps),
-                Split(),
+                invertible.Split(),
             ]
             size *= 2
         stages += steps("checkerboard" if is_image else "vector", size, num_steps)
-        chain = Chain(*stages, memory=memory)
+        chain = invertible.Chain(*stages, memory=memory)
         super().__init__(chain, shape=shape, levels=levels, base=base, num_classes=num_classes)
 
 
-def _before(num_channels: int) -> list[InvertibleModule]:
-    return [ActNorm(num_channels)]
+def _before(num_channels: int) -> list[invertible.InvertibleModule]:
+    return [invertible.ActNorm(num_channels)]

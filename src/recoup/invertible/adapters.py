@@ -25,14 +25,14 @@ from recoup.invertible.contract import (
     runs_as,
 )
 from recoup.invertible.known_layers import (
+    GRAPH,
     INVERSE,
     check_bijective,
+    is_closed,
+    is_undone_in_closed_form,
     networks_of,
     parts_of,
     undone,
-    why_not,
-    why_not_built,
-    why_not_lazy,
 )
 
 
@@ -47,7 +47,7 @@ def adapt(transform: Any) -> InvertibleModule:
     of the layer's elementwise part and its inverse; networks of couplings run once in forward and
     once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
     NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
-    integration, and layers of your own or of derived classes; `print` of the result says why.
+    integration, and layers of your own or of derived classes; `print` of the result says which.
 
     Args:
         transform: one of
@@ -102,11 +102,8 @@ def is_taken_apart(transform: Any) -> bool:
 
 def layers_of(whole: Any) -> Iterator[InvertibleModule]:
     """Return the layers of a composition as invertible modules; none for a layer."""
-    own = runs_as(whole)
-    if own == "FrEIA.framework.graph_inn.GraphINN":
-        return _adapted_nodes(whole)
-    if own == "FrEIA.framework.sequence_inn.SequenceINN":
-        return _adapted_sequence(whole)
+    if runs_as(whole).startswith("FrEIA.framework."):
+        return _layers_of_freia(whole)
     return map(adapt, parts_of(whole))
 
 
@@ -122,7 +119,7 @@ class _OfTorch(Adapted):
                 "`transform` keeps its last value (`cache_size` 1), which would be one that "
                 "backward computes. Give `transform.with_cache(0)`."
             )
-        super().__init__(transform, why_not=why_not_built(transform))
+        super().__init__(transform, inverts=is_undone_in_closed_form(transform))
 
     def _built(self, context: Tensor | None) -> Any:
         return self.transform
@@ -145,7 +142,8 @@ class _OfZuko(_OfTorch):
     takes_context = True
 
     def __init__(self, transform: Any) -> None:
-        Adapted.__init__(self, transform, networks_of(transform), why_not_lazy(transform))
+        inverts = is_undone_in_closed_form(transform)
+        Adapted.__init__(self, transform, networks_of(transform), inverts=inverts)
 
     def _built(self, context: Tensor | None) -> Any:
         return self.transform(context)
@@ -160,7 +158,7 @@ class _OfNflows(Adapted):
     """A transform of nflows."""
 
     def __init__(self, transform: Any) -> None:
-        super().__init__(transform, networks_of(transform), why_not(transform))
+        super().__init__(transform, networks_of(transform), inverts=is_closed(transform))
         parts: Iterator[Any] = transform.modules()
         self._linear = tuple(part for part in parts if hasattr(part, "using_cache"))
 
@@ -202,7 +200,7 @@ class _OfFrEIA(Adapted):
 
     Args:
         transform: the module.
-        places: where its conditions are in the context; None for those that it has itself.
+        places: where its conditions are in the context; None if it has those of its own alone.
     """
 
     def __init__(self, transform: Any, places: Sequence[slice] | None = None) -> None:
@@ -213,7 +211,7 @@ class _OfFrEIA(Adapted):
             )
         places = _places_of(transform.dims_c) if places is None else places
         self._places = list(zip(places, transform.dims_c, strict=True))
-        super().__init__(transform, networks_of(transform), why_not(transform))
+        super().__init__(transform, networks_of(transform), inverts=is_closed(transform))
         self.takes_context = bool(self._places)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
@@ -242,8 +240,10 @@ def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
     return list(map(slice, ends, ends[1:]))
 
 
-def _dims_of_conditions(whole: Any) -> dict[int, Sequence[int]]:
-    """Return the shapes of the conditions of a `SequenceINN`, by their numbers."""
+def _dims_of_conditions(whole: Any) -> dict[Any, Sequence[int]]:
+    """Return the shapes of the conditions of a network, by what its layers call them by."""
+    if runs_as(whole) == GRAPH:
+        return {node: node.dims for node in whole.condition_nodes}
     pairs = zip(whole.module_list, whole.conditions, strict=True)
     dims = {at: module.dims_c[0] for module, at in pairs if at is not None}
     return {at: dims[at] for at in sorted(dims)}
@@ -256,39 +256,38 @@ def conditions_of(whole: Any, conditions: Any) -> list[Tensor] | None:
     its layers may allow), or of several types, one of which would be rounded.
     """
     given: list[Tensor] = [conditions] if isinstance(conditions, Tensor) else [*(conditions or ())]
-    if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
-        declared = _dims_of_conditions(whole)
+    declared = _dims_of_conditions(whole)
+    if runs_as(whole) != GRAPH:
         given = [given[at] for at in declared if at < len(given)]
-        dims = list(declared.values())
-    else:
-        dims = [node.dims for node in whole.condition_nodes]
-    is_declared = [tuple(each.shape[1:]) for each in given] == [*map(tuple, dims)]
+    is_declared = [tuple(each.shape[1:]) for each in given] == [*map(tuple, declared.values())]
     return given if is_declared and len({each.dtype for each in given}) < 2 else None
 
 
-def _adapted_sequence(whole: Any) -> Iterator[InvertibleModule]:
-    """Adapt the modules of a `SequenceINN`; the context has its conditions by their numbers."""
+def _layers_of_freia(whole: Any) -> Iterator[InvertibleModule]:
+    """Adapt the modules of a network of FrEIA, whose conditions are joined in the context."""
     dims = _dims_of_conditions(whole)
     places = dict(zip(dims, _places_of(list(dims.values())), strict=True))
-    for module, at in zip(whole.module_list, whole.conditions, strict=True):
-        yield _OfFrEIA(module, () if at is None else (places[at],))
+    if runs_as(whole) == GRAPH:
+        found = [(node.module, node.conditions) for node in _nodes_in_sequence(whole)]
+    else:
+        pairs = zip(whole.module_list, whole.conditions, strict=True)
+        found = [(module, [] if at is None else [at]) for module, at in pairs]
+    for module, conditions in found:
+        yield _OfFrEIA(module, [places[each] for each in conditions])
 
 
-def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
-    """Adapt the modules of a `GraphINN`, if each node receives the output of the one before."""
-    places = _places_of([node.dims for node in whole.condition_nodes])
+def _nodes_in_sequence(whole: Any) -> list[Any]:
+    """Return the nodes of a `GraphINN`, or raise unless each gets what the one before returns."""
     ends = [*whole.in_nodes, *whole.out_nodes, *whole.condition_nodes]
     nodes = [node for node in whole.node_list if node not in ends]
-    before = whole.in_nodes[:1]
-    is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1
-    for node in nodes:
-        is_sequence &= [given for given, _ in node.inputs] == before and len(node.outputs) == 1
-        before = [node]
+    before = [*whole.in_nodes[:1], *nodes]
+    is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1 and all(
+        [each for each, _ in node.inputs] == [source] and len(node.outputs) == 1
+        for source, node in zip(before, nodes, strict=False)
+    )
     if not is_sequence:
         raise ValueError(
             "`transform` is a GraphINN that splits or joins, but a chain passes one tensor on. "
             "Adapt the sequences in it, or build them as a SequenceINN."
         )
-    place_of: dict[Any, slice] = dict(zip(whole.condition_nodes, places, strict=True))
-    for node in nodes:
-        yield _OfFrEIA(node.module, tuple(map(place_of.__getitem__, node.conditions)))
+    return nodes

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any, TypeGuard, cast, overload
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
-from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.drift_guard import Drift
+from recoup._core.executor import ways_of
 from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import detached
 from recoup._core.slots import State
@@ -28,7 +30,6 @@ from recoup.invertible.chain_stages import (
 from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import Adapted, InvertibleModule
 from recoup.planning.budget import HasMemoryMode, is_bytes
-from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for
 
 
@@ -97,6 +98,7 @@ class Chain(HasMemoryMode, InvertibleModule):
                 )
             check_defined(index, module)
             self.add_module(str(index), module)
+        self._started: list[bool] = []  # the modes of all modules in which layers have started
         self._set_memory_mode(memory, drift)
 
     def _check_memory(self, memory: Memory) -> None:
@@ -107,12 +109,12 @@ class Chain(HasMemoryMode, InvertibleModule):
             self._say_what_recomputes()
 
     def _say_what_recomputes(self) -> None:
-        names = [name for name, module in self._named(flat=True) if not module.inverts_in_backward]
+        modules = dict(self._named(flat=True))
+        names = [f"`{name}`" for name, each in modules.items() if not each.inverts_in_backward]
         if names:
-            shown_names = ", ".join(f"`{name}`" for name in names[:3])
             warnings.warn(
-                f'Under memory="constant" {len(names)} of {len(list(self._named(flat=True)))} '
-                f"modules ({shown_names}{', ...' if len(names) > 3 else ''}) are recomputed from "
+                f'Under memory="constant" {len(names)} of {len(modules)} modules '
+                f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) are recomputed from "
                 "their kept inputs: their inverses are iterations, which cost more and are not "
                 "exact. Memory grows by one input each.",
                 stacklevel=4,
@@ -121,17 +123,8 @@ class Chain(HasMemoryMode, InvertibleModule):
     def __len__(self) -> int:
         return len(self._modules)
 
-    @overload
-    def __getitem__(self, index: int) -> InvertibleModule: ...
-    @overload
-    def __getitem__(self, index: slice) -> Chain: ...
-    def __getitem__(self, index: int | slice) -> InvertibleModule:
-        modules = list(self)
-        if isinstance(index, int):
-            return modules[index]
-        return Chain(
-            *modules[index], memory=self._memory_of_other_lengths, drift=self._drift.anew()
-        )
+    def __getitem__(self, index: int) -> InvertibleModule:
+        return list(self)[index]
 
     def __iter__(self) -> Iterator[InvertibleModule]:
         return cast("Iterator[InvertibleModule]", iter(self._modules.values()))
@@ -159,22 +152,18 @@ class Chain(HasMemoryMode, InvertibleModule):
         return (uncompiled(Chain._forward) if is_watched() else Chain._forward)(self, x, context)
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
-        if self._budget.is_bound:
+        stages = self._module_stages(context)
+        if self._budget.is_bound or True in [stage.is_adapted for stage in stages]:
             self._start(x, context)
-            blocks = [module for _, module in self._named(flat=True)]
+        if self._budget.is_bound:
+            blocks = [stage.module for stage in stages]
             call, args = self._forward_plainly, (x, context)
             return self._budget.run(self, call, args, blocks, self._drift)
-        stages = self._module_stages(context)
-        if False in [stage.module.has_started for stage in stages if stage.is_adapted]:
-            self._start(x, context)
         units = joined(stages) if self._memory == "constant" else stages
         links = {
             unit.name: unit.module if isinstance(unit, ModuleStage) else unit for unit in units
         }
-        ways: tuple[Way, ...] = tuple(
-            ["invert" if each.inverts_in_backward else "recompute" for each in links.values()]
-        )
-        executor = self._ready_executor(links, ways)
+        executor = self._ready_executor(links, ways_of(links, None))
         groups: list[ModuleStage | StageGroup] = []
         for each in executor.groups:
             several = units[each.start : each.stop]
@@ -202,24 +191,20 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
-        """Let layers start from their first batch, in a forward that changes nothing else."""
+        """Let layers start from their first batch, in a forward that changes nothing else.
+
+        That is needed once in each mode, in which it finds all of them started if it runs again.
+        """
         modules = list(self.modules())
-        adapted = [m for m in modules if isinstance(m, Adapted) and not m.has_started]
-        norms = [m for m in modules if isinstance(m, ActNorm) and m.training and not m.started]
-        if not adapted and not norms:
+        modes = [module.training for module in modules]
+        if modes == self._started or not any(isinstance(m, Adapted | ActNorm) for m in modules):
             return
-        before = [_OwnTensors(m) for m in modules if any(True for _ in m.buffers(recurse=False))]
-        try:
-            with generators_restored():
-                state = state_of(x, context)
-                for stage in self._module_stages(context):
-                    with torch.enable_grad():  # some layers take gradients themselves
-                        state = detached(stage.forward(state)[0])
-            for each in adapted:
-                each.has_seen_a_batch()
-        finally:
-            for each in before:
-                each.restore_buffers()
+        with _buffers_restored(modules), generators_restored():
+            state = state_of(x, context)
+            for stage in self._module_stages(context):
+                with torch.enable_grad():  # some layers take gradients themselves
+                    state = detached(stage.forward(state)[0])
+        self._started = modes
 
     def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
@@ -265,73 +250,35 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     def _sum(self, log_dets: Iterator[Tensor], like: Tensor, *, flat: bool) -> Tensor:
         """Sum the log-determinants of the stages, each inner chain first: addition rounds."""
-        total: Tensor | None = None
-        for module in self:
-            if flat and _is_flat(module):
-                value = module._sum(log_dets, like, flat=True)
-            else:
-                value = next(log_dets)
-            total = value if total is None else total + value
-        if total is not None:
-            return total
-        dtype = like.dtype if like.is_floating_point() else None
-        return torch.zeros(len(like), device=like.device, dtype=dtype)
+        if not len(self):
+            dtype = like.dtype if like.is_floating_point() else None
+            return torch.zeros(len(like), device=like.device, dtype=dtype)
+        values = [
+            module._sum(log_dets, like, flat=True) if flat and _is_flat(module) else next(log_dets)
+            for module in self
+        ]
+        return sum(values[1:], values[0])
 
 
-class HasChain(nn.Module):
-    """A module whose `memory` and `drift` are those of its `chain`; parts with chains follow.
-
-    Attributes:
-        chain: The chain of the module itself.
-    """
-
-    chain: Chain
-
-    @property
-    def memory(self) -> Memory:
-        """The memory mode of the chain; may be set at any time.
-
-        Setting it also sets that of the parts with chains of their own, except for a `Schedule`,
-        which is made for one chain.
-        """
-        return self.chain.memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self.chain.memory = memory
-        if not isinstance(memory, Schedule):
-            for part in self._parts_with_chains():
-                part.memory = memory
-
-    @property
-    def drift(self) -> DriftGuard:
-        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
-        return self.chain.drift
-
-    @drift.setter
-    def drift(self, drift: Drift) -> None:
-        self.chain.drift = drift
-        for part in self._parts_with_chains():
-            part.drift = self.chain.drift.anew()
-
-    def _parts_with_chains(self) -> list[HasChain]:
-        return [part for part in self.children() if isinstance(part, HasChain)]
-
-
-class _OwnTensors:
-    """The parameters and buffers of a module itself, with their values now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._parameters = [(p, p.clone()) for p in module.parameters(recurse=False)]
-        self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers(recurse=False)}
-
-    def restore_buffers(self) -> None:
-        """Restore the buffers, unless the module has set its parameters: then it has started."""
-        if all(torch.equal(*pair) for pair in self._parameters):
-            for name, (buffer, content) in self._buffers.items():
-                kept = content if buffer.is_inference() else buffer.copy_(content)
-                setattr(self._module, name, kept)
+@contextmanager
+def _buffers_restored(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Restore the buffers of modules, but of one that has set its parameters: it has started."""
+    before = [
+        (
+            module,
+            [(p, p.clone()) for p in module.parameters(recurse=False)],
+            {name: (b, b.clone()) for name, b in module.named_buffers(recurse=False)},
+        )
+        for module in modules
+        if any(True for _ in module.buffers(recurse=False))
+    ]
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            if all(torch.equal(*pair) for pair in parameters):
+                for name, (buffer, value) in buffers.items():
+                    setattr(module, name, value if buffer.is_inference() else buffer.copy_(value))
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:

@@ -50,10 +50,6 @@ class _OfChannels(InvertibleModule):
     def _make(self, like: Tensor) -> None:
         """Make the parameters."""
 
-    def extra_repr(self) -> str:
-        """Show the number of channels."""
-        return str(self.num_channels)
-
 
 class ActNorm(_OfChannels):
     """Scale and shift each channel; the first training batch comes out with mean 0, variance 1.
@@ -136,7 +132,26 @@ class ActNorm(_OfChannels):
         self.started = bool(state)
 
 
-class InvertibleConv1x1(_OfChannels):
+class _Mixing(_OfChannels):
+    """A layer that multiplies the channels with one matrix."""
+
+    @abstractmethod
+    def _matrix(self) -> tuple[Tensor, Tensor]:
+        """Return the matrix ``(C, C)``, and the logarithm of its determinant's magnitude."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        matrix, log_det = self._matrix()
+        return _mix(x, matrix), at_each_position(log_det, x).to(x.dtype)
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
+        matrix, log_det = self._matrix()
+        undone: Tensor = _linalg.inv(wide(matrix)).to(matrix.dtype)
+        return _mix(y, undone), at_each_position(-log_det, y).to(y.dtype)
+
+
+class InvertibleConv1x1(_Mixing):
     """Mix the channels with one learned matrix, the same at every position.
 
     The matrix starts as a random rotation from torch's default generator. Its log-determinant,
@@ -169,21 +184,11 @@ class InvertibleConv1x1(_OfChannels):
     def _make(self, like: Tensor) -> None:
         self.weight = nn.Parameter(_rotation(self.num_channels, like))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        log_abs_det: Tensor = _linalg.slogdet(wide(self.weight))[1]
-        y = _mix(x, self.weight)
-        return y, at_each_position(log_abs_det, x).to(y.dtype)
-
-    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        weight = wide(self.weight)
-        log_abs_det: Tensor = _linalg.slogdet(weight)[1]
-        x = _mix(y, _linalg.inv(weight).to(self.weight.dtype))
-        return x, at_each_position(-log_abs_det, y).to(x.dtype)
+    def _matrix(self) -> tuple[Tensor, Tensor]:
+        return self.weight, _linalg.slogdet(wide(self.weight)).logabsdet
 
 
-class InvertibleConv1x1LU(_OfChannels):
+class InvertibleConv1x1LU(_Mixing):
     """Mix the channels with one learned matrix, stored as its LU factors.
 
     ``W = P L (U + diag(sign * exp(log_s)))``: P (a permutation) and sign are fixed, L has a unit
@@ -234,28 +239,13 @@ class InvertibleConv1x1LU(_OfChannels):
 
     def weight(self) -> Tensor:
         """Return the product of the factors: the matrix of shape ``(C, C)``."""
-        lower, upper = self._triangles()
-        return self.permutation @ (lower @ upper)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        with without_autocast(x.device.type):
-            weight = self.weight()
-        return _mix(x, weight), at_each_position(self.log_s.sum(), x)
-
-    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        lower, upper = self._triangles()
-        undone: Tensor = _linalg.solve_triangular(
-            wide(lower), wide(self.permutation).T, upper=False, unitriangular=True
-        )
-        undone = _linalg.solve_triangular(wide(upper), undone, upper=True)
-        return _mix(y, undone.to(upper.dtype)), at_each_position(-self.log_s.sum(), y)
-
-    def _triangles(self) -> tuple[Tensor, Tensor]:
         diagonal = torch.diag_embed(self.sign * self.log_s.exp())
         one = torch.eye(self.num_channels, device=self.lower.device, dtype=self.lower.dtype)
-        return self.lower.tril(-1) + one, self.upper.triu(1) + diagonal
+        with without_autocast(self.lower.device.type):
+            return self.permutation @ (self.lower.tril(-1) + one) @ (self.upper.triu(1) + diagonal)
+
+    def _matrix(self) -> tuple[Tensor, Tensor]:
+        return self.weight(), self.log_s.sum()
 
     @torch.no_grad()
     def _factorise(self, weight: Tensor) -> None:
@@ -281,15 +271,11 @@ def _channel_mean(x: Tensor) -> Tensor | None:
 
 def _rotation(num_channels: int, like: Tensor) -> Tensor:
     """Draw a rotation matrix, uniform over rotations, in float32 on the CPU, then moved."""
-    factors: tuple[Tensor, Tensor] = _linalg.qr(
-        torch.randn(num_channels, num_channels, dtype=torch.float32, device="cpu")
-    )
-    # Without the signs of the diagonal, QR's own convention would leak into the distribution.
-    rotation = factors[0] * factors[1].diagonal().sign()
+    size = (num_channels, num_channels)
+    rotation = nn.init.orthogonal_(torch.empty(size, dtype=torch.float32, device="cpu"))
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
-    # QR transposes it, and some optimizers flatten with a view.
-    return rotation.contiguous().to(like)
+    return rotation.to(like)
 
 
 def wide(matrix: Tensor) -> Tensor:

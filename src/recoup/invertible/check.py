@@ -2,10 +2,11 @@
 
 NOTE [ Gradients of the log-determinant of an inverse ]
 
-An inverse may round (`Dequantize`) or iterate, so that its own Jacobian is of no use. Its
-log-determinant follows from forward: ``L(y) = -log|det J(x(y))|``, J the Jacobian of forward.
-By the implicit function theorem, with ``v = J^-T dlog|det J|/dx``, its gradients are ``-v`` for y,
-and ``v dF/dw - dlog|det J|/dw`` for anything else (w) that forward F reads.
+An inverse may round (`Dequantize`) or iterate, so that its own Jacobian is of no use. But x is
+known, and by the implicit function theorem a step of Newton's method from it, which does not move
+it, has the derivatives of the inverse: ``x(y) = x - J^-1 (F(x) - y)``, J the Jacobian of forward F
+at x, taken as a constant. The log-determinant of the inverse is that of forward at ``x(y)``, with
+the other sign.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import InvertibleModule
 
 _MODES = ("sqrt", "constant")  # each compared with "linear"
-_MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension and sample
+_MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension
 _SEED = 0
 
 Contexts = tuple[Tensor, ...]  # empty, or a context
@@ -166,130 +166,40 @@ def check_invertible(
     for part in still.modules():
         if isinstance(part, Chain):
             part.memory = "linear"  # the Jacobian runs backward many times over one graph
-    findings = [
-        *_round_trip(still, x, contexts, tolerance),
-        *_log_dets(still, x, contexts, tolerance),
-    ]
-    findings += [_gradients(started, x, contexts, mode, tolerance) for mode in _MODES]
+    comparisons = {**_round_trips(still, x, contexts), **_log_dets(still, x, contexts)}
+    for mode in _MODES:
+        comparisons[f'gradients, "{mode}" and "linear"'] = _of_memory(started, x, contexts, mode)
+    findings = [_finding(of, tolerance, compare) for of, compare in comparisons.items()]
     return InvertibleReport(name, tuple(findings))
 
 
-def _attempt(name: str, tolerance: float, compare: Callable[[], tuple[float, str]]) -> Finding:
+def _finding(name: str, tolerance: float, compare: Callable[[], Pairs]) -> Finding:
+    """Return the largest error of what `compare` returns, with a note on which values are wrong."""
     try:
-        error, note = compare()
+        pairs = compare()
+        used = {
+            key: pair for key, pair in pairs.items() if pair[0] is not None or pair[1] is not None
+        }
+        errors = {key: _error(*pair) for key, pair in used.items()}
     except Exception as raised:  # noqa: BLE001 - the module under test may raise anything
-        error, note = math.inf, f"{type(raised).__name__}: {raised}"
-    return Finding(name, error, tolerance, note)
-
-
-def _run(module: InvertibleModule, direction: Direction, value: Any, contexts: Contexts) -> Any:
-    """Run `module` under the seed of all comparisons; return a value and its log-determinant."""
-    call = module if direction == "forward" else module.inverse
-    returned = with_seed(lambda: call(value, *contexts), _SEED)
-    num_early = module.num_early if direction == "forward" else 0
-    first: Tensor = value if isinstance(value, Tensor) else value[0]
-    return check_pair(returned, len(first), direction, type(module).__name__, num_early=num_early)
-
-
-def _round_trip(
-    module: InvertibleModule, x: Tensor, contexts: Contexts, tolerance: float
-) -> Iterator[Finding]:
-    with torch.no_grad():
-        y, log_det = _run(module, "forward", x, contexts)
-
-        def back() -> tuple[Tensor, Tensor]:
-            return _run(module, "inverse", y, contexts)
-
-        def again() -> Any:
-            return _run(module, "forward", back()[0], contexts)[0]
-
-        for name, compare in (
-            ("forward, then inverse", lambda: _error(back()[0], x)),
-            ("inverse, then forward", lambda: _error(_flat(again()), _flat(y))),
-            ("log-det of forward and inverse", lambda: _error(-back()[1], log_det)),
-        ):
-            yield _attempt(name, tolerance, lambda compare=compare: (compare(), ""))
-
-
-def _log_dets(
-    module: InvertibleModule, x: Tensor, contexts: Contexts, tolerance: float
-) -> Iterator[Finding]:
-    samples = [
-        _Sample(module, x[at : at + 1], tuple(each[at : at + 1] for each in contexts))
-        for at in range(min(len(x), _MOST_SAMPLES))
-    ]
-    for name, pairs_of in (
-        ("log-det and autograd's Jacobian", _Sample.log_dets),
-        ("gradient of the log-det", _Sample.gradients),
-        ("gradient of the inverse's log-det", _Sample.gradients_of_inverse),
-    ):
-        yield _attempt(name, tolerance, lambda of=pairs_of: _worst([*map(of, samples)], tolerance))
-
-
-def _gradients(
-    module: InvertibleModule, x: Tensor, contexts: Contexts, mode: str, tolerance: float
-) -> Finding:
-    def compare() -> tuple[float, str]:
-        expected = _gradients_by_name(module, x, contexts, "linear")
-        actual = _gradients_by_name(module, x, contexts, mode)
-        return _worst([{name: (actual[name], expected[name]) for name in expected}], tolerance)
-
-    return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
-
-
-def _gradients_by_name(
-    module: InvertibleModule, x: Tensor, contexts: Contexts, mode: str
-) -> dict[str, Tensor | None]:
-    module = copy.deepcopy(module)
-    stages = [*module] if isinstance(module, Chain) else [module]
-    # A stage in front, so that the input of `module` too must be computed by inversion.
-    entrance = ActNorm(x.shape[1], device=x.device, dtype=x.dtype)
-    entrance.started = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that some are recomputed is no finding
-        # The guard must not repair a wrong inverse, so that the gradients show it.
-        chain = Chain(entrance, *stages, memory=mode, drift="ignore")
-    x = x.clone().requires_grad_()
-    contexts = tuple(each.clone().requires_grad_() for each in contexts)
-    leaves = dict(zip(("the input", "the context"), (x, *contexts), strict=False))
-    leaves |= {f"a stage before ({name})": p for name, p in entrance.named_parameters()}
-    leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-    def loss() -> Tensor:
-        y, log_det = chain(x, *contexts)
-        values = torch.cat([_flat(y), log_det.unsqueeze(1)], dim=1)
-        return (values * torch.randn_like(values)).sum()
-
-    found = _gradients_of(with_seed(loss, _SEED), list(leaves.values()))
-    return dict(zip(leaves, found, strict=True))
-
-
-def _worst(samples: Sequence[Pairs], tolerance: float) -> tuple[float, str]:
-    """Return the largest error of values by name, and a note on which are wrong."""
-    errors: dict[str, float] = {}
-    missing: set[str] = set()
-    unused: set[str] = set()
-    for name, (actual, expected) in (pair for pairs in samples for pair in pairs.items()):
-        if actual is None and expected is None:
-            unused.add(name)
-            continue
-        error = _error(*_or_zeros((actual, expected), (expected, actual)))
-        errors[name] = error if math.isnan(error) else max(errors.get(name, 0.0), error)
-        if actual is None and not error <= tolerance:
-            missing.add(name)
-    wrong = [name for name, error in errors.items() if not error <= tolerance]
+        return Finding(name, math.inf, tolerance, f"{type(raised).__name__}: {raised}")
+    wrong = [key for key, error in errors.items() if not error <= tolerance]
     said = {
-        "wrong": [name for name in wrong if name not in missing],
-        "no gradient, though it depends on": sorted(missing),
-        "no gradient in any mode": sorted(unused),
+        "wrong": [key for key in wrong if pairs[key][0] is not None],
+        "no gradient, though it depends on": [key for key in wrong if pairs[key][0] is None],
+        "no gradient in any mode": [key for key in pairs if key not in used],
     }
-    note = "; ".join(f"{words}: {', '.join(names)}" for words, names in said.items() if names)
-    # NaN if any error is NaN: max() alone would depend on the order.
-    is_nan = any(map(math.isnan, errors.values()))
-    return math.nan if is_nan else max(errors.values(), default=0.0), note
+    note = "; ".join(f"{words}: {', '.join(keys)}" for words, keys in said.items() if keys)
+    # Unlike that of Python, this maximum is NaN if any error is.
+    largest = torch.tensor([0.0, *errors.values()], dtype=torch.float64).max()
+    return Finding(name, float(largest), tolerance, note)
 
 
-def _error(actual: Tensor, expected: Tensor) -> float:
+def _error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """Return the largest difference, where None stands for zeros."""
+    if actual is None or expected is None:
+        there = expected if actual is None else actual
+        return 0.0 if there is None else _error(there, torch.zeros_like(there))
     if actual.shape != expected.shape:
         raise ValueError(
             f"The result has shape {tuple(actual.shape)}, but must have {tuple(expected.shape)}."
@@ -300,77 +210,141 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
-class _Sample:
-    """A module at one sample, with the log-determinants and gradients to compare.
+def _run(module: InvertibleModule, direction: Direction, value: Any, contexts: Contexts) -> Any:
+    """Run `module` under the seed of all comparisons; return a value and its log-determinant."""
+    call = module if direction == "forward" else module.inverse
+    returned = with_seed(lambda: call(value, *contexts), _SEED)
+    num_early = module.num_early if direction == "forward" else 0
+    num_samples = len(_parts(value)[0])
+    return check_pair(returned, num_samples, direction, type(module).__name__, num_early=num_early)
 
-    Args:
-        module: the module.
-        x: the sample, of shape ``(1, ...)``.
-        contexts: its context, if any.
-    """
 
-    def __init__(self, module: InvertibleModule, x: Tensor, contexts: Contexts) -> None:
-        self._module = module
-        self._x = x.clone().requires_grad_()
-        self._contexts = tuple(each.clone().requires_grad_() for each in contexts)
-        self._others: dict[str, Tensor] = dict(zip(("the context",), self._contexts, strict=False))
-        self._others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+def _round_trips(
+    module: InvertibleModule, x: Tensor, contexts: Contexts
+) -> dict[str, Callable[[], Pairs]]:
+    with torch.no_grad():
+        y, log_det = _run(module, "forward", x, contexts)
 
-    @cached_property
-    def _forward(self) -> tuple[Any, Tensor]:
-        return _run(self._module, "forward", self._x, self._contexts)
+    @torch.no_grad()
+    def back() -> tuple[Tensor, Tensor]:
+        return _run(module, "inverse", y, contexts)
 
-    @cached_property
-    def _jacobian(self) -> Tensor:
-        values = _flat(self._forward[0])[0]
-        if values.numel() != self._x.numel():
+    @torch.no_grad()
+    def again() -> Any:
+        return _run(module, "forward", back()[0], contexts)[0]
+
+    return {
+        "forward, then inverse": lambda: {"the input": (back()[0], x)},
+        "inverse, then forward": lambda: {"the output": (_flat(again()), _flat(y))},
+        "log-det of forward and inverse": lambda: {"the log-det": (-back()[1], log_det)},
+    }
+
+
+def _log_dets(
+    module: InvertibleModule, x: Tensor, contexts: Contexts
+) -> dict[str, Callable[[], Pairs]]:
+    """Compare with ``slogdet`` of autograd's Jacobian, for the first samples."""
+    first = [each[:_MOST_SAMPLES].clone().requires_grad_() for each in (x, *contexts)]
+    x, contexts = first[0], tuple(first[1:])
+    others = dict(zip(("the context",), contexts, strict=False))
+    others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def forward(x: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """Return what forward returns, and the Jacobians ``(N, D, D)``."""
+        y, log_det = _run(module, "forward", x, contexts)
+        values = _flat(y).unbind(1)
+        if len(values) != x[0].numel():
             raise ValueError(
-                f"`forward` maps {self._x.numel()} numbers a sample to {values.numel()}; an "
-                "invertible layer keeps their number."
+                f"`forward` maps {x[0].numel()} numbers a sample to {len(values)}; an invertible "
+                "layer keeps their number."
             )
         rows = [
-            torch.autograd.grad(value, self._x, create_graph=True, materialize_grads=True)[0]
-            for value in values.unbind()
+            torch.autograd.grad(value.sum(), x, create_graph=True, materialize_grads=True)[0]
+            for value in values
         ]
-        return torch.stack([row.flatten() for row in rows])
+        return y, log_det, torch.stack([row.flatten(1) for row in rows], 1)
 
-    @cached_property
-    def _gradients(self) -> dict[str, Tensor]:
-        """The gradients of the true log-determinant."""
-        leaves = {"the input": self._x, **self._others}
-        log_det: Tensor = _linalg.slogdet(self._jacobian).logabsdet
-        found = _or_zeros(_gradients_of(log_det, list(leaves.values())), leaves.values())
-        return dict(zip(leaves, found, strict=True))
+    def values() -> Pairs:
+        _, stated, jacobian = forward(x)
+        return {"the log-det": (stated, _log_abs_det(jacobian))}
 
-    def log_dets(self) -> Pairs:
-        """Return the log-determinant that the module states, and the true one."""
-        log_det: Tensor = _linalg.slogdet(self._jacobian).logabsdet
-        return {"the log-det": (self._forward[1], log_det.unsqueeze(0))}
+    def gradients() -> Pairs:
+        _, stated, jacobian = forward(x)
+        return _compared({"the input": x, **others}, stated, _log_abs_det(jacobian))
 
-    def gradients(self) -> Pairs:
-        """Return the gradients of the log-determinant of forward."""
-        true = self._gradients
-        stated = _gradients_of(self._forward[1], [self._x, *self._others.values()])
-        return {name: (of, true[name]) for name, of in zip(true, stated, strict=True)}
+    def gradients_of_inverse() -> Pairs:
+        y, _, jacobian = forward(x)
+        latent = _flat(y).detach().requires_grad_()
+        sizes = [part[0].numel() for part in _parts(y)]
+        pieces = cast("Sequence[Tensor]", latent.split(sizes, dim=1))
+        parts = [piece.view_as(part) for piece, part in zip(pieces, _parts(y), strict=True)]
+        given = tuple(parts) if isinstance(y, tuple) else parts[0]
+        _, stated = _run(module, "inverse", given, contexts)
+        off = (_flat(y) - latent).unsqueeze(2)  # zeros, with derivatives
+        step: Tensor = _linalg.solve(jacobian.detach(), off)
+        moved = x.detach() - step.view_as(x)
+        return _compared({"the input": latent, **others}, stated, -_log_abs_det(forward(moved)[2]))
 
-    def gradients_of_inverse(self) -> Pairs:
-        """Return the gradients of the log-determinant of inverse."""
-        y, _ = self._forward
-        others = list(self._others.values())
-        at_x = self._gradients["the input"].flatten()
-        pulled: Tensor = _linalg.solve(self._jacobian.detach().T, at_x)
-        through = _or_zeros(_gradients_of(_flat(y)[0], others, pulled), others)
-        given = [part.detach().requires_grad_() for part in _parts(y)]
-        of_y = tuple(given) if isinstance(y, tuple) else given[0]
-        _, stated = _run(self._module, "inverse", of_y, self._contexts)
-        at_y = _gradients_of(stated, given)
-        has_none = all(each is None for each in at_y)
-        joined = None if has_none else _flat(tuple(_or_zeros(at_y, given))).flatten()
-        pairs: Pairs = {"the input": (joined, -pulled)}
-        found = zip(self._others, _gradients_of(stated, others), through, strict=True)
-        for name, of_inverse, change in found:
-            pairs[name] = (of_inverse, change - self._gradients[name])
-        return pairs
+    return {
+        "log-det and autograd's Jacobian": values,
+        "gradient of the log-det": gradients,
+        "gradient of the inverse's log-det": gradients_of_inverse,
+    }
+
+
+def _of_memory(
+    module: InvertibleModule, x: Tensor, contexts: Contexts, mode: str
+) -> Callable[[], Pairs]:
+    """Compare the gradients of a step in a memory mode with those in "linear"."""
+
+    def gradients(memory: str) -> dict[str, Tensor | None]:
+        trained = copy.deepcopy(module)
+        # A stage in front, so that the input of `module` too must be computed by inversion.
+        entrance = ActNorm(x.shape[1], device=x.device, dtype=x.dtype)
+        entrance.started = True
+        stages = [*trained] if isinstance(trained, Chain) else [trained]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a warning that some are recomputed is no finding
+            # The guard must not repair a wrong inverse, so that the gradients show it.
+            chain = Chain(entrance, *stages, memory=memory, drift="ignore")
+        given = [each.clone().requires_grad_() for each in (x, *contexts)]
+        leaves = dict(zip(("the input", "the context"), given, strict=False))
+        leaves |= {f"a stage before ({name})": p for name, p in entrance.named_parameters()}
+        leaves |= {name: p for name, p in trained.named_parameters() if p.requires_grad}
+
+        def loss() -> Tensor:
+            y, log_det = chain(*given)
+            values = torch.cat([_flat(y), log_det.unsqueeze(1)], dim=1)
+            return (values * torch.randn_like(values)).sum()
+
+        return _gradients_of(with_seed(loss, _SEED), leaves)
+
+    def compare() -> Pairs:
+        expected, actual = gradients("linear"), gradients(mode)
+        return {name: (actual[name], expected[name]) for name in expected}
+
+    return compare
+
+
+def _compared(leaves: Mapping[str, Tensor], stated: Tensor, true: Tensor) -> Pairs:
+    """Pair the gradients of a stated log-determinant with those of the true one."""
+    actual = _gradients_of(stated, leaves)
+    # So that each has a true gradient, which may be zero.
+    expected = _gradients_of(true + sum(0 * leaf.sum() for leaf in leaves.values()), leaves)
+    return {name: (actual[name], expected[name]) for name in leaves}
+
+
+def _gradients_of(output: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    if not output.requires_grad:
+        return dict.fromkeys(leaves)
+    found = torch.autograd.grad(
+        output.sum(), list(leaves.values()), retain_graph=True, allow_unused=True
+    )
+    return dict(zip(leaves, found, strict=True))
+
+
+def _log_abs_det(jacobian: Tensor) -> Tensor:
+    return _linalg.slogdet(jacobian).logabsdet
 
 
 def _flat(y: Any) -> Tensor:
@@ -380,19 +354,3 @@ def _flat(y: Any) -> Tensor:
 
 def _parts(y: Any) -> tuple[Tensor, ...]:
     return (y,) if isinstance(y, Tensor) else tuple(y)
-
-
-def _gradients_of(
-    output: Tensor, inputs: Sequence[Tensor], seed: Tensor | None = None
-) -> list[Tensor | None]:
-    if not output.requires_grad or not inputs:
-        return [None] * len(inputs)
-    seed = torch.ones_like(output) if seed is None else seed
-    return list(torch.autograd.grad(output, inputs, seed, retain_graph=True, allow_unused=True))
-
-
-def _or_zeros(gradients: Iterable[Tensor | None], like: Iterable[Any]) -> list[Tensor]:
-    return [
-        torch.zeros_like(each) if gradient is None else gradient
-        for gradient, each in zip(gradients, like, strict=True)
-    ]

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from recoup._arguments import check_real, is_whole, shown
 from recoup._core.shared_evaluation import evaluate, lending
 
+_NOT_SHOWN = ("training", "takes_context", "inverts_in_backward")  # in the repr of a module
+
 
 class InvertibleModule(nn.Module):
     """A module whose input can be computed from its output.
@@ -50,7 +52,7 @@ class InvertibleModule(nn.Module):
 
     returns_log_det: ClassVar[bool] = True
     # Whether `inverse` is defined, cheap and exact enough for backward; else backward recomputes.
-    inverts_in_backward: ClassVar[bool] = True
+    inverts_in_backward: bool = True
     # Number of latents that `forward` splits off; it returns them in a tuple, the rest last.
     num_early: int = 0
     # Whether both directions take a second argument, the context (a tensor or None).
@@ -90,6 +92,16 @@ class InvertibleModule(nn.Module):
         """
         return evaluate(network, inputs, then)
 
+    def extra_repr(self) -> str:
+        """Show the numbers and words with which the layer was made."""
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in vars(self).items()
+            if isinstance(value, bool | int | float | str | tuple)
+            and not name.startswith("_")
+            and name not in _NOT_SHOWN
+        )
+
 
 class Adapted(InvertibleModule):
     """The base of adapters: a layer of another library, which stays the object that it is.
@@ -97,38 +109,23 @@ class Adapted(InvertibleModule):
     Args:
         transform: the layer; a child of the adapter, if it is a module.
         networks: the networks that both directions evaluate on the same inputs (See Rule 2).
-        why_not: why backward does not invert the layer; empty if it does (See Rule 1).
+        inverts: whether backward inverts the layer (See Rule 1).
     """
 
     takes_context = True
 
     def __init__(
-        self, transform: Any, networks: Iterable[nn.Module] = (), why_not: str = ""
+        self, transform: Any, networks: Iterable[nn.Module] = (), *, inverts: bool
     ) -> None:
         super().__init__()
         self.transform = transform
-        self.why_not = why_not
-        self._started: set[bool] = set()  # the modes in which it has started (See Rule 3)
-        self._networks = () if why_not else tuple(dict.fromkeys(networks))
-
-    @property
-    def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether backward inverts the layer; if not, `repr` says why."""
-        return not self.why_not
+        self.inverts_in_backward = inverts
+        self._networks = tuple(dict.fromkeys(networks)) if inverts else ()
 
     @property
     def is_light(self) -> bool:
         """Whether backward inverts the layer, and it has no networks."""
-        return not self.why_not and not self._networks
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the layer has seen a batch in the mode that it is in (See Rule 3)."""
-        return getattr(self.transform, "training", True) in self._started
-
-    def has_seen_a_batch(self) -> None:
-        """Note that the layer has seen a batch."""
-        self._started.add(getattr(self.transform, "training", True))
+        return self.inverts_in_backward and not self._networks
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
@@ -154,7 +151,7 @@ class Adapted(InvertibleModule):
 
     def extra_repr(self) -> str:
         """Show what backward does with the layer."""
-        return f"recomputed: {self.why_not}" if self.why_not else "inverted"
+        return "inverted" if self.inverts_in_backward else "recomputed"
 
 
 class Backwards(Adapted):
@@ -166,14 +163,8 @@ class Backwards(Adapted):
 
     def __init__(self, layer: InvertibleModule) -> None:
         networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
-        why_not = "" if layer.inverts_in_backward else "backward does not invert it"
-        super().__init__(layer, networks, getattr(layer, "why_not", why_not))
+        super().__init__(layer, networks, inverts=layer.inverts_in_backward)
         self.takes_context = layer.takes_context
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the layer has seen a batch in the mode that it is in."""
-        return getattr(self.transform, "has_started", True)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         layer = self.transform if back else self.transform.inverse

@@ -127,19 +127,13 @@ class Coupling(InvertibleModule):
                     f"for an input of shape {tuple(shape)}, but {tuple(needed)} is needed. "
                     f"Give it {needed[1]} output channels and keep the other sizes."
                 )
-            if is_board:
-                output = self._halves(output)[1]
             # Networks may run in half precision under autocast; the coupling stays in x's own
             # type, or the inverse would not reproduce the input.
-            return self._of_output(output if output.dtype is dtype else output.to(dtype))
+            output = output.to(dtype)
+            return self._of_output(self._halves(output)[1] if is_board else output)
 
         # Nothing here holds what the network says: it goes before the parts are joined.
         return change(changed, self.evaluate(network, *inputs, then=of_output))
-
-    def extra_repr(self) -> str:
-        """Show which part is the condition."""
-        board = ", split='checkerboard'" if self.split == "checkerboard" else ""
-        return f"condition={self.condition!r}{board}"
 
 
 class AdditiveCoupling(Coupling):
@@ -156,7 +150,7 @@ class AdditiveCoupling(Coupling):
     device, with deterministic kernels (which may round differently for another batch size). This
     holds through any number of such couplings and of layers that only move values (`Permute`,
     `Flip`, `Squeeze`, `Split`, `Flatten`), and constant memory then gives bitwise the gradients of
-    the other modes. Each call computes the largest magnitude of its output once, to check the
+    the other modes. Each call computes the largest magnitude of its sums once, to check the
     bound. Layers that multiply (`ActNorm`, 1x1 convolutions) leave the grid: put them after the
     last coupling.
 
@@ -210,44 +204,54 @@ class AdditiveCoupling(Coupling):
         self.exact = exact
         self.fraction_bits = fraction_bits
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        if not self.exact:
-            return super().forward(x, context)
-        y, log_det = super().forward(self._input_on_grid(x), context)
-        _check_bound(y, self.fraction_bits, type(self).__name__)
-        return y, log_det
-
-    def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        if not self.exact:
-            return super().inverse(y, context)
-        x, log_det = super().inverse(self._input_on_grid(y), context)
-        _check_bound(x, self.fraction_bits, f"The inverse of {type(self).__name__}")
-        return x, log_det
+    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._halves(self._on_grid(x))
 
     def _of_output(self, output: Tensor) -> Tensor:
-        return _to_grid(output, self.fraction_bits) if self.exact else output
+        return self._on_grid(output)
 
     def _change(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return x + values, zero_log_det(x)
+        return self._within_bound(x + values), zero_log_det(x)
 
     def _change_back(self, y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return y - values, zero_log_det(y)
+        return self._within_bound(y - values), zero_log_det(y)
 
-    def _input_on_grid(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point() or _grid_bound(x.dtype, self.fraction_bits) < 4:
+    def _on_grid(self, x: Tensor) -> Tensor:
+        """Round `x` to multiples of ``2**-fraction_bits``; the gradient goes straight through.
+
+        The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
+        """
+        if not self.exact:
+            return x
+        if not x.is_floating_point() or self._bound(x.dtype) < 4:
             raise ValueError(
                 f"`x` is of type {x.dtype}, but with `exact` and `fraction_bits` "
                 f"{self.fraction_bits} it must be torch.float32 or torch.float64. Convert it, or "
                 "use autocast, which leaves it as it is."
             )
-        return _to_grid(x, self.fraction_bits)
+        scale = 2.0**self.fraction_bits
+        with grad_mode(False):
+            change = (x * scale).round_().div_(scale).sub_(x)  # exact, as the two are close
+        return x + change
 
-    def extra_repr(self) -> str:
-        """Show which part is the condition, and the grid."""
-        grid = f", exact=True, fraction_bits={self.fraction_bits}" if self.exact else ""
-        return super().extra_repr() + grid
+    def _bound(self, dtype: torch.dtype) -> float:
+        """Return the magnitude below which `dtype` holds every number on the grid."""
+        significant_bits = 1 - int(math.log2(torch.finfo(dtype).eps))
+        return 2.0 ** (significant_bits - self.fraction_bits)
+
+    def _within_bound(self, sums: Tensor) -> Tensor:
+        """Return `sums`, or raise a GridError if one of them is too large to be exact."""
+        if not self.exact or sums.numel() == 0:
+            return sums
+        bound, largest = self._bound(sums.dtype), float(sums.detach().abs().max())
+        if not largest < bound:
+            raise GridError(
+                f"{type(self).__name__} made a value of {largest:.6g}, but with `fraction_bits` "
+                f"{self.fraction_bits} sums in {sums.dtype} are exact below {bound:g} only. Use "
+                "fewer `fraction_bits`, for a coarser grid that reaches further, or double "
+                "precision; if values are not finite, look for what made them so."
+            )
+        return sums
 
 
 class AffineCoupling(Coupling):
@@ -314,10 +318,6 @@ class AffineCoupling(Coupling):
         shift, scale, log_det = values
         return (y - shift) / scale, -log_det
 
-    def extra_repr(self) -> str:
-        """Show which half is the condition, and the bound."""
-        return f"{super().extra_repr()}, bound={self.bound:g}"
-
 
 def _takes_context(network: nn.Module | None) -> bool:
     """Return whether the network of a coupling is called with a context beside its input."""
@@ -357,35 +357,3 @@ def _board(first: Tensor, second: Tensor) -> Tensor:
     (a, e), (b, d) = (part.reshape(n, c, h // 2, 2, half).unbind(3) for part in (first, second))
     upper, lower = torch.stack((a, b), dim=-1), torch.stack((d, e), dim=-1)
     return torch.stack((upper, lower), dim=3).reshape(n, c, h, 2 * half)
-
-
-def _to_grid(x: Tensor, fraction_bits: int) -> Tensor:
-    """Round `x` to multiples of ``2**-fraction_bits``; the gradient goes straight through.
-
-    The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
-    """
-    scale = 2.0**fraction_bits
-    with grad_mode(False):
-        change = (x * scale).round_().div_(scale).sub_(x)  # exact, as the two are close
-    return x + change
-
-
-def _grid_bound(dtype: torch.dtype, fraction_bits: int) -> float:
-    """Return the magnitude below which `dtype` holds every multiple of ``2**-fraction_bits``."""
-    significant_bits = 1 - int(math.log2(torch.finfo(dtype).eps))
-    return 2.0 ** (significant_bits - fraction_bits)
-
-
-def _check_bound(y: Tensor, fraction_bits: int, name: str) -> None:
-    """Raise a GridError if a value of `y` is beyond the bound within which sums are exact."""
-    if not y.is_floating_point() or y.numel() == 0:
-        return
-    bound = _grid_bound(y.dtype, fraction_bits)
-    largest = float(y.detach().abs().max())
-    if not largest < bound:
-        raise GridError(
-            f"{name} made a value of {largest:.6g}, but with `fraction_bits` {fraction_bits} sums "
-            f"in {y.dtype} are exact below {bound:g} only. Use fewer `fraction_bits`, for a "
-            "coarser grid that reaches further, or double precision; if values are not finite, "
-            "look for what made them so."
-        )

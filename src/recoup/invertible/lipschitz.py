@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,22 +26,20 @@ _fft: Any = torch.fft
 _FREQUENCIES = 8
 
 
-class _Shared(threading.local):
-    def __init__(self) -> None:
-        self.weights: dict[tuple[nn.Module, bool], Tensor] | None = None
-
-
-_shared = _Shared()
+# The normalised weights of a call, by their layer and whether they have a gradient.
+_weights: ContextVar[dict[tuple[nn.Module, bool], Tensor] | None] = ContextVar(
+    "_weights", default=None
+)
 
 
 @contextmanager
 def one_weight_a_call() -> Generator[None]:
     """Compute the normalised weight of each layer once in the context, however often it runs."""
-    before, _shared.weights = _shared.weights, {}
+    token = _weights.set({})
     try:
         yield
     finally:
-        _shared.weights = before
+        _weights.reset(token)
 
 
 class _Lipschitz(nn.Module):
@@ -52,18 +50,17 @@ class _Lipschitz(nn.Module):
 
     def normalized_weight(self) -> Tensor:
         """Return the normalised weight, of the shape of `weight`."""
-        shared = _shared.weights
-        key = (self, torch.is_grad_enabled())
-        if shared is not None and key in shared:
-            return shared[key]
+        weights, key = _weights.get(), (self, torch.is_grad_enabled())
+        if weights is not None and key in weights:
+            return weights[key]
         weight = self.weight
         with without_autocast(weight.device.type):
             norm = self._norm(weight if weight.dtype is torch.float64 else weight.float())
             # Dividing by the larger of the two also covers a weight of zeros.
             scale = self.coefficient / norm.clamp(min=self.coefficient)
             normalized = weight * scale.to(weight.dtype)
-        if shared is not None:
-            shared[key] = normalized
+        if weights is not None:
+            weights[key] = normalized
         return normalized
 
     def _norm(self, weight: Tensor) -> Tensor:

@@ -109,13 +109,6 @@ class MixtureCoupling(Coupling):
     def _bounded(self, raw: Tensor) -> Tensor:
         return self.bound * torch.tanh(raw / self.bound)
 
-    def extra_repr(self) -> str:
-        """Show which part is the condition, and the mixture."""
-        return (
-            f"{super().extra_repr()}, num_components={self.num_components}, bound={self.bound:g}, "
-            f"least_slope={self.least_slope:g}"
-        )
-
 
 class _Bend(NamedTuple):
     """The function ``h(x) = (1 - e) * logit(F(x)) + e * x``, with a mixture F for each entry of x.

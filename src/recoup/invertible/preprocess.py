@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recoup._arguments import check_real, check_type
+from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
-from recoup.invertible.chain import Chain, HasChain
+from recoup.invertible.chain import Chain
 from recoup.invertible.contract import (
     InvertibleModule,
     at_each_position,
@@ -130,10 +130,6 @@ class Logit(InvertibleModule):
         slopes = 2 * functional.softplus(y) - y
         return per_sample(slopes + math.log(1 - 2 * self.alpha))
 
-    def extra_repr(self) -> str:
-        """Show alpha."""
-        return f"alpha={self.alpha:g}"
-
 
 class Dequantize(InvertibleModule):
     """Add uniform noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
@@ -171,7 +167,8 @@ class Dequantize(InvertibleModule):
 
     def __init__(self, levels: int) -> None:
         super().__init__()
-        self.levels = check_levels(levels)
+        check_whole(2, levels=levels)
+        self.levels = operator.index(levels)
         self._checked_kinds: frozenset[tuple[bool, torch.dtype]] = frozenset()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,12 +203,8 @@ class Dequantize(InvertibleModule):
     def _log_det(self, y: Tensor) -> Tensor:
         return y.new_full((y.shape[0],), -math.prod(y.shape[1:]) * math.log(self.levels))
 
-    def extra_repr(self) -> str:
-        """Show the number of levels."""
-        return f"levels={self.levels}"
 
-
-class VariationalDequantize(HasChain, Dequantize):
+class VariationalDequantize(Dequantize):
     """Add learned noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
 
     The noise is ``u = sigmoid(chain(eps, image))`` with standard normal eps, where the image is
@@ -311,23 +304,11 @@ def _numbers(name: str, given: Any) -> Tensor:
     if isinstance(given, Tensor):
         given = cast("Any", given.tolist())
     values = cast("Sequence[Any]", given if isinstance(given, list | tuple) else [given])
-    for each in values:
-        if not isinstance(each, float):  # those are looked at together
-            check_real(**{name: each})
     if not values:
         raise ValueError(f"`{name}` is empty, but must hold a number, or one for each channel.")
+    for each in values:
+        check_real(**{name: each})
     return torch.tensor([float(each) for each in values], dtype=torch.get_default_dtype())
-
-
-def check_levels(levels: object) -> int:
-    """Return `levels` as an int, or raise ValueError if it is not a whole number above 1."""
-    if isinstance(levels, SupportsIndex) and not isinstance(levels, bool | Tensor):
-        number = operator.index(levels)
-        if number > 1:
-            return number
-    raise ValueError(
-        f"`levels` is {levels!r}, but must be a whole number above 1: 256 for 8-bit images."
-    )
 
 
 @torch.no_grad()
@@ -348,16 +329,6 @@ def check_data(x: Tensor, levels: int, name: str = "x") -> None:
     raise ValueError(
         f"`{name}` has values from {low:g} to {high:g}"
         f"{'' if is_whole else ', not all of them whole'}, but with `levels` {levels} the data are "
-        f"whole grey levels, 0 to {levels - 1}. "
-        f"{_way_out(low, high, levels, is_whole=is_whole)}; for continuous data leave `levels` out."
+        f"whole grey levels, 0 to {levels - 1}. For images in [0, 1] give "
+        f"`(x * {levels - 1}).round()`; for continuous data leave `levels` out."
     )
-
-
-def _way_out(low: float, high: float, levels: int, *, is_whole: bool) -> str:
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "Look for what made them infinite"
-    if low >= 0 and high <= 1:
-        return f"For images in [0, 1] give `(x * {levels - 1}).round()`"
-    if is_whole and low >= 0:
-        return f"Use `levels` {int(high) + 1}"
-    return "Shift, scale and round them to levels"

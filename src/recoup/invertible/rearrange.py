@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recoup._arguments import check_type, check_whole
+from recoup._arguments import check_whole
 from recoup.invertible.contract import InvertibleModule, check_channels, sizes_of, zero_log_det
 
 
@@ -51,10 +51,6 @@ class Flatten(InvertibleModule):
                 f"{tuple(self.shape)} needs (N, {', '.join(map(str, shape))}). Build the layer "
                 f"with the `shape` of one sample."
             )
-
-    def extra_repr(self) -> str:
-        """Show the shape."""
-        return str(tuple(self.shape))
 
 
 class Squeeze(InvertibleModule):
@@ -112,46 +108,17 @@ class Squeeze(InvertibleModule):
         patches = y.reshape(n, c // (f * f), f, f, h, w).permute(0, 1, 4, 2, 5, 3)
         return patches.reshape(n, c // (f * f), h * f, w * f), zero_log_det(y)
 
-    def extra_repr(self) -> str:
-        """Show the factor."""
-        return f"factor={self.factor}"
 
-
-class _AlongDim(InvertibleModule):
-    """A layer that works along one dimension."""
-
-    def __init__(self, dim: int = 1) -> None:
-        super().__init__()
-        check_type(int, "a whole number", dim=dim)
-        if dim == 0:
-            raise ValueError("`dim` is 0, the batch; samples must stay whole. Use 1, the channels.")
-        self.dim = dim
-
-    def _check(self, x: Tensor) -> None:
-        if not -x.dim() < self.dim < x.dim():
-            raise ValueError(
-                f"`dim` {self.dim} is the batch of `x` of shape {tuple(x.shape)}, or not there; "
-                "samples must stay whole. Use 1, the channels."
-            )
-
-    def extra_repr(self) -> str:
-        """Show the dimension."""
-        return f"dim={self.dim}"
-
-
-class Split(_AlongDim):
-    """Cut a tensor in two: one part goes on, the other is a latent from here on.
+class Split(InvertibleModule):
+    """Cut the channels in two: one part goes on, the other is a latent from here on.
 
     In a `Chain` the part that goes on is the input of the next stage, and the other part appears
     in the chain's output: the latents in the order in which they were split off, the last one at
-    the end. Autograd keeps nothing.
-
-    Args:
-        dim: The dimension to cut; not 0, the batch. If its size is odd, the part that goes on
-            gets the extra value.
+    the end. If the number of channels is odd, the part that goes on gets the extra one. Autograd
+    keeps nothing.
 
     Raises:
-        ValueError: When `dim` is the batch, or the input has fewer than 2 values along `dim`.
+        ValueError: When the input has fewer than 2 channels.
 
     Example:
         >>> import torch
@@ -167,20 +134,19 @@ class Split(_AlongDim):
     num_early = 1
 
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Cut `x` of shape ``(N, ...)``; returns ``((h, z), log_det)``."""
-        self._check(x)
-        if x.shape[self.dim] < 2:
+        """Cut `x` of shape ``(N, C, ...)``; returns ``((h, z), log_det)``."""
+        if x.dim() < 2 or x.shape[1] < 2:
             raise ValueError(
-                f"`x` has shape {tuple(x.shape)}, but Split needs at least 2 values along its "
-                f"`dim` {self.dim}. Squeeze first, or use fewer levels."
+                f"`x` has shape {tuple(x.shape)}, but Split needs (N, C, ...) with C of at least "
+                "2. Squeeze first, or use fewer levels."
             )
-        h, z = x.tensor_split(2, dim=self.dim)
+        h, z = x.tensor_split(2, dim=1)
         # A latent lives as long as the loss. A view would keep the storage of x that long.
         return (h, z.clone()), zero_log_det(x)
 
     def inverse(self, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Concatenate ``(h, z)``; returns ``(x, log_det)``."""
-        x = torch.cat(y, dim=self.dim)
+        x = torch.cat(y, dim=1)
         return x, zero_log_det(x)
 
 
@@ -232,21 +198,11 @@ class Permute(InvertibleModule):
         check_channels(y, self.permutation.numel())
         return y.index_select(1, self.permutation.argsort()), zero_log_det(y)
 
-    def extra_repr(self) -> str:
-        """Show the number of channels."""
-        return str(self.permutation.numel())
 
-
-class Flip(_AlongDim):
-    """Reverse the order along one dimension, so that the next coupling changes the other half.
+class Flip(InvertibleModule):
+    """Reverse the order of the channels, so that the next coupling changes the other half.
 
     Autograd keeps nothing.
-
-    Args:
-        dim: The dimension to reverse; not 0, the batch.
-
-    Raises:
-        ValueError: When `dim` is the batch.
 
     Example:
         >>> import torch
@@ -257,9 +213,8 @@ class Flip(_AlongDim):
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Reverse `x` of shape ``(N, ...)``; returns ``(y, log_det)``."""
-        self._check(x)
-        return x.flip(self.dim), zero_log_det(x)
+        """Reverse `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        return x.flip(1), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` by reversing once more; returns ``(x, log_det)``."""

@@ -30,7 +30,7 @@ from recoup._arguments import check_choice, check_whole
 from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
-from recoup._core.saved_tensors import Pair, grad_mode, pair_in_force, saving
+from recoup._core.saved_tensors import Pair, pair_in_force, saving
 from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_modules
 from recoup.errors import ConvergenceError
@@ -42,13 +42,11 @@ LogDet = Literal["exact", "series", "unbiased"]
 Network = Callable[[Tensor], Tensor]
 
 _linalg: Any = torch.linalg  # torch does not type its functions
+_modules: Any = nn.modules  # has what all dropouts, and all batch norms, derive from
 
 _MOST_EXACT = 256  # values in a sample: the Jacobian has their square
 _ROUNDING = 128  # the default tolerance, in units of the type's rounding
-_NOT_FOR_BLOCKS = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-)  # fmt: skip
+_NOT_FOR_BLOCKS = (_modules.dropout._DropoutNd, _modules.batchnorm._BatchNorm)
 
 
 class InvertibleResidual(InvertibleModule):
@@ -64,7 +62,7 @@ class InvertibleResidual(InvertibleModule):
     * "exact": the Jacobian and its determinant; D evaluations of the network for samples of D
       values, D at most 256.
     * "series": the first `num_terms` terms of ``trace(J) - trace(J^2) / 2 + ...``, each trace
-      estimated without bias from `num_probes` random signs. The truncated rest is at most
+      estimated without bias from random signs. The truncated rest is at most
       ``D * L**(num_terms + 1) / ((num_terms + 1) * (1 - L))`` a sample.
     * "unbiased": the same `num_terms`, then one more with probability `continuation`, and so on,
       each divided by the probability that it is computed. The mean is the exact log-determinant
@@ -86,8 +84,6 @@ class InvertibleResidual(InvertibleModule):
         network: Maps ``(N, ...)`` to the same shape.
         log_det: "exact", "series" or "unbiased".
         num_terms: Number of terms of the series, the least for "unbiased".
-        num_probes: Number of probes that estimate a trace; they cost as much as a batch that many
-            times larger.
         continuation: The probability of one more term, above 0 and below 1.
         tolerance: The inverse ends when no entry of ``x + network(x) - y`` is larger than this,
             relative to the largest entry of the sample's `y` if above 1; None for 128 times the
@@ -119,14 +115,13 @@ class InvertibleResidual(InvertibleModule):
         *,
         log_det: LogDet = "exact",
         num_terms: int = 8,
-        num_probes: int = 1,
         continuation: float = 0.5,
         tolerance: float | None = None,
         max_iterations: int = 500,
     ) -> None:
         super().__init__()
         check_choice("exact", "series", "unbiased", log_det=log_det)
-        check_whole(num_terms=num_terms, num_probes=num_probes, max_iterations=max_iterations)
+        check_whole(num_terms=num_terms, max_iterations=max_iterations)
         check_within(0, 1, 0.5, continuation=continuation)
         if tolerance is not None:
             check_within(0, math.inf, 1e-5, tolerance=tolerance)
@@ -135,7 +130,6 @@ class InvertibleResidual(InvertibleModule):
         self.network = network
         self.log_det: LogDet = log_det
         self.num_terms = num_terms
-        self.num_probes = num_probes
         self.continuation = continuation
         self.tolerance = tolerance
         self.max_iterations = max_iterations
@@ -164,8 +158,10 @@ class InvertibleResidual(InvertibleModule):
 
     def _value_and_log_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Derivatives record a graph in any case, so first find out whether the caller needs one.
-        with grad_mode(self._is_differentiated(x)):
-            return self._with_derivatives(x)
+        wants_grad = self._is_differentiated(x)
+        with _differentiable(x, wants_grad) as alias:
+            value, log_det = self._with_derivatives(alias, wants_grad)
+        return (value, log_det) if wants_grad else (value.detach(), log_det.detach())
 
     def _is_differentiated(self, x: Tensor) -> bool:
         if not torch.is_grad_enabled() or x.requires_grad:
@@ -173,7 +169,7 @@ class InvertibleResidual(InvertibleModule):
         parameters = cast("Iterable[Tensor]", self.network.parameters())
         return any(p.requires_grad for p in parameters) or self._shift(x).requires_grad
 
-    def _with_derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_derivatives(self, x: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor]:
         if self.log_det == "exact":
             dims = math.prod(x.shape[1:])
             if dims > _MOST_EXACT:
@@ -182,11 +178,11 @@ class InvertibleResidual(InvertibleModule):
                     f'{_MOST_EXACT}: the Jacobian has their square. Use log_det="unbiased", or '
                     '"series".'
                 )
-            return exact_log_det(self._shift, x)
+            return exact_log_det(self._shift, x, wants_grad)
         goes_on = self.continuation if self.log_det == "unbiased" else None
-        probes, num_more = probes_for(x, self.num_probes, goes_on)
+        probe, num_more = probe_for(x, goes_on)
         weights = series_weights(self.num_terms, num_more, self.continuation)
-        return power_series(self._shift, x, probes, weights)
+        return power_series(self._shift, x, probe, weights, wants_grad)
 
     def _shift(self, x: Tensor) -> Tensor:
         value = self.network(x)
@@ -204,35 +200,23 @@ class InvertibleResidual(InvertibleModule):
         tolerance = self.tolerance or _ROUNDING * torch.finfo(y.dtype).eps
         # For each sample: a large sample must not make the others less exact.
         allowed = tolerance * y.detach().abs().flatten(1).amax(1).clamp(min=1)
-        x, worst, num_done = y, math.inf, 0
-        for num_done in range(1, self.max_iterations + 1):  # noqa: B007 - the error says it
-            before, x = x, y - self._shift(x)
+        x, worst, num_done = y, 0.0, 0
+        while num_done < self.max_iterations and math.isfinite(worst):
+            before, x, num_done = x, y - self._shift(x), num_done + 1
             # The residual of the equation at `before`; the new x is one iteration closer.
             residual = (x - before).detach().abs().flatten(1).amax(1)
             worst = float((residual / allowed).max())
             if worst <= 1:
                 return x
-            if not math.isfinite(worst):
-                break
-        if not bool(y.isfinite().all()):
-            raise ConvergenceError(
-                "`y` has values that are not finite, of which InvertibleResidual has no inverse. "
-                "Look for what made them so."
-            )
         raise ConvergenceError(
             f"The inverse of InvertibleResidual over {type(self.network).__name__}, for `y` of "
             f"shape {tuple(y.shape)}, did not converge: after {num_done} repetitions of "
             f"`max_iterations` {self.max_iterations} a residual is {worst:.1e} times what "
             f"`tolerance` {tolerance:.1e} allows. If it still falls, raise `max_iterations` or "
-            "`tolerance`; if not, the network does not contract: build it of LipschitzLinear and "
-            "LipschitzConv2d with a smaller `coefficient`, and of activations such as LipSwish."
+            "`tolerance`; if `y` is not finite, look for what made it so; if neither, the network "
+            "does not contract: build it of LipschitzLinear and LipschitzConv2d with a smaller "
+            "`coefficient`, and of activations such as LipSwish."
         )
-
-    def extra_repr(self) -> str:
-        """Show how the log-determinant is computed."""
-        if self.log_det == "exact":
-            return "log_det='exact'"
-        return f"log_det={self.log_det!r}, num_terms={self.num_terms}"
 
 
 def _check_network(network: nn.Module) -> None:
@@ -245,39 +229,32 @@ def _check_network(network: nn.Module) -> None:
             )
 
 
-def exact_log_det(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+def exact_log_det(network: Network, x: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor]:
     """Return ``g(x)`` and the exact log-determinant ``(N,)``, from one derivative per dimension."""
-    wants_grad = torch.is_grad_enabled()
-    with _differentiable(x) as alias:
-        value = network(alias)
-        columns = value.flatten(1).unbind(1)
-        rows = [_pulled_back(column, alias, None, wants_grad).flatten(1) for column in columns]
-        jacobian = torch.stack(rows, dim=1)
-        unit = torch.eye(len(rows), device=x.device, dtype=x.dtype)
-        log_det: Tensor = _linalg.slogdet(wide(unit + jacobian))[1].to(x.dtype)
-    return _given(value, log_det, wants_grad)
+    value = network(x)
+    columns = value.flatten(1).unbind(1)
+    rows = [
+        _pulled_back(column, x, torch.ones_like(column), wants_grad).flatten(1)
+        for column in columns
+    ]
+    jacobian = torch.stack(rows, dim=1)
+    unit = torch.eye(len(rows), device=x.device, dtype=x.dtype)
+    log_det: Tensor = _linalg.slogdet(wide(unit + jacobian))[1].to(x.dtype)
+    return value, log_det
 
 
 def power_series(
-    network: Network, x: Tensor, probes: Tensor, weights: Sequence[float]
+    network: Network, x: Tensor, probe: Tensor, weights: Sequence[float], wants_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, from probes.
+    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, from a probe.
 
-    `probes` have the shape ``(P, *x.shape)``; each trace is the mean of P values ``v J^k v``.
+    Each trace is estimated as ``v J^k v`` with the signs v of `probe`, of the shape of `x`.
     """
-    wants_grad = torch.is_grad_enabled()
-    num_probes, num_samples = probes.shape[:2]
-    with _differentiable(x) as alias:
-        copies = alias.expand_as(probes).flatten(0, 1)
-        value = network(copies)
-        probe = row = probes.flatten(0, 1)
-        total = x.new_zeros(len(probe))
-        for weight in weights:
-            row = _pulled_back(value, copies, row, wants_grad)
-            total = total + weight * (row * probe).flatten(1).sum(1)
-        log_det = total.view(num_probes, num_samples).mean(0)
-        value = value[:num_samples]
-    return _given(value, log_det, wants_grad)
+    value, row, total = network(x), probe, x.new_zeros(len(x))
+    for weight in weights:
+        row = _pulled_back(value, x, row, wants_grad)
+        total = total + weight * (row * probe).flatten(1).sum(1)
+    return value, total
 
 
 def series_weights(num_terms: int, num_more: int, continuation: float) -> list[float]:
@@ -291,8 +268,8 @@ def series_weights(num_terms: int, num_more: int, continuation: float) -> list[f
     return weights
 
 
-def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[Tensor, int]:
-    """Draw signs ``(num_probes, *x.shape)``, and the number of further terms (Rule 2)."""
+def probe_for(x: Tensor, continuation: float | None) -> tuple[Tensor, int]:
+    """Draw signs of the shape of `x`, and the number of further terms (Rule 2)."""
     own = own_generator(torch.device("cpu"), draw_seed())
     num_more = 0
     if continuation is not None:
@@ -301,35 +278,25 @@ def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[
         num_more = int(math.log(uniform) / math.log(continuation))
     seed = int(torch.randint(2**63 - 1, (), generator=own, dtype=torch.int64))
     generator = own_generator(x.device, seed)
-    shape = num_probes, *x.shape
-    bits = torch.randint(2, shape, generator=generator, device=generator.device)
+    bits = torch.randint(2, x.shape, generator=generator, device=generator.device)
     return bits.to(x.device, x.dtype).mul_(2).sub_(1), num_more
 
 
 @contextmanager
-def _differentiable(x: Tensor) -> Generator[Tensor]:
+def _differentiable(x: Tensor, wants_grad: bool) -> Generator[Tensor]:
     """Yield an alias of `x` to take derivatives with respect to (See Rule 1)."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            yield x.clone().requires_grad_()
-    elif torch.is_grad_enabled() and x.requires_grad:
-        with gradients_in_forward():
+    with torch.inference_mode(mode=False), gradients_in_forward():  # gradients are enabled, too
+        if wants_grad and x.requires_grad:
             yield x.view_as(x)
-    else:
-        with grad_mode(True), gradients_in_forward():
-            yield x.detach().requires_grad_()
+        else:
+            yield (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
-def _pulled_back(value: Tensor, x: Tensor, row: Tensor | None, wants_grad: bool) -> Tensor:
-    """Return ``row J`` for the Jacobian of `value` in `x`; the sum over the batch for None."""
-    row = torch.ones_like(value) if row is None else row
+def _pulled_back(value: Tensor, x: Tensor, row: Tensor, wants_grad: bool) -> Tensor:
+    """Return ``row J`` for the Jacobian of `value` in `x`."""
     return torch.autograd.grad(
         value, x, row, retain_graph=True, create_graph=wants_grad, materialize_grads=True
     )[0]
-
-
-def _given(value: Tensor, log_det: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor]:
-    return (value, log_det) if wants_grad else (value.detach(), log_det.detach())
 
 
 @contextmanager

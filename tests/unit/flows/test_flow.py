@@ -162,45 +162,12 @@ def test_looking_for_latent_shapes_disturbs_nothing_and_sampling_records_no_grap
 
 
 @pytest.mark.parametrize("base", [Normal(3.0, 2.0), Logistic(3.0, 2.0)])
-def test_temperature_scales_the_spread_around_loc_for_all_latents_or_for_each(base):
+def test_temperature_scales_the_spread_around_loc(base):
     for temperature in (0.0, 0.5, 1.0, 1.5):
         torch.manual_seed(0)
         x = base_alone(base).sample(20_000, temperature=temperature)
         assert x.mean().item() == pytest.approx(3, abs=0.12)
         assert x.std().item() == pytest.approx(base.stddev.item() * temperature, rel=0.02)
-    flow = multiscale_flow()
-    early, last = flow(flow.sample(2000, temperature=[0.5, 2.0], generator=generator()))[0]
-    assert early.std().item() == pytest.approx(0.5, rel=0.03)
-    assert last.std().item() == pytest.approx(2.0, rel=0.03)
-    same = [flow.sample(3, temperature=t, generator=generator()) for t in (0.7, (0.7, 0.7))]
-    assert torch.equal(*same)
-
-
-@pytest.mark.parametrize(
-    ("make", "indices", "redrawn"),
-    [
-        (FLOWS["multi-scale"], 0, {0}),
-        (of_pictures, -1, {1}),
-        (of_pictures, [0, 1], {0, 1}),
-        (of_pictures, [], set()),
-    ],
-)
-def test_vary_draws_the_latents_it_is_told_and_keeps_the_others(make, indices, redrawn):
-    flow = make()
-    x, *labels = data(flow)
-    options = {"labels": labels[0]} if labels else {}
-    varied = flow.vary(x, indices, **options, generator=generator())
-    mean = flow.vary(x, indices, **options, temperature=0.0)
-    found = (flow(each, *labels)[0] for each in (x, varied, mean))
-    for index, (before, after, at_zero) in enumerate(zip(*found, strict=True)):
-        if index in redrawn:
-            assert (before - after).abs().min() > 1e-6
-            assert at_zero.abs().max() < 1e-8
-        else:
-            torch.testing.assert_close(after, before, rtol=1e-8, atol=1e-8)
-            torch.testing.assert_close(at_zero, before, rtol=1e-8, atol=1e-8)
-    assert torch.equal(varied, flow.vary(x, indices, **options, generator=generator()))
-    assert not varied.requires_grad
 
 
 # -- bases -----------------------------------------------------------------------------------------
@@ -258,11 +225,14 @@ def test_labels_of_any_whole_type_are_taken():
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (None, r"`labels` are missing: this flow has 3 classes.*shape \(4,\), 0 to 2"),
-        (torch.zeros(3, dtype=torch.long), r"`labels` has shape \(3,\), but must be \(4,\)"),
+        (None, r"`labels` is None, but this flow has 3 classes.* 0 to 2, of shape \(4,\)"),
+        (torch.zeros(3, dtype=torch.long), r"`labels` is .* shape \(3,\), but .* shape \(4,\)"),
         (torch.zeros(4), "`labels` is of type torch.float32"),
         (torch.ones(4, dtype=torch.bool), "`labels` is of type torch.bool"),
-        (torch.tensor([0, 1, 2, 3]), "`labels` holds 0 to 3, but this flow has 3 classes: 0 to 2"),
+        (
+            torch.tensor([0, 1, 2, 3]),
+            "`labels` holds 0 to 3, but this flow has 3 classes: .*, 0 to 2",
+        ),
         (torch.tensor([0, 1, 2, -1]), "`labels` holds -1 to 2"),
     ],
 )
@@ -288,10 +258,7 @@ def of_one_coupling(num_classes):
 REFUSED = [
     (sampled(lambda: base_alone(Uniform(0.0, 1.0)), 0.5), r"`temperature` is 0.5.*Uniform"),
     (sampled(small_flow, -1), "`temperature` is -1"),
-    (sampled(multiscale_flow, [1.0, -1.0]), "`temperature` is -1"),
-    (sampled(multiscale_flow, [1.0] * 3), r"`temperature` has 3 numbers.*has 2 latents"),
-    *((lambda index=index: multiscale_flow().vary(torch.zeros(1, 1, 4, 4), index),
-       f"`indices` holds {index}, but this flow has 2") for index in (2, -3)),
+    (sampled(multiscale_flow, [1.0, 1.0]), r"`temperature` is \[1.0, 1.0\], but must be a number"),
     (lambda: base_alone(Normal(torch.zeros(2, requires_grad=True), 1.0)),
      "`loc` of the base Normal requires a gradient"),
     (lambda: setattr(small_flow(), "memory", "big"), "`memory` is 'big'"),

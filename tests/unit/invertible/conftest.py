@@ -81,7 +81,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     ),
     "flatten": lambda: (Flatten((2, 1, 3)), images(2, 1, 3)),
     "squeeze-3": lambda: (Squeeze(3), images(2, 3, 3)),
-    "split-odd": lambda: (Split(-1), images(1, 2, 3)),
+    "split-odd": lambda: (Split(), images(3, 1, 2)),
     "permute": lambda: (Permute([2, 0, 3, 1]), images(4, 2, 1)),
     "flip": lambda: (Flip(), images(3, 2, 1)),
     "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),

@@ -190,15 +190,15 @@ def test_the_chain_of_learned_noise_follows_its_flow_and_is_not_asked_in_samplin
     chain = Chain(ActNorm(1), Squeeze(), AffineCoupling(nn.Conv2d(2, 4, 1)), Flip())
     flow = Flow(chain, shape=(1, 4, 4), dequantize=learned(5)).double().eval()
     flow.memory = "sqrt"
-    assert flow.dequantize.memory == flow.chain.memory == "sqrt"
+    assert flow.dequantize.chain.memory == flow.chain.memory == "sqrt"
     flow.drift = "raise"
-    assert flow.dequantize.drift.otherwise == flow.chain.drift.otherwise == "raise"
-    assert flow.dequantize.drift is not flow.chain.drift
+    assert flow.dequantize.chain.drift.otherwise == flow.chain.drift.otherwise == "raise"
+    assert flow.dequantize.chain.drift is not flow.chain.drift
     schedule = schedules.sqrt(len(flow.chain))  # is for one chain
     flow.memory = "linear"
     flow.memory = schedule
     assert flow.chain.memory is schedule
-    assert flow.dequantize.memory == "linear"
+    assert flow.dequantize.chain.memory == "linear"
 
     flow.dequantize.chain.inverse = None  # would raise
     assert set(flow.sample(3).flatten().tolist()) <= set(range(5))
