@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ import torch
 from recoup._arguments import check_callable, check_whole, is_whole, shown
 from recoup.errors import RecoupError
 from recoup.memory.meter import check_device
-from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.points import Point, build_name, measure_point
 from recoup.memory.size import aligned
 
 
@@ -167,8 +168,8 @@ def curve(
 
     Args:
         build: a function that another process can import, or its name: ``"module:function"`` or
-            ``"path/to/file.py:function"``. A script that calls `curve` with a function of its own
-            must do so under ``if __name__ == "__main__":``.
+            ``"path/to/file.py:function"``. A script that calls `curve` must do so under
+            ``if __name__ == "__main__":``.
         depths: the values of `depth` for `build`, such as numbers of blocks; each at least 1.
         memories: the values of `memory` for `build`, such as memory modes.
         device: ``"cpu"`` or an accelerator.
@@ -203,16 +204,16 @@ def curve(
     where = check_device(device)
     if progress is not None:
         check_callable(progress=progress)
-    if WITHIN_WORKER in os.environ:
+    if multiprocessing.parent_process() is not None:
         raise RecoupError(
-            "`curve` was called while a point was being measured, most likely by the script that "
-            'holds the builder. Put that call under `if __name__ == "__main__":`.'
+            "`curve` was called in a process that another one started, most likely to measure a "
+            "point, by the script that holds the builder. Put that call under "
+            '`if __name__ == "__main__":`.'
         )
     points: list[Point] = []
     for depth in sorted(set(depths)):
         for memory in dict.fromkeys(memories):
-            request = Request(name, depth, memory, str(where), repeats, num_threads)
-            points.append(Point(depth, memory, **measure_point(request)))
+            points.append(measure_point(name, depth, memory, str(where), repeats, num_threads))
             if progress is not None:
                 progress(points[-1])
     return Curve(name, str(where), tuple(points))
