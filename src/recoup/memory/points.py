@@ -77,7 +77,7 @@ def measure_point(
             raise BuildError(f'`build` is "{build}": {error}') from error
         except (RecoupError, BrokenProcessPool) as error:
             is_gone = isinstance(error, BrokenProcessPool)
-            reason = "its process ended early (memory of the machine exhausted?)."
+            reason = "its process ended; it wrote why, unless the machine's memory was exhausted."
             raise RecoupError(
                 f'"{build}" failed at depth={depth}, memory={memory!r} on {device}: '
                 f"{reason if is_gone else error}"

@@ -17,7 +17,7 @@ from recoup.memory.figures import path_of, write_whole
 from recoup.memory.size import aligned, shown_beside
 from recoup.memory.step_recorder import PHASES, BlockCall, StepLine, StepRecorder
 from recoup.memory.timeline import timeline as meter
-from recoup.memory.timeline_page import Page, check_page, page_of
+from recoup.memory.timeline_page import check_page, page_of
 from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
@@ -103,7 +103,7 @@ class StepTimeline:
         if self.plain is None:
             summary += " There was no room to run the step as it is."
         title = f"Memory over a step of {self.model}"
-        return page_of(Page(title, summary, self.lines, self.budget_bytes, self.plan))
+        return page_of(title, summary, self.lines, self.budget_bytes, self.plan)
 
 
 def timeline(
