@@ -42,8 +42,6 @@ class Point:
             it; parameters and the gradients of earlier steps are left out.
         held_bytes: the bytes alive after the step, beyond those alive before it.
         seconds: the wall time of the fastest step, in seconds; None if no step was timed.
-        cpu_seconds: the least processor time of a step, in seconds, summed over all threads; None
-            if no step was timed.
 
     Example:
         >>> from recoup.memory import Point
@@ -57,7 +55,6 @@ class Point:
     peak_bytes: int
     held_bytes: int
     seconds: float | None = None
-    cpu_seconds: float | None = None
 
 
 def measure_point(
@@ -82,9 +79,7 @@ def measure_point(
                 f'"{build}" failed at depth={depth}, memory={memory!r} on {device}: '
                 f"{reason if is_gone else error}"
             ) from error
-    return Point(
-        depth, memory, found.peak_bytes, found.held_bytes, found.seconds, found.cpu_seconds
-    )
+    return Point(depth, memory, found.peak_bytes, found.held_bytes, found.seconds)
 
 
 def measured(
@@ -160,12 +155,7 @@ def build_name(build: Callable[..., object] | str) -> str:
         'recoup.memory.points:load_builder'
     """
     if isinstance(build, str):
-        module, _, function = build.rpartition(":")
-        if not module or not function.isidentifier():
-            raise ValueError(
-                f'`build` is "{build}", but must name a function as "module:function" or '
-                '"path/to/file.py:function".'
-            )
+        _parts(build, "build")
         return build
     module = getattr(build, "__module__", None) or "?"
     name = getattr(build, "__qualname__", None) or repr(build)
@@ -204,12 +194,7 @@ def load_builder(name: str) -> Callable[..., object]:
         >>> load_builder("math:sqrt")(16)
         4.0
     """
-    module_name, _, function_name = name.rpartition(":") if isinstance(name, str) else ("",) * 3  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not module_name or not function_name:
-        raise BuildError(
-            f"`name` is {name!r}, which names no function: give "
-            '"module:function" or "path/to/file.py:function".'
-        )
+    module_name, function_name = _parts(name, "name")
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()
         spec = importlib.util.spec_from_file_location("__recoup_build__", path)
@@ -233,3 +218,14 @@ def load_builder(name: str) -> Callable[..., object]:
     if not callable(function):
         raise BuildError(f"there is no function {function_name} in {module_name}.")
     return function
+
+
+def _parts(name: str, argument: str) -> tuple[str, str]:
+    """Return a module or file and a function in it, by their common name."""
+    module, _, function = name.rpartition(":") if isinstance(name, str) else ("",) * 3  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not module or not function.isidentifier():
+        raise BuildError(
+            f"`{argument}` is {name!r}, but must name a function as "
+            '"module:function" or "path/to/file.py:function".'
+        )
+    return module, function

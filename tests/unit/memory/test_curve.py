@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib
 import math
@@ -30,7 +29,7 @@ class Builder:
 
 
 def by_hand(**changes):
-    values = {"seconds": 0.004, "cpu_seconds": 0.003, **changes}
+    values = {"seconds": 0.004, **changes}
     points = [
         Point(depth, memory, int(2**20 * depth**exponent), 0, **values)
         for depth in (4, 16, 64)
@@ -113,28 +112,21 @@ def test_exponents_are_a_least_squares_fit_of_two_points_or_more():
         assert "grows" not in str(result)
 
 
-def test_the_table_and_the_rows_of_a_file(tmp_path):
+def test_the_table():
     assert by_hand().table().splitlines()[:3] == [
-        "depth  memory  peak MiB  held MiB  step ms  CPU ms",
-        "    4  linear      4.00      0.00     4.00    3.00",
-        "    4  sqrt        2.00      0.00     4.00    3.00",
+        "depth  memory  peak MiB  held MiB  step ms",
+        "    4  linear      4.00      0.00     4.00",
+        "    4  sqrt        2.00      0.00     4.00",
     ]
-    table = by_hand(seconds=None, cpu_seconds=None).table()
+    table = by_hand(seconds=None).table()
     assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB"
     lines = str(by_hand()).splitlines()
     assert lines[0] == "chain:build on cpu"
     assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
-    path = by_hand().to_csv(tmp_path / "new" / "points.csv")
-    with path.open(newline="") as file:
-        header, _, row, *others = csv.reader(file)
-    assert header == ["build", "device", "depth", "memory", "peak_bytes", "held_bytes", "seconds",
-                      "cpu_seconds"]  # fmt: skip
-    assert row == ["chain:build", "cpu", "4", "sqrt", str(2**21), "0", "0.004", "0.003"]
-    assert len(others) == 7
 
 
 def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "points.csv"
+    path = tmp_path / "curve.svg"
     path.write_text("as it was")
 
     def full(self, content):
@@ -143,7 +135,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="disk full"):
-        by_hand().to_csv(path)
+        figures.write_whole(path, b"new")
     assert path.read_text() == "as it was"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -220,13 +212,13 @@ def ask(monkeypatch):
 def test_what_is_measured(ask, capsys):
     units = ask("held_values", 3)
     assert (units.peak_bytes, units.held_bytes) == (3 * 256 * 1024, 0)
-    assert units.seconds is units.cpu_seconds is None
+    assert units.seconds is None
     assert capsys.readouterr() == ("", "a builder may print\n")
     shallow, deep = ask("chain", 2, repeats=2), ask("chain", 6, repeats=2)
     # Tanh keeps its output, which is the input that Linear keeps; the gradients are there already.
     assert deep.peak_bytes - shallow.peak_bytes == 4 * 1024 * 64 * 4
     assert deep.held_bytes == 0
-    assert min(deep.seconds, deep.cpu_seconds) > 0
+    assert deep.seconds > 0
 
 
 def test_every_output_of_any_kind_takes_part(ask):
