@@ -8,7 +8,6 @@ Llama of a billion parameters in bfloat16, whose AdamW is fused, and a ResNet-50
 import contextlib
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,11 +16,12 @@ from typing import NamedTuple
 import torch
 from plan_models import Case, gpt2, llama, resnet, vit
 from plan_rivals import Around, Forward, compiled_blocks, plain, torch_checkpoint
+from timing import seconds_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import recoup
-from recoup._core.devices import is_accelerator, synchronize
+from recoup._core.devices import is_accelerator
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier
 
@@ -147,7 +147,7 @@ class Training:
             step()
             self.empty()
             peaks = recoup.measure(step, device=self.device, repeats=0).peaks
-            seconds = min(self.seconds(step) for _ in range(ROUNDS))
+            seconds = min(seconds_of(step, self.device.type) for _ in range(ROUNDS))
             if "budget_bytes" in found and self.device.type == "cuda":
                 found["num_retries"] = self.num_retries(step, found["budget_bytes"])
         finally:
@@ -191,13 +191,6 @@ class Training:
         gc.collect()
         if is_accelerator(self.device):
             torch.accelerator.empty_cache()
-
-    def seconds(self, step: Callable[[], None]) -> float:
-        synchronize(self.device)
-        start = time.perf_counter()
-        step()
-        synchronize(self.device)
-        return time.perf_counter() - start
 
 
 def _checkpoints(call: Callable, **options) -> Callable[[Case], Forward]:

@@ -1,19 +1,16 @@
 """`recoup.plan(compile=True)` beside the compiler's own budgets and other ways to save bytes."""
 
-import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from plan_models import COMPILED, Case
-from plan_rivals import RIVALS, NotForThisError, compiled, compiled_blocks
-from plans import Contestant, gains, timed
+from plan_rivals import RIVALS, compiled, compiled_blocks
+from plans import Contestant, frontier_of, gains, rivals, timed
 from torch import Tensor
 
-import recoup
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier
-from recoup.planning.plan import Plan
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2, 0.0)
 SHARES = (0.14, 0.11)  # of the bytes of the uncompiled step
@@ -24,87 +21,60 @@ EAGER = {name: way for name, way in RIVALS.items() if not name.startswith("torch
 BLOCK_BY_BLOCK = {"ResNet-50"}
 
 
-def rivals(model: str, build: Callable[[str], Case], device: str) -> Iterator[Contestant]:
+def others(model: str, device: str) -> Iterator[Contestant]:
     """Yield the eager ways, the model as it is first, and then the compiler at its budgets."""
-    first = None
-    for name, change in EAGER.items():
-        case = build(device)
-        try:
-            contestant = Contestant(name, case, change(case))
-        except NotForThisError as error:
-            print(f"   {model}, {name}: left out. {error}", flush=True)
-            continue
-        gradient = contestant.gradient()
-        first = gradient if first is None else first
-        yield _measured(contestant, gradient, first, device)
     whole = compiled_blocks if model in BLOCK_BY_BLOCK else compiled
-    first = None
-    for budget in BUDGETS:
-        case = build(device)
-        contestant = Contestant(f"torch.compile, {budget}", case, whole(budget)(case))
-        gradient = contestant.gradient()
-        # The compiler's budgets draw alike, so what differs by more than rounding is wrong.
-        first = gradient if first is None else first
-        yield _measured(contestant, gradient, first, device)
+    budgets = {f"torch.compile, {budget}": whole(budget) for budget in BUDGETS}
+    # The compiler's budgets draw alike, so what differs by more than rounding is wrong.
+    for ways in (EAGER, budgets):
+        first = None
+        for contestant in rivals(model, COMPILED[model], ways, device, []):
+            gradient = contestant.gradient()
+            first = gradient if first is None else first
+            yield _measured(contestant, gradient, first, device)
 
 
-class Planned:
-    """The plans of one model from one frontier, and what their steps take."""
+def planned(
+    case: Case, frontier: Frontier, budgets: Iterable[int], device: str
+) -> dict[int, Contestant]:
+    """Return the plan for each budget, measured; the same object for the same plan.
 
-    def __init__(self, build: Callable[[str], Case], device: str) -> None:
-        self.case = build(device)
-        self.device = device
-        kwargs = {"loss": self.case.loss, "holds_output": False, **self.case.kwargs}
-        start = time.perf_counter()
-        self.frontier: Frontier = recoup.plan(self.case.model, compile=True, **kwargs)
-        self.measuring_seconds = time.perf_counter() - start
-        print(self.frontier, f"\n   measured in {self.measuring_seconds:.0f} s", flush=True)
-        self._first: dict[bool, Tensor] = {}  # what is not compiled draws otherwise
-        self._known: dict[object, Contestant] = {}
-        self._of_points: dict[int, Contestant] = {}
+    Of budgets with the same fastest point on the frontier only the smallest is planned.
+    """
+    first: dict[bool, Tensor] = {}  # what is not compiled draws otherwise
+    known: dict[object, Contestant] = {}
+    of_points: dict[int, Contestant] = {}
+    found = {}
+    for budget in sorted(budgets):
+        num_points = sum(point.peak_bytes <= budget for point in frontier.points)
+        if num_points not in of_points:
+            key, contestant = _planned(case, frontier, budget)
+            if key not in known:
+                gradient = contestant.gradient()
+                wanted = first.setdefault(contestant.found["is_compiled"], gradient)
+                known[key] = _measured(contestant, gradient, wanted, device)
+            of_points[num_points] = known[key]
+        found[budget] = of_points[num_points]
+    return found
 
-    def contestants(self, budgets: Iterable[int]) -> dict[int, Contestant]:
-        """Return the plan for each budget, measured; the same object for the same plan.
 
-        Of budgets with the same fastest point on the frontier only the smallest is planned.
-        """
-        found = {}
-        for budget in sorted(budgets):
-            num_points = sum(point.peak_bytes <= budget for point in self.frontier.points)
-            if num_points not in self._of_points:
-                self._of_points[num_points] = self._contestant(budget)
-            found[budget] = self._of_points[num_points]
-        return found
-
-    def _contestant(self, budget_bytes: int) -> Contestant:
-        start = time.perf_counter()
-        try:
-            plan = self.frontier.plan(budget_bytes)
-        except BudgetError as error:
-            print("   no plan:", error, flush=True)
-            plan = self.frontier.plan(error.least_bytes)
-        key = (plan.actions, tuple(row.way for row in plan.blocks))
-        if key in self._known:
-            return self._known[key]
-        found = {
-            "budget_bytes": plan.budget_bytes,
-            "predicted_bytes": plan.predicted_peak_bytes,
-            "planning_seconds": time.perf_counter() - start,
-            "is_compiled": any("compiled" in row.way for row in plan.blocks),
-            "num_forwards": sum(row.num_forwards for row in plan.blocks),
-        }
-        contestant = Contestant("recoup", self.case, self._under(plan), **found)
-        gradient = contestant.gradient()
-        first = self._first.setdefault(found["is_compiled"], gradient)
-        self._known[key] = _measured(contestant, gradient, first, self.device)
-        return contestant
-
-    def _under(self, plan: Plan) -> Callable[[], Tensor]:
-        def forward() -> Tensor:
-            with plan.applied():
-                return self.case.forward()
-
-        return forward
+def _planned(case: Case, frontier: Frontier, budget_bytes: int) -> tuple[object, Contestant]:
+    """Return what tells a plan from others, and the model under it."""
+    start = time.perf_counter()
+    try:
+        plan = frontier.plan(budget_bytes)
+    except BudgetError as error:
+        print("   no plan:", error, flush=True)
+        plan = frontier.plan(error.least_bytes)
+    found = {
+        "budget_bytes": plan.budget_bytes,
+        "predicted_bytes": plan.predicted_peak_bytes,
+        "planning_seconds": time.perf_counter() - start,
+        "is_compiled": any("compiled" in row.way for row in plan.blocks),
+        "num_forwards": sum(row.num_forwards for row in plan.blocks),
+    }
+    key = (plan.actions, tuple(row.way for row in plan.blocks))
+    return key, Contestant("recoup", case, case.forward, plan.applied, **found)
 
 
 def _measured(contestant: Contestant, gradient: Tensor, wanted: Tensor, device: str) -> Contestant:
@@ -114,20 +84,19 @@ def _measured(contestant: Contestant, gradient: Tensor, wanted: Tensor, device: 
     return contestant
 
 
-def tables(
-    model: str, build: Callable[[str], Case], device: str, rounds: int = ROUNDS
-) -> dict[str, list[dict]]:
+def tables(model: str, device: str, rounds: int = ROUNDS) -> dict[str, list[dict]]:
     """Return the rows of all ways, and those of plans at equally spaced budgets."""
     torch.compiler.reset()
-    found = list(rivals(model, build, device))
+    found = list(others(model, device))
     peaks = {contestant.found["peak_bytes"] for contestant in found}
     most = found[0].found["peak_bytes"]
-    planned = Planned(build, device)
-    wanted = {*peaks, *(int(share * most) for share in SHARES)}
-    wanted = {max(each, planned.frontier.least_bytes) for each in wanted}
-    least = planned.frontier.least_bytes
+    case = COMPILED[model](device)
+    frontier = frontier_of(case, compile=True)
+    print(frontier, flush=True)
+    least = frontier.least_bytes
+    wanted = {max(each, least) for each in {*peaks, *(int(share * most) for share in SHARES)}}
     spaced = [least + (most - least) * i // (NUM_BUDGETS - 1) for i in range(NUM_BUDGETS)]
-    ours = planned.contestants([*wanted, *spaced])
+    ours = planned(case, frontier, [*wanted, *spaced], device)
     found += dict.fromkeys(ours.values())
     budgets = [{"model": model, **ours[each].found, "budget_bytes": each} for each in spaced]
     rows = timed(model, found, device, rounds)
@@ -138,16 +107,6 @@ def suite(device: str, models: Sequence[str] | None = None) -> Iterator[tuple[st
     """Yield the tables, again with each model."""
     found: dict[str, list[dict]] = {}
     for model in models or COMPILED:
-        for name, rows in tables(model, COMPILED[model], device).items():
+        for name, rows in tables(model, device).items():
             found[name] = found.get(name, []) + rows
         yield from found.items()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=[*COMPILED], help="models")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
-    for each in arguments.names:
-        for row in tables(each, COMPILED[each], "cpu", arguments.rounds)["gains"]:
-            print(row)

@@ -1,14 +1,13 @@
 """Additive couplings over small conv nets, in every library that trains them in constant memory."""
 
 import copy
-import random
 import statistics
-import time
 import warnings
 from collections.abc import Iterator
 
 import torch
 from rivals import installed
+from timing import clock_of, in_turn, ratio
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -199,21 +198,9 @@ def memory(device: str) -> list[dict]:
 
 
 def seconds(device: str, depth: int = 16, rounds: int = 40) -> list[dict]:
-    """Measure processor time on one thread, with all libraries in every round, in random order.
-
-    What the allocator has cached depends on the steps before: a fixed order favours some.
-    """
+    """Measure processor time on one thread, with all libraries in every round."""
     steps = {name: step_of(name, depth, 0.0, device) for name in installed(BUILDERS)}
-    times: dict[str, list[float]] = {name: [] for name in BUILDERS}
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(list(steps), len(steps)):
-            _wait(device)
-            start = clock()
-            steps[name]()
-            _wait(device)
-            times[name].append(clock() - start)
+    times = in_turn(steps, rounds, device, clock_of(device))
     reference = times["plain"]
     return [
         {
@@ -223,9 +210,7 @@ def seconds(device: str, depth: int = 16, rounds: int = 40) -> list[dict]:
             "min_seconds": min(values),
             "median_seconds": statistics.median(values),
             "min_over_plain": min(values) / min(reference),
-            "median_over_plain": statistics.median(
-                value / plain for value, plain in zip(values, reference, strict=True)
-            ),
+            "median_over_plain": ratio(values, reference),
         }
         for name, values in times.items()
     ]
@@ -235,8 +220,3 @@ def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
     """Yield the tables; clocks first, since small allocations take longer after a profiler ran."""
     yield "seconds", seconds(device)
     yield "memory", memory(device)
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()

@@ -1,11 +1,12 @@
 """Errors of the gradients of stiff chains with and without the drift guard, and its time."""
 
 import statistics
-import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from couplings import SHAPE, networks
+from timing import clock_of, in_turn
 from torch import nn
 
 from recoup.invertible import AdditiveCoupling, Chain, DriftGuard
@@ -55,16 +56,13 @@ def overhead(device: str, rounds: int = 40) -> list[dict]:
     chain = Chain(*(AdditiveCoupling(f, g, condition="second") for f, g in pairs)).to(device)
     chain.memory = "constant"
     x = torch.randn(SHAPE, device=device)
-    guards = {name: DriftGuard(name) for name in ("ignore", "recompute")}
-    times = {name: [] for name in guards}
-    for _ in range(rounds):
-        for name, guard in guards.items():
-            chain.drift = guard
-            start = time.process_time()
-            gradient(chain, x)
-            if device != "cpu":
-                torch.cuda.synchronize()
-            times[name].append(time.process_time() - start)
+
+    def guarded(guard: DriftGuard) -> None:
+        chain.drift = guard
+        gradient(chain, x)
+
+    steps = {name: partial(guarded, DriftGuard(name)) for name in ("ignore", "recompute")}
+    times = in_turn(steps, rounds, device, clock_of(device))
     best = {name: min(found) for name, found in times.items()}
     median = {name: statistics.median(found) for name, found in times.items()}
     return [

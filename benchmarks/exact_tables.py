@@ -1,5 +1,7 @@
 """The tables of trainings that are compared step by step, and of bits per dimension on MNIST."""
 
+from tables import page, table, where
+
 _FFJORD = "[FFJORD](https://arxiv.org/abs/1810.01367), table 2"
 _RESIDUAL = "[Chen et al.](https://arxiv.org/abs/1906.02735), table 2"
 _UVA = "[UvA tutorial 11](https://uvadlc-notebooks.readthedocs.io)"
@@ -21,16 +23,11 @@ _PRECISIONS = {"64-true": "float64", "32-true": "float32"}
 
 def training_table(found: dict) -> str:
     """Return a row for each preset and precision."""
-    lines = [
-        "![The loss of each step, and how far two programs are apart](images/exact.png)",
-        "",
-        "| preset | in | steps | example and by hand | rounding alone | perplexity |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in found["runs"]:
+
+    def cells(row: dict) -> list[str]:
         ours, theirs = zip(*row["losses"], strict=True)
         perplexity, by_hand = row["perplexity"]
-        cells = [
+        return [
             row["preset"],
             _PRECISIONS[row["precision"]],
             str(row["num_steps"]),
@@ -38,7 +35,8 @@ def training_table(found: dict) -> str:
             _distances(row["nudged_losses"], theirs),
             f"{perplexity:.2f}, by hand {by_hand:.2f} and {row['nudged_perplexity']:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+
+    head = "preset | in | steps | example and by hand | rounding alone | perplexity"
     last = found["runs"][-1]
     sentence = (
         "The example beside the same training written out by hand (`tests/awd_lstm_by_hand.py`: "
@@ -49,11 +47,11 @@ def training_table(found: dict) -> str:
     )
     conditions = (
         f"<sub>The first windows of WikiText-2, {last['vocab_size']:,} different words; validation "
-        f"on {last['num_validation_words']:,} words. {found['device_name']}, "
-        f"{found['num_threads']} thread, {found['date']}, torch "
-        f"{found['versions']['torch']}; `python benchmarks/language_model_exact.py FOLDER`.</sub>"
+        f"on {last['num_validation_words']:,} words. {where(found)}, "
+        f"{found['num_threads']} thread; `python benchmarks/language_model_exact.py FOLDER`.</sub>"
     )
-    return "\n".join([*lines, "", sentence, "", conditions])
+    picture = "![The loss of each step, and how far two programs are apart](images/exact.png)"
+    return page(picture, table(head, map(cells, found["runs"])), sentence, conditions)
 
 
 def _distances(ours: list[float], theirs: list[float]) -> str:
@@ -64,15 +62,9 @@ def _distances(ours: list[float], theirs: list[float]) -> str:
 
 def bits_table(found: dict) -> str:
     """Return a row for each flow, and below those of others."""
-    lines = [
-        "![Bits per dimension in training](images/mnist_bits.png)",
-        "",
-        "| MNIST, 28x28, 256 levels | parameters | epochs | test bits/dim | |",
-        "|---|---|---|---|---|",
-    ]
-    order = list(_SHOWN)
-    for row in sorted(found["runs"], key=lambda r: (order.index(r["name"]), -r["alpha"])):
-        cells = [
+
+    def cells(row: dict) -> list[str]:
+        return [
             f"**recoup {_SHOWN[row['name']]}**",
             f"{row['num_parameters']:,}",
             str(row["epochs"]),
@@ -81,17 +73,19 @@ def bits_table(found: dict) -> str:
             + (", learned noise" if row["name"] == "flowpp" else "")
             + f"; 8 draws of noise instead of one: {_several(row):+.3f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"| {' | '.join(row)} |" for row in PUBLISHED]
+
+    order = list(_SHOWN)
+    runs = sorted(found["runs"], key=lambda row: (order.index(row["name"]), -row["alpha"]))
+    head = "MNIST, 28x28, 256 levels | parameters | epochs | test bits/dim | "
     minutes = sum(row["seconds"] for row in found["runs"]) / 60
     conditions = (
         "<sub>Batches of 128 of 54,000 pictures, Adamax at 0.004, cosine, networks of 16 or 32 "
         f"channels; all runs together {minutes:.0f} minutes of processor time on a machine that "
-        f"had other work. {found['device_name']}, {found['date']}, torch "
-        f"{found['versions']['torch']}; `python benchmarks/mnist_bits.py realnvp`, `glow`, "
+        f"had other work. {where(found)}; `python benchmarks/mnist_bits.py realnvp`, `glow`, "
         "`flowpp`, ten epochs unless `--epochs` says otherwise.</sub>"
     )
-    return "\n".join([*lines, "", _DIFFERENCES, "", conditions])
+    picture = "![Bits per dimension in training](images/mnist_bits.png)"
+    return page(picture, table(head, [*map(cells, runs), *PUBLISHED]), _DIFFERENCES, conditions)
 
 
 def _several(row: dict) -> float:

@@ -5,9 +5,7 @@ One thread; `flow_rivals` has the contestants. With RECOUP_QUICK=1 it takes seco
 
 import gc
 import os
-import random
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,9 +14,8 @@ import torch
 from couplings import peak_and_held
 from flow_rivals import DIFFERENCES, GLOWS, IMAGES, MOONS, Contestant
 from rivals import installed
+from timing import clock_of, in_turn, ratio
 from torch import Tensor
-
-from recoup._core.devices import synchronize
 
 QUICK = bool(os.environ.get("RECOUP_QUICK"))
 POINTS, DEPTHS = 512, (2,) if QUICK else (2, 8, 16)
@@ -80,36 +77,25 @@ TASKS = {"training": training_step, "log_prob": density, "sampling": sampling}
 def seconds(
     contestants: dict[str, Contestant], x: Tensor, rounds: int, turn: int
 ) -> dict[str, dict[str, dict]]:
-    """Time of each task: all contestants in every round, in an order of its own, `turn` steps each.
+    """Time of each task: all contestants in every round, `turn` steps each.
 
     One thread's processor time. What ran before decides what the caches hold, so the first step
     of a turn does not count, where there are several.
     """
-    clock = time.process_time if x.device.type == "cpu" else time.perf_counter
+    device = x.device.type
     found: dict[str, dict[str, dict]] = {name: {} for name in contestants}
-    order = random.Random(0)
     for task, run in TASKS.items():
-        times: dict[str, list[float]] = {name: [] for name in contestants}
         for contestant in contestants.values():
             contestant.module.train(task == "training")
-        for _ in range(rounds):
-            for name in order.sample(list(contestants), len(contestants)):
-                if turn > 1:
-                    run(contestants[name], x)
-                synchronize(x.device)
-                start = clock()
-                for _ in range(turn):
-                    run(contestants[name], x)
-                synchronize(x.device)
-                times[name].append((clock() - start) / turn)
+        steps = {name: partial(run, contestant, x) for name, contestant in contestants.items()}
+        times = in_turn(steps, rounds, device, clock_of(device), calls=turn, is_warm=turn == 1)
         reference = times[REFERENCE]
         for name, values in times.items():
-            ratios = [value / ours for value, ours in zip(values, reference, strict=True)]
             found[name][task] = {
                 "min_seconds": min(values),
                 "median_seconds": statistics.median(values),
                 "min_over_ours": min(values) / min(reference),
-                "median_over_ours": statistics.median(ratios),
+                "median_over_ours": ratio(values, reference),
             }
     return found
 

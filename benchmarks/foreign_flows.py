@@ -5,10 +5,10 @@
 
 import copy
 import os
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import FrEIA.framework as framework
@@ -22,6 +22,7 @@ import torch
 import zuko
 from nflows.nn.nets import ResidualNet
 from sklearn.datasets import load_digits, make_moons
+from timing import in_turn, ratio
 from torch import Tensor, nn
 
 import recoup
@@ -40,31 +41,22 @@ def mask(index: int, size: int) -> Tensor:
 # -- flows of vectors with a context -------------------------------------------------------------
 
 
-def zuko_of(layer: Callable[[int], Any], depth: int, dim: int, context: int) -> Flow:
-    base = zuko.flows.RealNVP(dim, context, transforms=1).base
-    return zuko.flows.Flow([layer(index) for index in range(depth)], base)
-
-
-def zuko_affine(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
+def zuko_of(kind: Any, depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
     options = {"hidden_features": (width, width), "activation": nn.SiLU}
-    return zuko.flows.RealNVP(dim, context, transforms=depth, **options)
+    return kind(dim, context, transforms=depth, **options)
 
 
 def zuko_spline(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
     from zuko.flows.coupling import GeneralCouplingTransform
 
-    def layer(index: int) -> Any:
-        return GeneralCouplingTransform(
+    layers = [
+        GeneralCouplingTransform(
             dim, context, mask=mask(index, dim), univariate=zuko.transforms.MonotonicRQSTransform,
             shapes=[(8,), (8,), (7,)], hidden_features=(width, width), activation=nn.SiLU,
-        )  # fmt: skip
-
-    return zuko_of(layer, depth, dim, context)
-
-
-def zuko_autoregressive(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
-    options = {"hidden_features": (width, width), "activation": nn.SiLU}
-    return zuko.flows.NSF(dim, context, transforms=depth, **options)
+        )
+        for index in range(depth)
+    ]  # fmt: skip
+    return zuko.flows.Flow(layers, zuko.flows.RealNVP(dim, context, transforms=1).base)
 
 
 def nflows_of(layers: list[Any], shape: list[int]) -> Flow:
@@ -79,20 +71,12 @@ def residual(width: int, context: int) -> Callable[[int, int], nn.Module]:
     )  # fmt: skip
 
 
-def nflows_affine(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
+def nflows_couplings(
+    kind: Any, options: dict, depth: int, width: int, dim: int = DIM, context: int = CONTEXT
+) -> Flow:
     layers = []
     for index in range(depth):
-        coupling = nft.AffineCouplingTransform(mask(index, dim), residual(width, context))
-        layers += [coupling, nft.LULinear(dim)]
-    return nflows_of(layers, [dim])
-
-
-def nflows_spline(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
-    layers = []
-    for index in range(depth):
-        coupling = nft.PiecewiseRationalQuadraticCouplingTransform(
-            mask(index, dim), residual(width, context), num_bins=8, tails="linear", tail_bound=3.0
-        )
+        coupling = kind(mask(index, dim), residual(width, context), **options)
         layers += [coupling, nft.LULinear(dim)]
     return nflows_of(layers, [dim])
 
@@ -142,7 +126,7 @@ def subnet(width: int) -> Callable[[int, int], nn.Module]:
     )  # fmt: skip
 
 
-def freia_of(kind: Any, depth: int, width: int, dim: int, context: int) -> Flow:
+def freia_of(kind: Any, depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
     flow = framework.SequenceINN(dim)
     given = {"cond": 0, "cond_shape": (context,)} if context else {}
     for index in range(depth):
@@ -152,25 +136,20 @@ def freia_of(kind: Any, depth: int, width: int, dim: int, context: int) -> Flow:
     return flow
 
 
-def freia_all_in_one(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
-    return freia_of(freia.AllInOneBlock, depth, width, dim, context)
-
-
-def freia_glow(depth: int, width: int, dim: int = DIM, context: int = CONTEXT) -> Flow:
-    return freia_of(freia.GLOWCouplingBlock, depth, width, dim, context)
-
-
+SPLINE = {"num_bins": 8, "tails": "linear", "tail_bound": 3.0}
 VECTORS = {
-    "zuko, affine couplings": zuko_affine,
+    "zuko, affine couplings": partial(zuko_of, zuko.flows.RealNVP),
     "zuko, spline couplings": zuko_spline,
-    "zuko, NSF (autoregressive)": zuko_autoregressive,
-    "nflows, affine couplings": nflows_affine,
-    "nflows, spline couplings": nflows_spline,
+    "zuko, NSF (autoregressive)": partial(zuko_of, zuko.flows.NSF),
+    "nflows, affine couplings": partial(nflows_couplings, nft.AffineCouplingTransform, {}),
+    "nflows, spline couplings": partial(
+        nflows_couplings, nft.PiecewiseRationalQuadraticCouplingTransform, SPLINE
+    ),
     "nflows, MAF (autoregressive)": nflows_autoregressive,
     "normflows, affine couplings": normflows_affine,
     "normflows, spline couplings": normflows_spline,
-    "FrEIA, AllInOneBlock": freia_all_in_one,
-    "FrEIA, GLOWCouplingBlock": freia_glow,
+    "FrEIA, AllInOneBlock": partial(freia_of, freia.AllInOneBlock),
+    "FrEIA, GLOWCouplingBlock": partial(freia_of, freia.GLOWCouplingBlock),
 }
 
 
@@ -259,13 +238,14 @@ def error(got: list[Tensor], want: list[Tensor]) -> float:
     )
 
 
-def peak(flow: Flow, x: Tensor, context: Tensor | None) -> int:
-    def step() -> None:
-        log_prob(flow, x, context).mean().backward()
+def step(flow: Flow, x: Tensor, context: Tensor | None) -> None:
+    log_prob(flow, x, context).mean().backward()
 
-    step()
-    step()
-    return recoup.measure(step, repeats=0).peak_bytes
+
+def peak(flow: Flow, x: Tensor, context: Tensor | None) -> int:
+    run = partial(step, flow, x, context)
+    in_turn({"": run}, 2)
+    return recoup.measure(run, repeats=0).peak_bytes
 
 
 def depths() -> Iterator[dict]:
@@ -304,21 +284,16 @@ def times() -> Iterator[dict]:
                 plain = built(build, 8, width)
                 log_prob(plain, x, context)  # layers start
                 ours = recoup.train_in(copy.deepcopy(plain))
-                seconds: dict[str, list[float]] = {"own": [], "ours": []}
-                for repeat in range(ROUNDS + 2):
-                    for way, flow in (("own", plain), ("ours", ours)):
-                        begin = time.process_time()
-                        log_prob(flow, x, context).mean().backward()
-                        if repeat >= 2:
-                            seconds[way].append(time.process_time() - begin)
+                steps = {"own": partial(step, plain, x, context)}
+                steps["ours"] = partial(step, ours, x, context)
+                in_turn(steps, 2)
+                seconds = in_turn(steps, ROUNDS, clock=time.process_time)
                 yield {
                     "flow": name,
                     "data": kind,
                     "width": width,
                     "own_seconds": min(seconds["own"]),
-                    "time": statistics.median(
-                        a / b for a, b in zip(seconds["ours"], seconds["own"], strict=True)
-                    ),
+                    "time": ratio(seconds["ours"], seconds["own"]),
                     "least_time": min(seconds["ours"]) / min(seconds["own"]),
                     "bytes": peak(ours, x, context) / peak(plain, x, context),
                 }

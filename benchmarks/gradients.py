@@ -1,11 +1,12 @@
 """Gradients of many backwards over shared weights: peak bytes and time, by how they are summed."""
 
 import statistics
-import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from couplings import peak_and_held
+from timing import clock_of, in_turn
 from torch import nn
 
 import recoup
@@ -106,10 +107,11 @@ def sums(device: str) -> list[dict]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2896, 2896, bias=False) for _ in range(4))).to(device)
     xs = torch.randn(NUM_SEGMENTS, 2, 2896, device=device)
-    seconds = _seconds({name: _call(fn, model, xs) for name, fn in MECHANISMS.items()}, 5)
+    calls = {name: partial(fn, model, xs) for name, fn in MECHANISMS.items()}
+    seconds = _seconds(calls, 5, device)
     rows = []
-    for name, fn in MECHANISMS.items():
-        peak, _ = peak_and_held(_call(fn, model, xs), device)
+    for name, call in calls.items():
+        peak, _ = peak_and_held(call, device)
         rows.append({"name": name, "peak_bytes": peak, "seconds": seconds[name]})
     return rows
 
@@ -173,8 +175,8 @@ def loops(device: str) -> list[dict]:
     cell, x = cell.to(device), torch.randn(1024, 128, device=device)
     rows = []
     for num_segments in (4, 16, 64, 256):
-        calls = {name: _call(fn, cell, x, num_segments) for name, fn in LOOPS.items()}
-        seconds = _seconds(calls, 3)
+        calls = {name: partial(fn, cell, x, num_segments) for name, fn in LOOPS.items()}
+        seconds = _seconds(calls, 3, device)
         for name, call in calls.items():
             peak, _ = peak_and_held(call, device)
             row = {"name": name, "num_segments": num_segments, "input_bytes": x.nbytes}
@@ -182,25 +184,12 @@ def loops(device: str) -> list[dict]:
     return rows
 
 
-def _call(fn, *arguments):
-    def call():
-        return fn(*arguments)
-
-    return call
-
-
-def _seconds(calls: dict, rounds: int) -> dict:
+def _seconds(calls: dict, rounds: int, device: str) -> dict:
     """Return medians of processor time, the ways in turn."""
-    found = {name: [] for name in calls}
-    for each in range(rounds + 1):
-        for name, call in calls.items():
-            begin = time.process_time()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if each:
-                found[name].append(time.process_time() - begin)
-    return {name: statistics.median(times) for name, times in found.items()}
+    for call in calls.values():
+        call()
+    times = in_turn(calls, rounds, device, clock_of(device))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def suite(device: str) -> Iterator[tuple[str, list[dict]]]:

@@ -1,16 +1,15 @@
 """AWD-LSTM: tokens per second and peak bytes beside other ways, and a learning curve."""
 
 import math
-import random
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 from couplings import peak_and_held
 from lightning.pytorch.callbacks import Callback
+from timing import in_turn, seconds_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -198,12 +197,7 @@ def speeds(device, rounds=8):
     for name, step in steps.items():
         step()
         peaks[name] = peak_and_held(step, device)[0]
-    times = {name: [] for name in steps}
-    order, shuffle = list(steps), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)  # who comes after one that frees much memory waits for it
-        for name in order:
-            times[name].append(_seconds(steps[name], device))
+    times = in_turn(steps, rounds, device)
     # The fastest round of each: what disturbs one, mostly memory that is fetched anew, only delays.
     best = {name: min(found) for name, found in times.items()}
     return [
@@ -237,7 +231,7 @@ def long_windows(device, batch_size=10, long=2000):
     def add(memory, window, segment_steps):
         step, num_steps = step_of(window, segment_steps), len(window[0]) - 1
         peak_bytes = peak_and_held(step, device)[0]
-        seconds = min(_seconds(step, device) for _ in range(2))
+        seconds = min(seconds_of(step, device) for _ in range(2))
         rows.append(
             {
                 "memory": memory,
@@ -258,14 +252,6 @@ def long_windows(device, batch_size=10, long=2000):
     add("sqrt", long_window, math.ceil(math.sqrt(long)))
     add(f"{bound} bytes", long_window, longest_segment(peak, long, bound))
     return rows
-
-
-def _seconds(step, device):
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def suite(device):

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from couplings import peak_and_held
 from lightning.pytorch.callbacks import Callback
+from timing import clock_of, in_turn
 
 from recoup.flows import Glow, RealNVP
 
@@ -142,14 +143,7 @@ def seconds(device, rounds=8):
     rows = []
     for name in ("realnvp", "glow"):
         steps = {memory: _step(name, memory, device) for memory in ("linear", "constant")}
-        times = {memory: [] for memory in steps}
-        for _ in range(rounds):
-            for memory, step in steps.items():
-                start = _now()
-                step()
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                times[memory].append(_now() - start)
+        times = in_turn(steps, rounds, device, clock_of(device))
         best = {memory: min(found) for memory, found in times.items()}
         rows.append(
             {

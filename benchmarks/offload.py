@@ -6,7 +6,6 @@ to a file in RECOUP_FOLDER (by default that of temporary files), else to host me
 
 import gc
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 from couplings import peak_and_held
+from timing import in_turn, ratio, seconds_of
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
-from recoup._core.devices import synchronize
 from recoup.schedules import Cost, Schedule, offloaded, revolve, simulate
 
 QUICK = bool(os.environ.get("RECOUP_QUICK"))
@@ -107,7 +106,6 @@ def rows(device: str) -> list[dict]:
     x = torch.randn(ROWS, WIDE, device=device)
     steps = [(way, _step(way, blocks, x)) for way in ways(device)]
     costs = _costs(blocks[0], x, device)
-    taken: dict[str, list[float]] = {way.name: [] for way, _ in steps}
     found, wanted = [], None
     for way, step in steps:
         step()
@@ -126,25 +124,19 @@ def rows(device: str) -> list[dict]:
             # Output, loss and gradients of the chain belong to the caller: as where states stay.
             found[-1]["simulated_bytes"] += found[0]["peak_bytes"] - first_simulated(costs)
         print("  ", found[-1], flush=True)
-    for _ in range(ROUNDS):
-        for way, step in steps:
-            taken[way.name].append(_seconds(step, device))
+    taken = in_turn({way.name: step for way, step in steps}, ROUNDS, device)
     first, plain = taken["states in memory"], taken["all residuals in memory"]
     for row in found:
         own = taken[row["name"]]
         row["seconds"] = min(own)
-        row["over_states_in_memory"] = _ratio(own, first)
-        row["over_all_in_memory"] = _ratio(own, plain)
+        row["over_states_in_memory"] = ratio(own, first)
+        row["over_all_in_memory"] = ratio(own, plain)
     return found
 
 
 def first_simulated(costs: list[Cost]) -> int:
     """Return what `simulate` says of the chain whose states stay in memory."""
     return simulate(revolve(NUM_BLOCKS, NUM_BLOCKS), costs=costs).peak_bytes
-
-
-def _ratio(taken: list[float], reference: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(taken, reference, strict=True))
 
 
 def _step(way: Way, blocks: list[nn.Module], x: Tensor) -> Callable[[], None]:
@@ -168,7 +160,7 @@ def _costs(block: nn.Module, x: Tensor, device: str) -> list[Cost]:
     state = x.numel() * x.element_size()
     # Inputs of both products and of the activation; beyond them, three gradients at a time.
     cost = Cost(
-        seconds=_seconds(lambda: block(x), device),
+        seconds=seconds_of(lambda: block(x), device),
         state_bytes=state,
         tape_bytes=3 * state,
         run_bytes=2 * state,
@@ -177,14 +169,6 @@ def _costs(block: nn.Module, x: Tensor, device: str) -> list[Cost]:
         offload_seconds=0.0,
     )
     return [cost] * NUM_BLOCKS
-
-
-def _seconds(step: Callable[[], object], device: str) -> float:
-    synchronize(torch.device(device))
-    start = time.perf_counter()
-    step()
-    synchronize(torch.device(device))
-    return time.perf_counter() - start
 
 
 def bandwidth() -> dict:

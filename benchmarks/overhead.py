@@ -4,8 +4,6 @@ Processor time of one thread; the contestants of a table take short turns, and a
 of those of the rounds, so that what else the machine does falls on all of them.
 """
 
-import operator
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,6 +13,7 @@ import torch
 from flow_rivals import GLOWS
 from flows import images, made, training_step
 from rivals import installed
+from timing import in_turn, ratio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -26,26 +25,20 @@ from recoup.schedules.actions import groups_of
 Steps = Mapping[str, Callable[[], Any]]
 
 
-def in_turn(steps: Steps, rounds: int, calls: int, reference: str) -> list[dict]:
+def rows_of(steps: Steps, rounds: int, calls: int, reference: str) -> list[dict]:
     """Return a row for each step: its fastest turn, and its time over that of `reference`.
 
     Each round is a turn of `calls` calls of every step. The ratio is the median of the rounds'.
     """
-    turns: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(3):
             step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.process_time()
-            for _ in range(calls):
-                step()
-            turns[name].append((time.process_time() - start) / calls)
+    turns = in_turn(steps, rounds, clock=time.process_time, calls=calls)
     return [
         {
             "name": name,
             "microseconds": 1e6 * min(taken),
-            f"over_{reference}": statistics.median(map(operator.truediv, taken, turns[reference])),
+            f"over_{reference}": ratio(taken, turns[reference]),
         }
         for name, taken in turns.items()
     ]
@@ -71,7 +64,7 @@ def region() -> list[dict]:
     steps: dict[str, Callable[[], Any]] = {"plain": lambda: body(x).sum().backward()}
     steps |= {name: lambda call=call: call().sum().backward() for name, call in calls.items()}
     steps["second run"] = lambda: body(x)
-    found = in_turn(steps, 400, 10, "plain")
+    found = rows_of(steps, 400, 10, "plain")
     over_plain = {row["name"]: row["over_plain"] for row in found}
     beyond = {name: over_plain[name] - 1 - over_plain["second run"] for name in calls}
     for row in found:
@@ -95,7 +88,7 @@ def sequential(num_blocks: int = 20) -> list[dict]:
             segments(num_segments, input=x).sum().backward()
         ),
     }
-    return in_turn(steps, 200, 3, "plain")
+    return rows_of(steps, 200, 3, "plain")
 
 
 # --- weights, gradients --------------------------------------------------------------------------
@@ -111,7 +104,7 @@ def weights() -> list[dict]:
         "dropout and noise": recoup.weight_dropout(recoup.weight_noise(nn.Linear(64, 64))),
     }
     steps = {name: lambda layer=layer: layer(x).sum().backward() for name, layer in layers.items()}
-    return in_turn(steps, 300, 10, "plain")
+    return rows_of(steps, 300, 10, "plain")
 
 
 def store(num_parameters: int = 400) -> list[dict]:
@@ -132,7 +125,7 @@ def store(num_parameters: int = 400) -> list[dict]:
         gradients.backward(loss())
         recoup.step(optimizer, gradients)
 
-    return in_turn({"plain": plain, "recoup": ours}, 60, 1, "plain")
+    return rows_of({"plain": plain, "recoup": ours}, 60, 1, "plain")
 
 
 # --- flows ---------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ def glow(num_steps: int = 16) -> list[dict]:
         torch.manual_seed(0)
         flow = Glow((1, 8, 8), levels=17, num_steps=num_steps, width=64, memory=memory)
         steps[memory] = partial(_flow_step, flow, x)
-    return in_turn(steps, 30, 1, "linear")
+    return rows_of(steps, 30, 1, "linear")
 
 
 def _flow_step(flow: Glow, x: Tensor) -> None:
@@ -163,7 +156,7 @@ def glow_of_others(num_steps: int = 8) -> list[dict]:
         contestant = made(partial(builder, num_steps=num_steps), "cpu", x)
         contestant.module.train()
         steps[name] = partial(training_step, contestant, x)
-    return in_turn(steps, 40, 1, "recoup linear")
+    return rows_of(steps, 40, 1, "recoup linear")
 
 
 # --- models of transformers ----------------------------------------------------------------------
@@ -186,7 +179,7 @@ def transformers_models() -> list[dict]:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
                 model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=fn)
             steps[way] = partial(_model_step, model, inputs)
-        found += [{"model": name} | row for row in in_turn(steps, 40, 1, "torch checkpoint")]
+        found += [{"model": name} | row for row in rows_of(steps, 40, 1, "torch checkpoint")]
     return found
 
 

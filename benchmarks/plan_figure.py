@@ -10,8 +10,9 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recoup.memory.figures import INK, finish
+
 PATH = Path(__file__).parent.parent / "docs" / "images" / "plans.png"
-INK, QUIET = "#222222", "#8a8a8a"
 # Told apart by readers who do not see red or green (after Okabe and Ito), and by their marks.
 OURS = {"recoup": ("#009e73", "-"), "recoup, blocks compiled": ("#0072b2", (0, (5, 2)))}
 FAMILIES = {
@@ -112,15 +113,8 @@ def _panel(axes: Any, rows: list[dict], model: str, clock: str) -> dict[str, Any
     room = 0.1 * (max(seconds) - min(seconds))
     axes.set_ylim(min(seconds) - room, max(seconds) + 1.6 * room)
     axes.set_xlim(0, 1.06 * max(row["peak_bytes"] for row in rows) / 2**20)
-    axes.set_title(model, loc="left", fontsize=12, color=INK, pad=10)
-    axes.set_xlabel("Peak of a step (MiB)", fontsize=10, color=INK)
+    finish(axes, model, "Peak of a step (MiB)")
     axes.set_ylabel(f"{clock} of a step (s)", fontsize=10, color=INK)
-    axes.tick_params(colors=QUIET, labelcolor=INK, labelsize=9, length=3)
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(QUIET)
 
     named: dict[str, Any] = {}
     taken = []

@@ -1,6 +1,6 @@
 """The tables of docs/benchmarks.md about plans."""
 
-from tables import mib
+from tables import mib, page, table
 
 __all__ = ["compiled_table", "plans_table"]
 
@@ -46,44 +46,39 @@ def plans_table(found: dict) -> str:
         "before; the fastest of 4 rounds in turn, "
         f"{_conditions(found, 'plans', packages)}</sub>"
     )
-    paragraphs = [
+    return page(
         "![Time of a step against its peak](images/plans.png)",
         sentence,
         f"{sizes}. Bold means that the plan is at least as fast, within 2 percent.",
-        "\n".join(_plans_rows(found, gains)).strip(),
+        *_of_models(found["plans"], gains, has_errors=False),
         WAYS,
         "\n".join(_left_out(found.get("left_out", []))),
         conditions,
-    ]
-    return "\n\n".join(each for each in paragraphs if each)
+    )
 
 
-def _plans_rows(found: dict, gains: list[dict]) -> list[str]:
-    """Return a row for each other way, and the fastest plan that takes no more bytes."""
-    lines: list[str] = []
-    rows = {(row["model"], row["name"]): row for row in found["plans"]}
-    for gain, before in zip(gains, [None, *gains], strict=False):
-        lines += _head(gain, before, "peak MiB", "over plain", "`recoup.plan` in as many bytes")
-        over = gain["ours_over_rival"]
-        rival = rows[gain["model"], gain["name"]]
+def _of_models(rows: list[dict], gains: list[dict], *, has_errors: bool) -> list[str]:
+    """Return a table for each model: each other way, and the fastest plan in as many bytes."""
+    found = {(row["model"], row["name"]): row for row in rows}
+
+    def cells(gain: dict) -> list[str]:
+        over, rival = gain["ours_over_rival"], found[gain["model"], gain["name"]]
         ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
-        compiled = " compiled" if "compiled" in (gain["ours"] or "") else ""
-        cells = [
-            gain["name"],
-            mib(gain["peak_bytes"]),
-            f"{rival['ratio']:.2f}",
-            f"**{ours}**{compiled}" if gain["is_won"] else f"{ours}{compiled}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ours = f"**{ours}**" if gain["is_won"] else ours
+        if has_errors:
+            ours = f"{rival['gradient_error']:.0e} | {ours}"
+        elif "compiled" in (gain["ours"] or ""):
+            ours += " compiled"
+        return [gain["name"], mib(gain["peak_bytes"]), f"{rival['ratio']:.2f}", ours]
 
-
-def _head(gain: dict, before: dict | None, *columns: str) -> list[str]:
-    """Return the head of the table of a model, where a row is its first."""
-    if before is not None and before["model"] == gain["model"]:
-        return []
-    head = f"| {' | '.join((gain['model'], *columns))} |"
-    return ["", head, f"|{'---|' * (1 + len(columns))}"]
+    ours = "error | `compile=True` in as many" if has_errors else "`recoup.plan` in as many"
+    return [
+        table(
+            f"{model} | peak MiB | over plain | {ours} bytes",
+            (cells(gain) for gain in gains if gain["model"] == model),
+        )
+        for model in dict.fromkeys(gain["model"] for gain in gains)
+    ]
 
 
 def _left_out(rows: list[dict]) -> list[str]:
@@ -100,23 +95,7 @@ def _left_out(rows: list[dict]) -> list[str]:
 
 def compiled_table(found: dict) -> str:
     """Return a row for each other way, and the fastest plan that takes no more bytes."""
-    lines: list[str] = []
-    rows = {(row["model"], row["name"]): row for row in found["compiled"]}
     gains, least = _split(found["gains"])
-    columns = ("peak MiB", "over plain", "error", "`compile=True` in as many bytes")
-    for gain, before in zip(gains, [None, *gains], strict=False):
-        lines += _head(gain, before, *columns)
-        over = gain["ours_over_rival"]
-        rival = rows[gain["model"], gain["name"]]
-        ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
-        cells = [
-            gain["name"],
-            mib(gain["peak_bytes"]),
-            f"{rival['ratio']:.2f}",
-            f"{rival['gradient_error']:.0e}",
-            f"**{ours}**" if gain["is_won"] else ours,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
     sentence = (
         "`recoup.plan(model, compile=True)` beside the ways of the table above, and the compiler "
         "with `activation_memory_budget` as given (the model compiled whole; of the ResNet each "
@@ -131,8 +110,12 @@ def compiled_table(found: dict) -> str:
         "in turn, "
         f"{_conditions(found, 'compiled', ('transformers',))}</sub>"
     )
-    figure = "![Time of a step against its peak, compiled](images/compiled.png)"
-    return "\n".join([figure, "", sentence, *lines, "", conditions])
+    return page(
+        "![Time of a step against its peak, compiled](images/compiled.png)",
+        sentence,
+        *_of_models(found["compiled"], gains, has_errors=True),
+        conditions,
+    )
 
 
 def _own_errors(found: dict) -> list[float]:

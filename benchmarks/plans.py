@@ -4,7 +4,7 @@ import functools
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,10 +12,10 @@ from couplings import peak_and_held
 from plan_heads import HEADS, NUM_TILES
 from plan_models import MANY_WORDS, MODELS, SMALL, Case
 from plan_rivals import RIVALS, Forward, NotForThisError
+from timing import seconds_of
 from torch import Tensor
 
 import recoup
-from recoup._core.devices import synchronize
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier, FrontierPoint
 
@@ -78,32 +78,41 @@ class Contestant:
         self.clear()
 
     def time(self, device: str) -> None:
-        synchronize(torch.device(device))
-        start = clock()
-        self.step()
-        synchronize(torch.device(device))
-        self.seconds.append(clock() - start)
+        self.seconds.append(seconds_of(self.step, device, clock))
         self.clear()
 
 
 # -- rivals ----------------------------------------------------------------------------------------
 
 
-def rivals(model: str, device: str, left_out: list[dict]) -> Iterator[Contestant]:
+def rivals(
+    model: str,
+    build: Callable[[str], Case],
+    ways: Mapping[str, Callable[[Case], Forward]],
+    device: str,
+    left_out: list[dict],
+) -> Iterator[Contestant]:
     """Yield the other ways, and write down why others are left out."""
-    for name, change in rivals_of(model).items():
-        case = MODELS[model](device)
+    for name, change in ways.items():
+        case = build(device)
         try:
-            if model in NOT_COMPILED and name.startswith("torch.compile"):
-                raise NotForThisError("It takes too long to compile.")
             yield Contestant(name, case, change(case))
         except NotForThisError as error:
             print(f"   {model}, {name}: left out. {error}", flush=True)
             left_out.append({"model": model, "name": name, "reason": str(error)})
 
 
-def rivals_of(model: str) -> dict[str, Callable[[Case], Forward]]:
-    return RIVALS | MORE_RIVALS.get(model, {})
+def _takes_too_long(case: Case) -> Forward:
+    del case
+    raise NotForThisError("It takes too long to compile.")
+
+
+def ways_of(model: str) -> dict[str, Callable[[Case], Forward]]:
+    """Return the other ways to train a model."""
+    ways = RIVALS | MORE_RIVALS.get(model, {})
+    if model in NOT_COMPILED:
+        ways |= {name: _takes_too_long for name in ways if name.startswith("torch.compile")}
+    return ways
 
 
 def check(contestant: Contestant, model: str, expected: Tensor, device: str) -> None:
@@ -130,7 +139,7 @@ def _small_error(name: str, model: str, device: str) -> float:
     if name in RIVALS:
         contestant = Contestant("", case, RIVALS[name](case))
     else:
-        frontier = _frontier(case, **OURS[name])
+        frontier = frontier_of(case, **OURS[name])
         least, most = frontier.points[0].peak_bytes, frontier.points[-1].peak_bytes
         plan = frontier.plan((least + most) // 2)
         contestant = Contestant("", case, case.forward, plan.applied)
@@ -146,7 +155,7 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
     All are of one model and one frontier; equal plans for several budgets are yielded once.
     """
     case = MODELS[model](device)
-    frontier = _frontier(case, **OURS[name], **OPTIONS.get(model, {}))
+    frontier = frontier_of(case, **OURS[name], **OPTIONS.get(model, {}))
     print(frontier, flush=True)
     most = frontier.points[-1].peak_bytes
     wanted = budgets(frontier.least_bytes, most, NUM_BUDGETS[name], rivals_bytes)
@@ -189,7 +198,7 @@ def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[in
     return sorted(set(found))
 
 
-def _frontier(case: Case, **options) -> Frontier:
+def frontier_of(case: Case, **options) -> Frontier:
     kwargs = {"loss": case.loss, "holds_output": False, **options, **case.kwargs}
     return recoup.plan(case.model, **kwargs)
 
@@ -211,7 +220,7 @@ def tables(model: str, device: str, rounds: int = ROUNDS) -> dict[str, list[dict
         print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
         contestants.append(contestant)
 
-    for contestant in rivals(model, device, left_out):
+    for contestant in rivals(model, MODELS[model], ways_of(model), device, left_out):
         add(contestant)
     peaks = [contestant.found["peak_bytes"] for contestant in contestants]
     for name in OURS:

@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, losses
 from sentence_transformers.models import Pooling, Transformer
 from sentence_transformers.training_args import SentenceTransformerTrainingArguments
+from timing import in_turn, seconds_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
@@ -210,17 +212,12 @@ def contrastive() -> Iterator[dict]:
         model.zero_grad()
         loss().backward()
 
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for loss in ways.values():
-        step(loss)  # what is looked at once
-    for _ in range(ROUNDS):
-        for way, loss in ways.items():
-            begin = time.process_time()
-            step(loss)
-            seconds[way].append(time.process_time() - begin)
+    steps = {way: partial(step, loss) for way, loss in ways.items()}
+    in_turn(steps, 1)  # what is looked at once
+    seconds = in_turn(steps, ROUNDS, clock=time.process_time)
     base = statistics.median(seconds["CachedMNRL"])
-    for way, loss in ways.items():
-        peak = recoup.measure(lambda loss=loss: step(loss), repeats=0).peak_bytes
+    for way, run in steps.items():
+        peak = recoup.measure(run, repeats=0).peak_bytes
         yield {"way": way, "peak_bytes": peak, "time": statistics.median(seconds[way]) / base}
 
 
@@ -242,10 +239,10 @@ def long_sequences() -> Iterator[dict]:
             model(**batch(num_tokens)).loss.backward()
 
         step()
-        found = recoup.measure(step, repeats=1)
+        peak_bytes = recoup.measure(step, repeats=0).peak_bytes
+        seconds = seconds_of(step, clock=time.process_time)
         model.zero_grad()
-        seconds = found.cpu_seconds
-        return {"way": way, "tokens": num_tokens, "peak_bytes": found.peak_bytes,
+        return {"way": way, "tokens": num_tokens, "peak_bytes": peak_bytes,
                 "seconds": seconds, "time": seconds / base if base else 1.0}  # fmt: skip
 
     fits = row("plain", length)

@@ -1,5 +1,7 @@
 """The tables of docs/benchmarks.md, from the results of each benchmark; of plans: plan_tables."""
 
+from collections.abc import Iterable
+
 NAMES = (
     "plain",
     "torch checkpoint, each block",
@@ -23,39 +25,27 @@ WEIGHTS = (
 def couplings_table(couplings: dict, chains: dict) -> str:
     seconds = {row["name"]: row for row in couplings["seconds"]}
     memory = {(row["name"], row["dropout"]): row["peak_bytes"] for row in couplings["memory"]}
-    lines = [
-        "| conv couplings, 8x16x32x32 | peak MiB, 8 blocks | 64 blocks | with dropout, 64 | time |",
-        "|---|---|---|---|---|",
-    ]
-    for name in NAMES:
+
+    def cells(name: str) -> tuple[str, ...]:
         peaks, dropped = memory[name, 0.0], memory.get((name, 0.1))
-        cells = [
-            f"**{name}**" if name.startswith("recoup") else name,
-            mib(peaks["8"], 2),
-            mib(peaks["64"], 2),
-            mib(dropped["64"], 2) if dropped else "wrong gradient",
-            f"{seconds[name]['median_over_plain']:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        with_dropout = mib(dropped["64"], 2) if dropped else "wrong gradient"
+        time = f"{seconds[name]['median_over_plain']:.2f}"
+        return bold(name), mib(peaks["8"], 2), mib(peaks["64"], 2), with_dropout, time
+
+    head = "conv couplings, 8x16x32x32 | peak MiB, 8 blocks | 64 blocks | with dropout, 64 | time"
     sequential = {(row["name"], row["layers"]): row for row in chains["sequential"]}
     sqrt, slots = sequential["recoup sqrt", 100], sequential["recoup 44 slots", 1000]
-    versions = couplings["versions"]
     peer = torch_sequential(sequential)
-    sentence = (
+    return page(
+        table(head, map(cells, NAMES)),
         f"`sqrt` over 100 layers peaks at {sqrt['peak_units']:.0f} units with "
         f"{sqrt['num_forwards']} forwards (torch's `checkpoint_sequential`: "
         f"{peer['peak_units']:.0f} and {peer['num_forwards']}); 44 slots over 1000 layers take "
-        f"{slots['num_forwards']} forwards, the optimum."
-    )
-    conditions = (
+        f"{slots['num_forwards']} forwards, the optimum.",
         "<sub>Peaks by the allocator's events; time is processor time of one thread at 16 blocks "
         f"over plain, median of {seconds['plain']['rounds']} interleaved rounds. "
-        f"{couplings['device_name']}, {couplings['date']}, torch {versions['torch']}, memcnn "
-        f"{versions['memcnn']}, revtorch {versions['revtorch']}, revlib {versions['revlib']}; "
-        "`make bench`.</sub>"
+        f"{where(couplings, 'memcnn', 'revtorch', 'revlib')}; `make bench`.</sub>",
     )
-    lines += ["", sentence, "", conditions]
-    return "\n".join(lines)
 
 
 def overhead_table(found: dict) -> str:
@@ -80,26 +70,22 @@ def overhead_table(found: dict) -> str:
         for row in found["transformers"]
         if row["name"] == checkpoint
     ]
-    lines = ["| work | over | ratio |", "|---|---|---|"]
-    lines += [f"| {work} | {beside} | {value:.2f} |" for work, beside, value in rows]
     time = {row["name"]: row["microseconds"] for row in found["region"]}
     without = time["plain"] + time["second run"]
     flows = {row["name"]: row["over_recoup linear"] for row in found["glow_of_others"]}
-    sentence = (
+    return page(
+        table(
+            "work | over | ratio", ((work, beside, f"{value:.2f}") for work, beside, value in rows)
+        ),
         f"A region adds {time[checkpoint] - without:.0f} us to the second run itself (torch: "
         f"{time[peer] - without:.0f}). A training step of a small Glow takes FrEIA "
         f"{flows['FrEIA']:.2f} of recoup's; with rotations that are fixed, "
         f"{flows['FrEIA, fixed rotations']:.2f}, and recoup "
-        f"{flows['recoup linear, fixed rotations']:.2f}."
-    )
-    versions = found["versions"]
-    conditions = (
+        f"{flows['recoup linear, fixed rotations']:.2f}.",
         "<sub>Networks so small that Python takes the time. Processor time of one thread, short "
-        f"turns, the median of the ratios of the rounds. {found['device_name']}, {found['date']}, "
-        f"torch {versions['torch']}, transformers {versions['transformers']}, FrEIA "
-        f"{versions['FrEIA']}; `make bench ARGS=overhead`.</sub>"
+        "turns, the median of the ratios of the rounds. "
+        f"{where(found, 'transformers', 'FrEIA')}; `make bench ARGS=overhead`.</sub>",
     )
-    return "\n".join([*lines, "", sentence, "", conditions])
 
 
 def weights_table(weights: dict) -> str:
@@ -110,34 +96,28 @@ def weights_table(weights: dict) -> str:
     seconds = _over_plain(weights["seconds"]) | _over_plain(alone.get("seconds", ()))
     linear, lstm = "Linear 4096x4096", "LSTM 400, 1150"
     columns = ((linear, "float32"), (linear, "bfloat16 autocast"), (lstm, "float32"))
-    lines = [
-        f"| weight dropout | MiB kept, {linear} | in bf16 autocast | {lstm} | its time | LSTM's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in WEIGHTS:
+
+    def cells(name: str) -> tuple[str, ...]:
         kept = (memory[column].get(name, "-") for column in columns)
         times = (seconds.get((layer, "dropout", name)) for layer in (linear, lstm))
-        cells = [
-            f"**{name}**" if name == "recoup" else name,
+        return (
+            bold(name),
             *(value if isinstance(value, str) else mib(value, 2) for value in kept),
             *("-" if ratio is None else f"{ratio:.2f}" for ratio in times),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        )
+
+    head = f"weight dropout | MiB kept, {linear} | in bf16 autocast | {lstm} | its time | LSTM's"
     noise = {name: seconds[linear, "noise", name] for name in ("by hand", "recoup")}
     small = {(row["kind"], row["name"]): row["microseconds_beyond"] for row in weights["overhead"]}
-    versions = weights["versions"]
-    sentence = (
+    return page(
+        table(head, map(cells, WEIGHTS)),
         f"With weight noise the step takes {noise['recoup']:.2f} of plain (drawn and kept: "
         f"{noise['by hand']:.2f}). A weight of 64x64 costs {small['dropout', 'recoup']:.0f} us "
-        f"with dropout, {small['noise', 'recoup']:.0f} us with noise."
-    )
-    conditions = (
+        f"with dropout, {small['noise', 'recoup']:.0f} us with noise.",
         "<sub>Kept beyond the plain layer; time of a step over plain, wall time on "
-        f"{num_threads(weights)}, median of 9 interleaved rounds. {weights['date']}, "
-        f"torch {versions['torch']}, returnn {versions['returnn']}, pytorch-nlp "
-        f"{versions['pytorch-nlp']}.</sub>"
+        f"{num_threads(weights)}, median of 9 interleaved rounds. "
+        f"{where(weights, 'returnn', 'pytorch-nlp')}.</sub>",
     )
-    return "\n".join([*lines, "", sentence, "", conditions])
 
 
 def gradients_table(gradients: dict) -> str:
@@ -145,7 +125,7 @@ def gradients_table(gradients: dict) -> str:
     loops = {(row["name"], row["num_segments"]): row for row in gradients["loops"]}
     plain, ours = loops["one backward", 256], loops["recoup, inputs", 256]
     sqrt = loops["recoup, sqrt", 256]
-    return (
+    return page(
         "Sixteen backwards over 128 MiB of shared weights peak at "
         f"{mib(peaks['recoup'])} MiB in a `GradStore` (a list of gradients "
         f"{mib(peaks['list of stores'])}, candle's merge "
@@ -153,307 +133,317 @@ def gradients_table(gradients: dict) -> str:
         f"trains in {mib(ours['peak_bytes'])} MiB with their inputs kept, in "
         f"{mib(sqrt['peak_bytes'])} with `sqrt` (plain {mib(plain['peak_bytes'])}), at "
         f"{ours['seconds'] / plain['seconds']:.2f} and "
-        f"{sqrt['seconds'] / plain['seconds']:.2f} of the plain time.\n\n"
+        f"{sqrt['seconds'] / plain['seconds']:.2f} of the plain time.",
         "<sub>Peaks by the allocator's events, processor time of one thread; a cell of two layers "
-        f"of 128 units, 1024 rows. {gradients['date']}, torch {gradients['versions']['torch']}."
-        "</sub>"
+        f"of 128 units, 1024 rows. {where(gradients)}.</sub>",
     )
 
 
 def language_model_table(found: dict, curve: dict) -> str:
-    lines = ["| AWD-LSTM, 600 units, WikiText-2 | speed over plain | peak MiB |", "|---|---|---|"]
-    for row in found["speeds"]:
-        shown = {"plain": "plain nn.LSTM, no dropout", "parametrize": "torch parametrize"}
-        name = shown.get(row["name"], f"**{row['name']}**")
-        lines.append(f"| {name} | {row['speed_over_plain']:.2f} | {mib(row['peak_bytes'])} |")
+    shown = {"plain": "plain nn.LSTM, no dropout", "parametrize": "torch parametrize"}
+    rows = (
+        (
+            shown.get(row["name"], f"**{row['name']}**"),
+            f"{row['speed_over_plain']:.2f}",
+            mib(row["peak_bytes"]),
+        )
+        for row in found["speeds"]
+    )
     short, whole, _, bounded = found["long_windows"]
     validated = [row for row in curve["curve"] if row["part"] == "validation"]
     perplexities = ", ".join(f"{row['perplexity']:.0f}" for row in validated)
     speed = bounded["tokens_per_second"] / whole["tokens_per_second"]
-    sentence = (
+    return page(
+        table("AWD-LSTM, 600 units, WikiText-2 | speed over plain | peak MiB", rows),
         f"A window of {whole['bptt']} steps trains in {mib(bounded['peak_bytes'])} MiB, where "
         f"one of {short['bptt']} takes {mib(short['peak_bytes'])} and torch "
         f"{mib(whole['peak_bytes'])}, at {speed:.2f} of the speed. Perplexity in validation "
         f"after each epoch of 1.84 million words: {perplexities} (published: 80.1, after 750 "
-        "epochs of all 2.09 million)."
-    )
-    conditions = (
+        "epochs of all 2.09 million).",
         "<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
         f"{num_threads(found)}, the fastest of 8 rounds in turn; peaks by the "
-        f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
+        f"allocator's events. {where(found)}.</sub>",
     )
-    return "\n".join([*lines, "", sentence, "", conditions])
 
 
 def drift_table(found: dict) -> str:
-    lines = [
-        "| additive couplings, float32 | unguarded | guarded | states kept |",
-        "|---|---|---|---|",
-    ]
-    for row in found["stiff"]:
-        cells = [
+    rows = (
+        (
             f"initial scale x{row['scale']:.0f}, {row['depth']} blocks",
             f"{row['unguarded_error']:.1e}",
             f"{row['guarded_error']:.1e}",
             str(row["num_kept"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        )
+        for row in found["stiff"]
+    )
     cost = found["overhead"][0]
     best = max(0.0, cost["guarded_over_unguarded"] - 1)
-    conditions = (
+    return page(
+        table("additive couplings, float32 | unguarded | guarded | states kept", rows),
         "<sub>Error of the gradient in constant memory, relative to linear memory, the worst of "
         "three steps; networks of 32, 64 and 32 units with tanh, batches of 64. The guard costs "
         f"{best:.1%} of a step of 16 conv couplings (the fastest of {cost['rounds']} rounds; of "
-        f"medians {cost['median_over_unguarded'] - 1:.1%}). "
-        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
+        f"medians {cost['median_over_unguarded'] - 1:.1%}). {where(found)}.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
 
 
 def mnist_table(found: dict) -> str:
     """Return a row for each run, and the time of a step."""
-    lines = [
-        "![MNIST in linear and constant memory, and peaks against depth](images/flows.png)",
-        "",
-        "| MNIST, 28x28, 256 levels | parameters | test bits/dim | peak MiB of a step |",
-        "|---|---|---|---|",
-    ]
     shown = {"realnvp": "RealNVP", "glow": "Glow", "nice": "NICE", "nice-exact": "NICE, exact"}
-    for row in found["runs"]:
-        cells = [
+    rows = (
+        (
             f"{shown[row['name']]}, {row['memory']}",
             f"{row['num_parameters']:,}",
             f"{row['test_bits_per_dim']:.3f}",
-            f"{row['peak_bytes'] / 2**20:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+            mib(row["peak_bytes"], 1),
+        )
+        for row in found["runs"]
+    )
     ratios = ", ".join(
         f"{shown[row['name']]} {row['constant_over_linear']:.2f}" for row in found["seconds"]
     )
     minutes = sum(row["seconds"] for row in found["runs"]) / 60
-    sentence = (
+    return page(
+        "![MNIST in linear and constant memory, and peaks against depth](images/flows.png)",
+        table("MNIST, 28x28, 256 levels | parameters | test bits/dim | peak MiB of a step", rows),
         f"A step in constant memory takes, of one in linear memory: {ratios} (the fastest of 8 "
         "each, in turn). The networks are small, so regions cost much. Published, with other "
-        "conventions and far larger models: NICE 4.36, i-ResNet 1.06, Residual Flow 0.97."
-    )
-    conditions = (
+        "conventions and far larger models: NICE 4.36, i-ResNet 1.06, Residual Flow 0.97.",
         f"<sub>{found['runs'][0]['epochs']} epochs in batches of 128 images (54,000), Adamax "
         "or Adam, cosine; uniform dequantization, a logit of margin 0.05 whose log-determinant "
         "counts (NICE: none), 10,000 test pictures with one draw of noise. All runs together "
         f"{minutes:.0f} minutes of processor time, on a machine that had other work. "
-        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
+        f"{where(found)}.</sub>",
     )
-    return "\n".join([*lines, "", sentence, "", conditions])
 
 
 def tiles_table(found: dict) -> str:
-    shape, versions = found["shape"], found["versions"]
-    num_rows = shape["batch"] * shape["length"]
-    lines = [
-        f"| {num_rows} tokens, {shape['units']} units | tiles | peak MiB | of plain | time |",
-        "|---|---|---|---|---|",
-    ]
-    for part, title in (("head", f"head and loss, {shape['vocabulary']} tokens"), ("mlp", "MLP")):
-        for row in found[part]:
-            name = f"**{row['name']}**" if row["name"].startswith("recoup") else row["name"]
-            cells = (
-                f"{title}: {name}",
-                str(row["tiles"]),
-                mib(row["peak_bytes"]),
-                f"{row['bytes_over_plain']:.3f}",
-                f"{row['over_plain']:.2f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    conditions = (
+    shape = found["shape"]
+    parts = {"head": f"head and loss, {shape['vocabulary']} tokens", "mlp": "MLP"}
+    rows = (
+        (
+            f"{title}: {bold(row['name'])}",
+            str(row["tiles"]),
+            mib(row["peak_bytes"]),
+            f"{row['bytes_over_plain']:.3f}",
+            f"{row['over_plain']:.2f}",
+        )
+        for part, title in parts.items()
+        for row in found[part]
+    )
+    num_tokens = shape["batch"] * shape["length"]
+    head = f"{num_tokens} tokens, {shape['units']} units | tiles | peak MiB | of plain | time"
+    return page(
+        table(head, rows),
         "<sub>Forward and backward, gradients with them; float32, a tenth of the targets ignored. "
         "Other libraries' ways are written down in `benchmarks/tiles.py` in torch's operators. "
         f"Wall time on {num_threads(found)}, the fastest round of each. "
-        f"{found['device_name']}, {found['date']}, torch {versions['torch']}; "
-        "`make bench ARGS=tiles`.</sub>"
+        f"{where(found)}; `make bench ARGS=tiles`.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
 
 
 def programs_table(found: dict) -> str:
-    def bold(name: str) -> str:
-        return f"**{name}**" if name.startswith(("recoup", "plan")) else name
+    def cells(row: dict, *first: str, time: float) -> tuple[str, ...]:
+        return *first, mib(row["peak_bytes"]), f"{time:.2f}"
 
-    lines = ["| program | | peak MiB | time, plain = 1 | same losses |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row['program']} | {bold(row['way'])} | {mib(row['peak_bytes'])} | {row['time']:.2f} | "
-        f"{'yes' if row['is_equal'] else 'no'} |"
+    programs = (
+        (
+            *cells(row, row["program"], bold(row["way"]), time=row["time"]),
+            "yes" if row["is_equal"] else "no",
+        )
         for row in found["programs"]
-    ]
-    lines += ["", "| contrastive loss, 2 x 128 sequences | peak MiB | time, CachedMNRL = 1 |"]
-    lines += ["|---|---|---|"]
-    lines += [
-        f"| {bold(row['way'])} | {mib(row['peak_bytes'])} | {row['time']:.2f} |"
-        for row in found["contrastive"]
-    ]
+    )
+    contrastive = (cells(row, bold(row["way"]), time=row["time"]) for row in found["contrastive"])
     most = max(row["tokens"] for row in found["long_sequences"])
-    lines += ["", f"| Llama of 12 layers | tokens | peak MiB | time, plain at {most} = 1 |"]
-    lines += ["|---|---|---|---|"]
     plain = next(row for row in found["long_sequences"] if row["tokens"] == most)
-    lines += [
-        f"| {bold(row['way'])} | {row['tokens']} | {mib(row['peak_bytes'])} | "
-        f"{row['seconds'] / plain['seconds']:.2f} |"
+    long = (
+        cells(row, bold(row["way"]), str(row["tokens"]), time=row["seconds"] / plain["seconds"])
         for row in found["long_sequences"]
-    ]
-    conditions = (
+    )
+    return page(
+        table("program | | peak MiB | time, plain = 1 | same losses", programs),
+        table("contrastive loss, 2 x 128 sequences | peak MiB | time, CachedMNRL = 1", contrastive),
+        table(f"Llama of 12 layers | tokens | peak MiB | time, plain at {most} = 1", long),
         "<sub>Steps of whole trainers; recoup at the peak of the program's own checkpointing. "
         "Mini-batches of 16 sequences. 192 units; float32, processor time of one thread on a "
-        f"machine that had other work. {found['device_name']}, {found['date']}, torch "
-        f"{found['versions']['torch']}; `python benchmarks/run.py programs --threads 1`.</sub>"
+        f"machine that had other work. {where(found)}; "
+        "`python benchmarks/run.py programs --threads 1`.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
 
 
 def foreign_flows_table(found: dict) -> str:
-    def kib(num_bytes: int) -> str:
-        return f"{num_bytes / 2**10:.0f}"
-
     depths: dict[str, list[dict]] = {}
     for row in found["depths"]:
         depths.setdefault(row["flow"], []).append(row)
+
+    def of_depths(name: str) -> tuple[str, ...]:
+        def each(key: str, form: str, unit: int = 1) -> str:
+            return " / ".join(format(row[key] / unit, form) for row in depths[name])
+
+        largest = max(row["error64"] for row in depths[name])
+        peaks = each("own_bytes", ".0f", 2**10), each("peak_bytes", ".0f", 2**10)
+        return name, *peaks, each("error", ".0e"), each("own_error", ".0e"), f"{largest:.0e}"
+
     layers = " / ".join(str(row["depth"]) for row in next(iter(depths.values())))
-    head = f"| flow | peak KiB, {layers} layers | **recoup.train_in** | error in float32 "
-    lines = [f"{head}| its own rounding | error in float64 |", "|---|---|---|---|---|---|"]
-    for name, rows in depths.items():
-        cells = [
-            " / ".join(kib(row["own_bytes"]) for row in rows),
-            " / ".join(kib(row["peak_bytes"]) for row in rows),
-            " / ".join(f"{row['error']:.0e}" for row in rows),
-            " / ".join(f"{row['own_error']:.0e}" for row in rows),
-            f"{max(row['error64'] for row in rows):.0e}",
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "| step of 8 layers | width | its own ms | time, its own = 1 | bytes |"]
-    lines += ["|---|---|---|---|---|"]
-    lines += [
-        f"| {row['flow']}, {row['data']} | {row['width']} | {row['own_seconds'] * 1e3:.1f} | "
-        f"{row['time']:.2f} | {row['bytes']:.2f} |"
+    times = (
+        (
+            f"{row['flow']}, {row['data']}",
+            str(row["width"]),
+            f"{row['own_seconds'] * 1e3:.1f}",
+            f"{row['time']:.2f}",
+            f"{row['bytes']:.2f}",
+        )
         for row in found["times"]
-    ]
-    lines += ["", "| 200 steps | loss after | **recoup** | furthest apart | by a rounding |"]
-    lines += ["|---|---|---|---|---|"]
-    lines += [
-        f"| {row['flow']}, {row['data']} | {row['last_loss']:.4f} | {row['last_loss_ours']:.4f} | "
-        f"{row['difference']:.0e} | {row['difference_of_a_rounding']:.0e} |"
+    )
+    trainings = (
+        (
+            f"{row['flow']}, {row['data']}",
+            f"{row['last_loss']:.4f}",
+            f"{row['last_loss_ours']:.4f}",
+            f"{row['difference']:.0e}",
+            f"{row['difference_of_a_rounding']:.0e}",
+        )
         for row in found["trainings"]
-    ]
-    if found["estimators"]:
-        lines += ["", "| sbi, NPE with | peak MiB | **recoup** | furthest apart in 5 epochs |"]
-        lines += ["|---|---|---|---|"]
-    lines += [
-        f"| {row['estimator']} | {mib(row['own_bytes'], 2)} | {mib(row['peak_bytes'], 2)} | "
-        f"{row['difference']:.0e} |"
+    )
+    estimators = [
+        (
+            row["estimator"],
+            mib(row["own_bytes"], 2),
+            mib(row["peak_bytes"], 2),
+            f"{row['difference']:.0e}",
+        )
         for row in found["estimators"]
     ]
-    versions = found["versions"]
-    libraries = ", ".join(
-        f"{name} {versions[name]}"
-        for name in ("torch", "zuko", "nflows", "normflows", "FrEIA", "sbi")
-        if versions.get(name)
-    )
-    conditions = (
+    return page(
+        table(
+            f"flow | peak KiB, {layers} layers | **recoup.train_in** | error in float32 | its own "
+            "rounding | error in float64",
+            map(of_depths, depths),
+        ),
+        table("step of 8 layers | width | its own ms | time, its own = 1 | bytes", times),
+        table("200 steps | loss after | **recoup** | furthest apart | by a rounding", trainings),
+        estimators
+        and table("sbi, NPE with | peak MiB | **recoup** | furthest apart in 5 epochs", estimators),
         "<sub>Batches of 64. Vectors of 6 numbers with a context of 3 and networks of two hidden "
         "layers; images 4x8x8 and networks of three convolutions. Errors are the largest of a "
         "gradient's entry, of its largest or a thousandth of the largest of all; its own rounding "
         "is that of the library's own gradients in float32. A rounding: the same training by the "
         "library alone, with data that differ by 1e-7. Processor time of one thread, medians of "
-        f"ratios in turn, on a machine that had other work. {found['device_name']}, "
-        f"{found['date']}, {libraries}; `python benchmarks/run.py foreign_flows`.</sub>"
+        "ratios in turn, on a machine that had other work. "
+        f"{where(found, 'zuko', 'nflows', 'normflows', 'FrEIA', 'sbi')}; "
+        "`python benchmarks/run.py foreign_flows`.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
 
 
 def offload_table(found: dict) -> str:
-    shape, file, versions = found["shape"], found["file"], found["versions"]
-    size = f"{shape['blocks']} blocks, {shape['rows']} rows of {shape['units']}"
-    head = f"| {size} | peak MiB | simulated | time, states in memory = 1 | all in memory = 1 |"
-    lines = [head, "|---|---|---|---|---|"]
-    for row in found["chain"]:
+    shape, file = found["shape"], found["file"]
+
+    def cells(row: dict) -> tuple[str, ...]:
         simulated = row["simulated_bytes"]
-        cells = (
-            f"**{row['name']}**" if row["name"].startswith("recoup") else row["name"],
+        return (
+            bold(row["name"]),
             mib(row["peak_bytes"]),
             "" if simulated is None else mib(simulated),
             f"{row['over_states_in_memory']:.2f}",
             f"{row['over_all_in_memory']:.2f}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
+
+    size = f"{shape['blocks']} blocks, {shape['rows']} rows of {shape['units']}"
+    head = f"{size} | peak MiB | simulated | time, states in memory = 1 | all in memory = 1"
     speeds = [file[f"{way}_bytes_per_second"] / 1e9 for way in ("written", "read")]
-    conditions = (
+    return page(
+        table(head, map(cells, found["chain"])),
         "<sub>The state before each block is 4 MiB; simulated with twice that in flight. The file "
         f"takes {speeds[0]:.2f} GB/s and gives {speeds[1]:.2f}, through the system's cache. Wall "
         f"time on {num_threads(found)}, medians of ratios in turn. "
-        f"{found['device_name']}, {found['date']}, torch {versions['torch']}; "
-        "`make bench ARGS=offload`.</sub>"
+        f"{where(found)}; `make bench ARGS=offload`.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
 
 
 def budgets_table(found: dict) -> str:
     """Return a row for each budget, one for each way beside plans, and the time of sketches."""
     plain = {row["model"]: row for row in found["speeds"] if row["name"] == "plain"}
 
-    def cells(row: dict, *first: str) -> str:
-        kinds = ("requested", "allocated", "reserved")
-        sizes = [row[f"{kind}_bytes"] for kind in kinds]
+    def cells(row: dict, *first: str) -> tuple[str, ...]:
+        sizes = [row[f"{kind}_bytes"] for kind in ("requested", "allocated", "reserved")]
         shown = ["-" if size is None else mib(size) for size in sizes]
         over = plain[row["model"]]["speed"] / row["speed"]
-        speed = f"{row['speed']:.4g} {row['unit']}/s"
-        return f"| {' | '.join([row['model'], *first, *shown, speed, f'{over:.2f}'])} |"
+        return row["model"], *first, *shown, f"{row['speed']:.4g} {row['unit']}/s", f"{over:.2f}"
 
-    def planned(row: dict) -> str:
-        found = row.get("num_retries", "-")  # of devices that can be limited
-        retries = "no room" if found is None else str(found)
-        return cells(row, mib(row["budget_bytes"]), mib(row["predicted_bytes"]), retries)
+    def planned(row: dict) -> tuple[str, ...]:
+        retries = row.get("num_retries", "-")  # of devices that can be limited
+        sizes = mib(row["budget_bytes"]), mib(row["predicted_bytes"])
+        return cells(row, *sizes, "no room" if retries is None else str(retries))
 
-    beside = "requested MiB | allocated | reserved | speed | time over plain |"
-    lines = [f"| model | budget MiB | predicted | retries | {beside}", f"|{9 * '---|'}"]
-    lines += [planned(row) for row in found.get("budgets", ())]
-    lines += ["", f"| model | way | {beside}", "|---|---|---|---|---|---|---|"]
-    lines += [cells(row, row["name"]) for row in found["speeds"]]
-    lines += [cells(row, f"each block: {row['name']}") for row in found.get("sketches", ())]
-    conditions = (
+    ways = [cells(row, row["name"]) for row in found["speeds"]]
+    ways += [cells(row, f"each block: {row['name']}") for row in found.get("sketches", ())]
+    beside = "requested MiB | allocated | reserved | speed | time over plain"
+    budgets = map(planned, found.get("budgets", ()))
+    return page(
+        table(f"model | budget MiB | predicted | retries | {beside}", budgets),
+        table(f"model | way | {beside}", ways),
         "<sub>Forward, loss and backward, of the Llama with the step of a fused AdamW; peaks "
         "beyond what is alive before, from an empty cache; the fastest of a few steps; `retries` "
         "of the allocator in as many, where the device has the budget beside what is there before. "
         f"{found.get('remark', '')} Allocator: {found.get('allocator') or 'default'}. "
-        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}; "
-        "`make accelerator`.</sub>"
+        f"{where(found)}; `make accelerator`.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
 
 
 def flows_table(found: dict) -> str:
     """Return a row for each library: its times over ours, and its peak at two depths."""
-    lines = [
-        "| flows | RealNVP: training | log_prob | sampling | Glow: training | MiB, 2 steps | 16 |",
-        "|---|---|---|---|---|---|---|",
-    ]
     glow = {(row["name"], row["num_steps"]): row for row in found["glow"]}
     moons = {row["name"]: row for row in found["moons"]}
-    for name in dict.fromkeys([*moons, *(row["name"] for row in found["glow"])]):
+
+    def cells(name: str) -> tuple[str, ...]:
         point, image = moons.get(name), glow.get((name, 8))
         tasks = ("training", "log_prob", "sampling")
-        cells = [
-            f"**{name}**" if name.startswith("recoup") else name,
+        return (
+            bold(name),
             *(f"{point[f'{task}_median_over_ours']:.2f}" if point else "-" for task in tasks),
             f"{image['training_median_over_ours']:.2f}" if image else "-",
             *(mib(glow[name, k]["peak_bytes"], 2) if image else "-" for k in (2, 16)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = found["versions"]
-    libraries = ", ".join(f"{n} {versions[n]}" for n in ("nflows", "normflows", "FrEIA", "zuko"))
-    conditions = (
+        )
+
+    names = dict.fromkeys([*moons, *(row["name"] for row in found["glow"])])
+    head = "flows | RealNVP: training | log_prob | sampling | Glow: training | MiB, 2 steps | 16"
+    return page(
+        table(head, map(cells, names)),
         "<sub>Time of a step over `recoup linear`: 8 couplings on 2-D moons, and a Glow of two "
         "scales with 8 steps each on 3x16x16; processor time of one thread, median of interleaved "
-        f"rounds. {found['device_name']}, {found['date']}, torch {versions['torch']}, {libraries}."
-        "</sub>"
+        f"rounds. {where(found, 'nflows', 'normflows', 'FrEIA', 'zuko')}.</sub>",
     )
-    return "\n".join([*lines, "", conditions])
+
+
+# -- what tables have in common --------------------------------------------------------------------
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of Markdown.
+
+    Args:
+        head: the names of the columns, with bars between them.
+        rows: the cells of each row.
+    """
+    line = "---|" * (head.count("|") + 1)
+    return "\n".join([f"| {head} |", f"|{line}", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def page(*parts: str | list) -> str:
+    """Return paragraphs and tables as one text, without those that are empty."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def bold(name: str) -> str:
+    """Return the name of a way, which stands out if it is ours."""
+    return f"**{name}**" if name.startswith(("recoup", "plan,")) or name == "plan" else name
+
+
+def where(found: dict, *packages: str) -> str:
+    """Return the machine, the day, and the versions of torch and of packages that were there."""
+    versions = found["versions"]
+    known = (f"{each} {versions[each]}" for each in ("torch", *packages) if versions.get(each))
+    return ", ".join((found["device_name"], found["date"], *known))
 
 
 def num_threads(found: dict) -> str:

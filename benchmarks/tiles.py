@@ -5,13 +5,13 @@
 
 import gc
 import os
-import random
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from couplings import peak_and_held
+from timing import in_turn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -174,66 +174,55 @@ def mlps() -> Iterator[tuple[str, int, Callable[[nn.Module, Tensor], Tensor]]]:
 # -- measuring -------------------------------------------------------------------------------------
 
 
-class _Contestant:
-    def __init__(self, name: str, tiles: int, step: Callable[[], None], leaves: list) -> None:
-        self.found = {"name": name, "tiles": tiles}
-        self.step, self.leaves, self.seconds = step, leaves, []
+def rows(
+    steps: dict[tuple[str, int], Callable[[], None]], leaves: list[Tensor], device: str
+) -> list[dict]:
+    """Check the gradients, measure the peaks, and time all in turn; the first one is plain.
 
-    def clear(self) -> None:
-        for leaf in self.leaves:
+    Args:
+        steps: forward and backward in each way, by its name and number of tiles.
+        leaves: what has the gradients.
+        device: the device.
+    """
+
+    def clear() -> None:
+        for leaf in leaves:
             leaf.grad = None
-        gc.collect()
 
-    def gradients(self) -> list[Tensor]:
-        self.clear()
-        self.step()
-        found = [leaf.grad for leaf in self.leaves]
-        self.clear()
+    def gradients(step: Callable[[], None]) -> list[Tensor]:
+        step()
+        found = [leaf.grad for leaf in leaves]
+        clear()
         return found
 
-    def time(self, device: str) -> None:
-        _wait(device)
-        start = time.perf_counter()
-        self.step()
-        _wait(device)
-        self.seconds.append(time.perf_counter() - start)
-        self.clear()
+    def cleared(step: Callable[[], None]) -> None:
+        step()
+        clear()
 
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def rows(contestants: list[_Contestant], device: str) -> list[dict]:
-    """Check the gradients, measure the peaks, and time all in turn; the first one is plain."""
-    wanted = contestants[0].gradients()
-    for contestant in contestants:
-        found = contestant.gradients()
-        norm = sum(float(want.norm()) ** 2 for want in wanted) ** 0.5
-        pairs = zip(found, wanted, strict=True)
+    wanted = gradients(next(iter(steps.values())))
+    norm = sum(float(want.norm()) ** 2 for want in wanted) ** 0.5
+    found = []
+    for (name, tiles), step in steps.items():
+        pairs = zip(gradients(step), wanted, strict=True)
         error = sum(float((got - want).norm()) ** 2 for got, want in pairs) ** 0.5 / norm
-        del found
-        assert error <= TOLERANCE, f"{contestant.found}: gradients differ by {error:.1e}."
-        contestant.found["gradient_error"] = error
-        contestant.found["peak_bytes"] = peak_and_held(contestant.step, device)[0]
-        contestant.clear()
-        print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
+        assert error <= TOLERANCE, f"{name}, {tiles}: gradients differ by {error:.1e}."
+        gc.collect()
+        peak = peak_and_held(step, device)[0]
+        clear()
+        row = {"name": name, "tiles": tiles, "gradient_error": error, "peak_bytes": peak}
+        print("  ", *(f"{k}={v}" for k, v in row.items()), flush=True)
+        found.append(row)
     del wanted
-    order, shuffle = list(contestants), random.Random(0).shuffle
-    for _ in range(ROUNDS):
-        shuffle(order)
-        for contestant in order:
-            contestant.time(device)
-    peak, least = contestants[0].found["peak_bytes"], min(contestants[0].seconds)
+    times = in_turn({way: partial(cleared, step) for way, step in steps.items()}, ROUNDS, device)
+    seconds = [min(taken) for taken in times.values()]
     return [
-        contestant.found
+        row
         | {
-            "bytes_over_plain": contestant.found["peak_bytes"] / peak,
-            "seconds": min(contestant.seconds),
-            "over_plain": min(contestant.seconds) / least,
+            "bytes_over_plain": row["peak_bytes"] / found[0]["peak_bytes"],
+            "seconds": least,
+            "over_plain": least / seconds[0],
         }
-        for contestant in contestants
+        for row, least in zip(found, seconds, strict=True)
     ]
 
 
@@ -244,12 +233,12 @@ def head_rows(device: str) -> list[dict]:
     hidden = torch.randn(batch, length, units, device=device).requires_grad_()
     labels = torch.randint(vocabulary, (batch, length), device=device)
     labels[torch.rand(batch, length, device=device) < IGNORED] = -100
-    leaves = [hidden, head.weight]
 
-    def contestant(name: str, tiles: int, way: Way) -> _Contestant:
-        return _Contestant(name, tiles, lambda: way(head, hidden, labels).backward(), leaves)
+    def step(way: Way) -> None:
+        way(head, hidden, labels).backward()
 
-    return rows([contestant(*each) for each in heads()], device)
+    steps = {(name, tiles): partial(step, way) for name, tiles, way in heads()}
+    return rows(steps, [hidden, head.weight], device)
 
 
 def mlp_rows(device: str) -> list[dict]:
@@ -259,11 +248,11 @@ def mlp_rows(device: str) -> list[dict]:
     mlp = nn.Sequential(*layers).to(device)
     x = torch.randn(batch, length, units, device=device).requires_grad_()
 
-    def contestant(name: str, tiles: int, way: Callable[..., Tensor]) -> _Contestant:
-        step: Callable[[], None] = lambda: way(mlp, x).square().sum().backward()  # noqa: E731
-        return _Contestant(name, tiles, step, [x, *mlp.parameters()])
+    def step(way: Callable[..., Tensor]) -> None:
+        way(mlp, x).square().sum().backward()
 
-    return rows([contestant(*each) for each in mlps()], device)
+    steps = {(name, tiles): partial(step, way) for name, tiles, way in mlps()}
+    return rows(steps, [x, *mlp.parameters()], device)
 
 
 def suite(device: str) -> Iterator[tuple[str, object]]:

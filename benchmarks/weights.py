@@ -10,18 +10,17 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from timing import in_turn
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 import recoup
-from recoup._core.devices import synchronize
 from recoup.weights import draws
 
 P = 0.5
@@ -207,7 +206,7 @@ def seconds(contestants: dict, device: str) -> list[dict]:
         steps["one mask"] = lambda weight=weight: draws.dropped(weight, 1, P)
         rows += [
             {"layer": title, "kind": kind, "name": contestant, "seconds": taken}
-            for contestant, taken in _in_turn(
+            for contestant, taken in _medians(
                 steps, rounds=2 if QUICK else 9, device=device
             ).items()
         ]
@@ -226,7 +225,7 @@ def overhead(contestants: dict, device: str) -> list[dict]:
             layers = [nn.Linear(64, 64, device=device) for _ in range(num_layers)]
             return nn.Sequential(*(make(layer, "weight", noise) for layer in layers))
 
-        times = _in_turn(_steps(contestants, stack, (x,)), rounds=2 if QUICK else 60, device=device)
+        times = _medians(_steps(contestants, stack, (x,)), rounds=2 if QUICK else 60, device=device)
         rows += [
             {
                 "kind": kind,
@@ -263,16 +262,8 @@ def _step(module, inputs):
     return step
 
 
-def _in_turn(steps: dict, rounds: int, device: str) -> dict:
-    times = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            synchronize(torch.device(device))
-            start = time.perf_counter()
-            step()
-            synchronize(torch.device(device))
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+def _medians(steps: dict, rounds: int, device: str) -> dict:
+    return {name: statistics.median(t) for name, t in in_turn(steps, rounds, device).items()}
 
 
 # -- all of it -------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import platform
 import sys
 import traceback
@@ -117,9 +116,7 @@ def _explain(
         with _blaming("the step"):
             print(recoup.estimate(builder, budget, **options))
         return
-    if html is not None:
-        check_page(html.suffix)
-    _check_files(html, figure=figure)  # before minutes of planning
+    _check_files(figure, html)
     model, args, kwargs = _built(build, device)
     if budget is not None:
         options["budget"] = budget
@@ -155,7 +152,6 @@ def _curve(
     memories: list[str],
     device: str,
     repeats: int,
-    csv: Path | None,
     figure: Path | None,
 ) -> None:
     """Print a table of memory and time against depth, each point measured in its own process."""
@@ -172,12 +168,10 @@ def _curve(
             flush=True,
         )
 
-    _check_files(csv, figure=figure)
+    _check_files(figure)
     modes = [int(memory) if memory.isdecimal() else memory for memory in memories]
     measured = curve(build, depths, modes, device=device, repeats=repeats, progress=report)
     print(measured)
-    if csv is not None:
-        print(f"points: {measured.to_csv(csv)}")
     if figure is not None:
         print(f"figure: {measured.figure(figure)}")
 
@@ -198,19 +192,17 @@ def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any
     return model, args, kwargs
 
 
-def _check_files(*paths: Path | None, figure: Path | None) -> None:
-    """Raise before the measurements if a file cannot be written; make its folder."""
+def _check_files(figure: Path | None, html: Path | None = None) -> None:
+    """Raise before minutes of measuring if a file cannot be written; make its folder."""
+    if html is not None:
+        check_page(html.suffix)
     if figure is not None:
         check_format(figure.suffix)
         require_matplotlib()
-    for path in (*paths, figure):
-        if path is None:
-            continue
+    for path in filter(None, (figure, html)):
         if path.is_dir():
             raise ValueError(f"{path} is a folder, but must be a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{path} may not be written here. Give another file.")
 
 
 def _one_line(error: BaseException) -> str:
@@ -286,7 +278,6 @@ def _parser() -> _Parser:
     add("--memories", nargs="+", metavar="MODE", default=modes, help=modes_help)
     repeats = "timed steps, of which the best counts; 0 for no times (3)"
     add("--repeats", default=3, help=repeats, **number)
-    add("--csv", help="write the points to this file", **file)
     add("--figure", help="draw the curve: .png, .svg or .pdf", **file)
     return parser
 

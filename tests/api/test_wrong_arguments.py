@@ -303,7 +303,6 @@ CALLS: Calls = {
                  "memories": ["sqrt"], "repeats": 0},
     ),
     "Curve.of": (CURVE.of, lambda: {"memory": "sqrt"}),
-    "Curve.to_csv": (CURVE.to_csv, lambda: {"path": NOWHERE / "some.csv"}),
     "Curve.figure": (CURVE.figure, lambda: {"path": NOWHERE / "some.svg"}),
     "StepTimeline.page": (TIMELINE.page, lambda: {"path": NOWHERE / "some.html"}),
     "Residuals.total_bytes": (recoup.residuals(lambda: MODEL(x())).total_bytes, dict),

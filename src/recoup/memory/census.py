@@ -55,7 +55,6 @@ from recoup.memory.module_names import ModulePath, RunningModules, names_of
 from recoup.memory.size import aligned
 
 _WAYS: tuple[Way, ...] = get_args(Way)
-_VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
 _PACKAGE = __name__.partition(".")[0]
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _HOOKS_AND_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
@@ -138,13 +137,7 @@ class Residuals:
                 groups.setdefault((each.value, each.module, each.way), []).append(each.num_bytes)
         ordered = sorted(groups.items(), key=lambda group: -sum(group[1]))
         rows = [("value", "module", "count", "MiB", "way")] + [
-            (
-                _cut(value, _VALUE_WIDTH),
-                _cut(module, _MODULE_WIDTH),
-                str(len(sizes)),
-                _mib(sum(sizes)),
-                way,
-            )
+            (value, module, str(len(sizes)), _mib(sum(sizes)), way)
             for (value, module, way), sizes in ordered
         ]
         totals = [
@@ -206,11 +199,6 @@ def residuals(fn: Callable[[], object]) -> Residuals:
         return found
     finally:
         recorder.close()
-
-
-def _cut(text: str, width: int) -> str:
-    """Cut a text at its front: shape and type, or the innermost module, stand at its end."""
-    return text if len(text) <= width else f"...{text[3 - width :]}"
 
 
 def _mib(num_bytes: int) -> str:
@@ -366,17 +354,11 @@ class _Recorder(TorchFunctionMode):
             fresh = {each: size for each, size in record.storages if each not in counted}
             counted.update(fresh)
             num_bytes[id(record)] = sum(fresh.values())
-        return Residuals(
-            tuple(
-                Residual(
-                    each.value,
-                    "-" if each.path is None else name_of(each.path),
-                    num_bytes[id(each)],
-                    each.way,
-                )
-                for each in alive
-            )
-        )
+        entries: list[Residual] = []
+        for each in alive:
+            module = "-" if each.path is None else name_of(each.path)
+            entries.append(Residual(each.value, module, num_bytes[id(each)], each.way))
+        return Residuals(tuple(entries))
 
 
 @contextmanager

@@ -1,13 +1,12 @@
-"""Curves of memory and time against depth, as a table, a file or a picture."""
+"""Curves of memory and time against depth, as a table or a picture."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression
 
@@ -16,7 +15,7 @@ import torch
 from recoup._arguments import check_callable, check_whole, is_whole, shown
 from recoup.errors import RecoupError
 from recoup.memory.meter import check_device
-from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.points import Point, build_name, measure_point
 from recoup.memory.size import aligned
 
 
@@ -67,12 +66,12 @@ class Curve:
         """Return the points as text, one per line; times are those of one step."""
         header = ["depth", "memory", "peak MiB", "held MiB"]
         timed = any(point.seconds is not None for point in self.points)
-        header += ["step ms", "CPU ms"] if timed else []
+        header += ["step ms"] if timed else []
         rows = [header]
         for point in self.points:
             sizes = [f"{size / 2**20:.2f}" for size in (point.peak_bytes, point.held_bytes)]
             row = [str(point.depth), str(point.memory), *sizes]
-            row += [_ms(point.seconds), _ms(point.cpu_seconds)] if timed else []
+            row += [_ms(point.seconds)] if timed else []
             rows.append(row)
         return "\n".join(aligned(rows, left=[1]))
 
@@ -84,28 +83,6 @@ class Curve:
         ]
         lines = [f"{self.build} on {self.device}", self.table()]
         return "\n".join([*lines, f"peak grows as {', '.join(growth)}"] if growth else lines)
-
-    def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write the points to a CSV file, one per row; return its path.
-
-        The file is written completely or not at all; missing folders are created.
-
-        Args:
-            path: the path of the file.
-
-        Returns:
-            The path.
-        """
-        text = io.StringIO()
-        names = [field.name for field in fields(Point)]
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["build", "device", *names])
-        for point in self.points:
-            values = [getattr(point, name) for name in names]
-            writer.writerow([self.build, self.device, *values])
-        from recoup.memory.figures import path_of, write_whole
-
-        return write_whole(path_of(path), text.getvalue().encode())
 
     def figure(self, path: str | os.PathLike[str]) -> Path:
         """Draw peak memory and step time against depth; return the path of the picture.
@@ -167,8 +144,8 @@ def curve(
 
     Args:
         build: a function that another process can import, or its name: ``"module:function"`` or
-            ``"path/to/file.py:function"``. A script that calls `curve` with a function of its own
-            must do so under ``if __name__ == "__main__":``.
+            ``"path/to/file.py:function"``. A script that calls `curve` must do so under
+            ``if __name__ == "__main__":``.
         depths: the values of `depth` for `build`, such as numbers of blocks; each at least 1.
         memories: the values of `memory` for `build`, such as memory modes.
         device: ``"cpu"`` or an accelerator.
@@ -177,7 +154,7 @@ def curve(
         progress: a function that is called with each point once it is measured.
 
     Returns:
-        The points, printable; see also `Curve.to_csv` and `Curve.figure`.
+        The points, printable; see also `Curve.figure`.
 
     Raises:
         ValueError: if an argument is invalid.
@@ -203,16 +180,16 @@ def curve(
     where = check_device(device)
     if progress is not None:
         check_callable(progress=progress)
-    if WITHIN_WORKER in os.environ:
+    if multiprocessing.parent_process() is not None:
         raise RecoupError(
-            "`curve` was called while a point was being measured, most likely by the script that "
-            'holds the builder. Put that call under `if __name__ == "__main__":`.'
+            "`curve` was called in a process that another one started, most likely to measure a "
+            "point, by the script that holds the builder. Put that call under "
+            '`if __name__ == "__main__":`.'
         )
     points: list[Point] = []
     for depth in sorted(set(depths)):
         for memory in dict.fromkeys(memories):
-            request = Request(name, depth, memory, str(where), repeats, num_threads)
-            points.append(Point(depth, memory, **measure_point(request)))
+            points.append(measure_point(name, depth, memory, str(where), repeats, num_threads))
             if progress is not None:
                 progress(points[-1])
     return Curve(name, str(where), tuple(points))

@@ -26,8 +26,6 @@ class Measurement:
         held_bytes: the bytes still alive after it returned, those of its return value included,
             beyond those alive before it.
         seconds: the wall time of the fastest timed call, in seconds; None if no call was timed.
-        cpu_seconds: the least processor time of a timed call, in seconds, summed over all threads;
-            None if no call was timed.
         device: the device whose bytes were counted, such as "cpu" or "cuda:0".
         peaks: the peak as it was `requested`, `allocated` (`peak_bytes`) and `reserved` from the
             device, beyond what was allocated before. On the CPU nothing is rounded up, and
@@ -45,16 +43,13 @@ class Measurement:
     peak_bytes: int
     held_bytes: int
     seconds: float | None
-    cpu_seconds: float | None
     device: str
     peaks: Peaks
 
     def __str__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)}{shown_beside(self.peaks)}"
-        parts = [peak, f"held {format_bytes(self.held_bytes)}"]
-        if self.seconds is not None and self.cpu_seconds is not None:
-            parts += [f"{1e3 * self.seconds:.4g} ms", f"CPU {1e3 * self.cpu_seconds:.4g} ms"]
-        return f"{', '.join(parts)} on {self.device}"
+        time = "" if self.seconds is None else f", {1e3 * self.seconds:.4g} ms"
+        return f"{peak}, held {format_bytes(self.held_bytes)}{time} on {self.device}"
 
 
 def measure(
@@ -118,12 +113,10 @@ def measure(
         del result  # after the mark, so that it counts as held
     if is_without_values():
         repeats = 0  # there is nothing to time
-    times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
         peak_bytes=line.peak_bytes,
         held_bytes=held.end_bytes,
-        seconds=min((wall for wall, _ in times), default=None),
-        cpu_seconds=min((processor for _, processor in times), default=None),
+        seconds=min((_seconds(fn, where) for _ in range(repeats)), default=None),
         device=str(where),
         peaks=line.peaks,
     )
@@ -144,12 +137,12 @@ def check_device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return wall and processor seconds of one call, without the release of its result."""
+def _seconds(fn: Callable[[], object], device: torch.device) -> float:
+    """Return the wall time of one call, without the release of its result."""
     devices.synchronize(device)
-    wall, processor = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     result = fn()
     devices.synchronize(device)
-    times = time.perf_counter() - wall, time.process_time() - processor
+    seconds = time.perf_counter() - start
     del result
-    return times
+    return seconds

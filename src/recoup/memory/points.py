@@ -1,4 +1,4 @@
-"""The points of a curve, each measured in a fresh process by `recoup.memory.worker`.
+"""The points of a curve, each measured in a process of its own.
 
 What is measured is named by a string, as on a command line, so that another process can build it.
 """
@@ -7,33 +7,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import os
-import signal
-import subprocess
+import multiprocessing
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from recoup._core.pytree import flatten
 from recoup.errors import RecoupError
+from recoup.memory.meter import Measurement, measure
 
-WITHIN_WORKER = "RECOUP_WITHIN_WORKER"
-"""Environment variable that a worker finds set, so that it never starts workers itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The request for one point, which a worker receives as JSON."""
-
-    build: str
-    depth: int
-    memory: str | int
-    device: str
-    repeats: int
-    num_threads: int
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +42,6 @@ class Point:
             it; parameters and the gradients of earlier steps are left out.
         held_bytes: the bytes alive after the step, beyond those alive before it.
         seconds: the wall time of the fastest step, in seconds; None if no step was timed.
-        cpu_seconds: the least processor time of a step, in seconds, summed over all threads; None
-            if no step was timed.
 
     Example:
         >>> from recoup.memory import Point
@@ -65,55 +55,76 @@ class Point:
     peak_bytes: int
     held_bytes: int
     seconds: float | None = None
-    cpu_seconds: float | None = None
 
 
-def measure_point(request: Request) -> dict[str, Any]:
-    """Return the answer of a fresh process to `request`.
+def measure_point(
+    build: str, depth: int, memory: str | int, device: str, repeats: int, num_threads: int
+) -> Point:
+    """Measure one point in a fresh process; the arguments are those of `curve`.
 
     Raises:
         ValueError: if the builder cannot be found, or its result is not a training step.
         RecoupError: if the builder or the step failed.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-        "OMP_NUM_THREADS": str(request.num_threads),
-        "MKL_NUM_THREADS": str(request.num_threads),
-        WITHIN_WORKER: "1",
-    }
-    # The answer goes to a separate file, since a builder may print.
-    with tempfile.TemporaryDirectory(prefix="recoup-") as folder:
-        path = Path(folder) / "answer.json"
-        process = subprocess.run(
-            [sys.executable, "-m", "recoup.memory.worker", str(path)],
-            input=json.dumps(asdict(request)),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-            check=False,
-        )
-        answer: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if "argument" in answer:
-        raise ValueError(f'`build` is "{request.build}": {answer["argument"]}')
-    if process.returncode or not answer or "error" in answer:
-        reason = answer.get("error") or _reason(process.returncode, process.stderr)
-        raise RecoupError(
-            f'"{request.build}" failed at depth={request.depth}, memory={request.memory!r} on '
-            f"{request.device}: {reason}"
-        )
-    return answer
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            answer = process.submit(measured, build, depth, memory, device, repeats, num_threads)
+            found = answer.result()
+        except BuildError as error:
+            raise BuildError(f'`build` is "{build}": {error}') from error
+        except (RecoupError, BrokenProcessPool) as error:
+            is_gone = isinstance(error, BrokenProcessPool)
+            reason = "its process ended; it wrote why, unless the machine's memory was exhausted."
+            raise RecoupError(
+                f'"{build}" failed at depth={depth}, memory={memory!r} on {device}: '
+                f"{reason if is_gone else error}"
+            ) from error
+    return Point(depth, memory, found.peak_bytes, found.held_bytes, found.seconds)
 
 
-def _reason(returncode: int, stderr: str) -> str:
-    """Return why a process ended without an answer: its signal, or the last line that it wrote."""
-    if returncode < 0:
-        name = signal.Signals(-returncode).name
-        hint = " (memory of the machine exhausted?)" if name == "SIGKILL" else ""
-        return f"the process was ended by {name}{hint}."
-    return stderr.strip().rpartition("\n")[2] or f"the process ended with code {returncode}."
+def measured(
+    build: str, depth: int, memory: str | int, device: str, repeats: int, num_threads: int
+) -> Measurement:
+    """Measure a step in this process; any error but a `BuildError` is a `RecoupError`."""
+    torch.set_num_threads(num_threads)
+    try:
+        with redirect_stdout(sys.stderr):  # a builder may print
+            step = _step_of(load_builder(build), depth, memory, device)
+            step()  # allocates gradients, optimizer state and workspaces
+            return measure(step, device=device, repeats=repeats)
+    except BuildError:
+        raise
+    except (Exception, SystemExit) as error:  # of which some cannot be sent to another process
+        raise RecoupError(" ".join(f"{type(error).__name__}: {error}".split())) from error
+
+
+def _step_of(build: Callable[..., object], depth: int, memory: str | int, device: str) -> Step:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    with torch.device(device):
+        built = build(depth=depth, memory=memory)
+    if callable(built) and not isinstance(built, nn.Module):
+        return built
+    pair = cast("tuple[object, ...]", built) if isinstance(built, tuple) else ()
+    if len(pair) == 2 and isinstance(pair[0], nn.Module):
+        inputs = tree_map_only(Tensor, lambda leaf: leaf.to(device), pair[1])
+        return training_step(pair[0].to(device), inputs)
+    raise BuildError(
+        f"it returned {type(cast('object', built)).__name__}, but must return a training step "
+        "(a function without arguments) or a pair (module, inputs)."
+    )
+
+
+def training_step(module: nn.Module, inputs: object) -> Step:
+    """Return a step: forward, the sum of all outputs, backward, which accumulates gradients."""
+    arguments = cast("tuple[Any, ...]", inputs) if isinstance(inputs, tuple) else (inputs,)
+
+    def step() -> None:
+        outputs = [each for each in flatten(module(*arguments))[0] if each.requires_grad]
+        if not outputs:
+            raise BuildError("no output of its module requires a gradient.")
+        torch.autograd.backward([output.sum() for output in outputs])
+
+    return step
 
 
 # -- builders --------------------------------------------------------------------------------------
@@ -144,12 +155,7 @@ def build_name(build: Callable[..., object] | str) -> str:
         'recoup.memory.points:load_builder'
     """
     if isinstance(build, str):
-        module, _, function = build.rpartition(":")
-        if not module or not function.isidentifier():
-            raise ValueError(
-                f'`build` is "{build}", but must name a function as "module:function" or '
-                '"path/to/file.py:function".'
-            )
+        _parts(build, "build")
         return build
     module = getattr(build, "__module__", None) or "?"
     name = getattr(build, "__qualname__", None) or repr(build)
@@ -188,12 +194,7 @@ def load_builder(name: str) -> Callable[..., object]:
         >>> load_builder("math:sqrt")(16)
         4.0
     """
-    module_name, _, function_name = name.rpartition(":") if isinstance(name, str) else ("",) * 3  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not module_name or not function_name:
-        raise BuildError(
-            f"`name` is {name!r}, which names no function: give "
-            '"module:function" or "path/to/file.py:function".'
-        )
+    module_name, function_name = _parts(name, "name")
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()
         spec = importlib.util.spec_from_file_location("__recoup_build__", path)
@@ -217,3 +218,14 @@ def load_builder(name: str) -> Callable[..., object]:
     if not callable(function):
         raise BuildError(f"there is no function {function_name} in {module_name}.")
     return function
+
+
+def _parts(name: str, argument: str) -> tuple[str, str]:
+    """Return a module or file and a function in it, by their common name."""
+    module, _, function = name.rpartition(":") if isinstance(name, str) else ("",) * 3  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not module or not function.isidentifier():
+        raise BuildError(
+            f"`{argument}` is {name!r}, but must name a function as "
+            '"module:function" or "path/to/file.py:function".'
+        )
+    return module, function

@@ -16,17 +16,17 @@ Rule 5. Global hooks of modules would make the compiler compile anew, and so cha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
 from recoup._core.devices import NO_PEAKS, Peaks
 from recoup._core.graph_ends import nodes_of, when_node_runs
-from recoup._core.saved_tensors import Way, num_nodes, observed_by
+from recoup._core.saved_tensors import num_nodes
 from recoup.memory.module_names import ModulePath, RunningModules, names_of
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import Span, Timeline
@@ -44,8 +44,8 @@ class Stretch(NamedTuple):
             forward, in backward) or "inverse".
         module: the qualified name of the module that ran; in backward, of the one that had made the
             part of the graph. "-" outside any module.
-        way: how backward gets what the module needs: the way that a plan chose for its block, or
-            "keep", "recompute", "regenerate", "invert" or "offload". "" outside any module.
+        way: how backward gets what the block of the module needs, as a plan chose; "" outside of
+            the blocks of a plan.
         levels: the bytes in memory after each event of the allocator, beyond those before the step.
     """
 
@@ -143,20 +143,7 @@ class StepLine:
 
 # -- recording -------------------------------------------------------------------------------------
 
-_WAYS: tuple[Way, ...] = get_args(Way)
 Losses = Callable[[Any], Sequence[Tensor]]
-
-
-class BlockCall(NamedTuple):
-    """A call of a block.
-
-    Args:
-        name: the qualified name of the block.
-        way: what a plan does with its residuals.
-    """
-
-    name: str
-    way: str
 
 
 class _Cause(NamedTuple):
@@ -197,17 +184,13 @@ class StepRecorder:
         self._spans: list[tuple[_Cause, Span]] = []
         self._numbers: list[int] = [0]  # of nodes, where each cause of forward began
         self._causes = [self._cause]
-        self._ways: dict[ModulePath, set[Way]] = {}
 
     # -- during the step -------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Generator[None]:
         """Return a context for the step, within that of its timeline."""
-        with ExitStack() as contexts:
-            contexts.enter_context(observed_by(self))
-            if self._follows:
-                contexts.enter_context(self._modules.followed())
+        with self._modules.followed() if self._follows else nullcontext():
             yield
             self._mark(self._cause)
 
@@ -248,13 +231,6 @@ class StepRecorder:
             self._again.pop()
             self._changed()
 
-    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
-        """Note a way that is not "keep" for the running module."""
-        del tensor, slot
-        path = self._modules.path
-        if path is not None and self._what != "backward":
-            self._ways.setdefault(path, set()).add(way)
-
     def _node_runs(self, num_before: int) -> None:
         made = self._causes[bisect_right(self._numbers, num_before) - 1]  # See Rule 3
         what = "backward of the loss" if made.what == "loss" else "backward"
@@ -292,25 +268,20 @@ class StepRecorder:
         """The peak of the step as it was requested, allocated and reserved."""
         return self._line.peaks
 
-    def stretches(
-        self, calls: Sequence[BlockCall] = (), tiled: Iterable[nn.Module] = ()
-    ) -> tuple[Stretch, ...]:
+    def stretches(self, calls: Sequence[tuple[str, str]] = ()) -> tuple[Stretch, ...]:
         """Return the stretches of the step that have events, when its timeline has ended.
 
         Args:
-            calls: the calls of blocks.
-            tiled: modules that run in tiles.
+            calls: the name of the block of each call, and its way.
         """
         name_of = names_of(cause.path for cause, _ in self._spans if cause.path is not None)
-        in_tiles = {id(inner) for module in tiled for inner in module.modules()}
         found: list[Stretch] = []
         level = 0
         for cause, span in self._spans:
             what, path, call = cause
-            module = "-" if call is None else calls[call].name
+            module, way = ("-", "") if call is None else calls[call]
             if path is not None:
                 module = name_of(path)
-            way = self._way_of(cause, calls, in_tiles)
             phase = "forward" if what in ("forward", "loss") else "backward"
             levels = span.levels
             if not levels and (span.peak_bytes, span.end_bytes) != (level, level):
@@ -319,16 +290,3 @@ class StepRecorder:
                 found.append(Stretch(phase, what, module, way, levels))
             level = span.end_bytes
         return tuple(found)
-
-    def _way_of(self, cause: _Cause, calls: Sequence[BlockCall], in_tiles: Container[int]) -> str:
-        path, call = cause.path, cause.call
-        if call is not None:
-            way = calls[call].way
-        elif path is not None:
-            ways = self._ways.get(path, {"keep"})
-            way = ", ".join(way for way in _WAYS if way in ways)
-        else:
-            return ""
-        if path is not None and id(nn.Module.get_submodule(*path)) in in_tiles:
-            way += ", tile"
-        return way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
@@ -27,22 +27,19 @@ class Span:
     """The bytes alive between two marks, beyond those alive before the timeline began.
 
     Args:
-        peak_bytes: the most bytes alive at one time.
-        peaks: the same as they were requested, allocated and reserved.
+        peaks: the most bytes alive at one time, as they were requested, allocated and reserved.
         end_bytes: the bytes alive at the second mark.
         levels: the bytes alive after each allocation and each free, if the timeline records them.
     """
 
-    peak_bytes: int = 0
     peaks: Peaks = NO_PEAKS
     end_bytes: int = 0
     levels: Sequence[int] = ()
 
-
-class _Take(Protocol):
-    """What gets the peak of a span, its bytes alive, and all peaks where a counter has several."""
-
-    def __call__(self, peak_bytes: int, end_bytes: int, peaks: Peaks | None = None, /) -> None: ...
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at one time."""
+        return self.peaks.allocated
 
 
 class _Counter(Protocol):
@@ -52,8 +49,8 @@ class _Counter(Protocol):
 
     def __exit__(self, *exc_info: Any) -> None: ...
 
-    def mark(self, take: _Take) -> None:
-        """Let `take` get the peak since the last mark and the bytes alive now."""
+    def mark(self, take: Callable[..., None]) -> None:
+        """Let `take` get the peak, or all peaks, since the last mark and the bytes alive now."""
         ...
 
 
@@ -76,7 +73,7 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at one time."""
-        return max((span.peak_bytes for span in self._spans), default=0)
+        return self.peaks.allocated
 
     @property
     def peaks(self) -> Peaks:
@@ -93,11 +90,9 @@ class Timeline:
         self._counter.mark(partial(self._fill, span))
         return span
 
-    def _fill(
-        self, span: Span, peak_bytes: int, end_bytes: int, peaks: Peaks | None = None, /
-    ) -> None:
-        span.peak_bytes, span.end_bytes = peak_bytes, end_bytes
-        span.peaks = Peaks(peak_bytes, peak_bytes) if peaks is None else peaks
+    def _fill(self, span: Span, peak: Peaks | int, end_bytes: int) -> None:
+        span.peaks = Peaks(peak, peak) if isinstance(peak, int) else peak
+        span.end_bytes = end_bytes
         if self._levels is not None:
             span.levels = tuple(self._levels)
             self._levels.clear()
@@ -164,7 +159,7 @@ class _DeviceCounter:
     def __exit__(self, *exc_info: object) -> None:
         synchronize(self._device)
 
-    def mark(self, take: _Take) -> None:
+    def mark(self, take: Callable[..., None]) -> None:
         """Let `take` get the peaks since the last mark and the bytes alive now."""
         now, before = memory_counts(self._device), self._before
         reserved = now.peaks.reserved
@@ -173,5 +168,5 @@ class _DeviceCounter:
             now.peaks.allocated - before.allocated,
             None if reserved is None else reserved - before.allocated,
         )
-        take(peaks.allocated, now.allocated - before.allocated, peaks)
+        take(peaks, now.allocated - before.allocated)
         reset_peaks(self._device)

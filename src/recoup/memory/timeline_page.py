@@ -2,9 +2,9 @@
 
 NOTE [ What is drawn is what was measured ]
 
-Rule 1. The heights of a line are the bytes, divided by a power of two, since browsers cut off what
-        is drawn at coordinates beyond some gigabytes. So they are exact, and the script reads them
-        back from the picture: there is one copy.
+Rule 1. The heights of a line are in KiB, since browsers cut off what is drawn at coordinates beyond
+        some billions. So they are exact, and the script reads them back from the picture: there is
+        one copy.
 Rule 2. Forward and backward are equally wide for all lines, one unit for each event of the longest;
         those of the others are spread evenly. So what is above each other is about the same code.
 Rule 3. All text is escaped, that of the script's data as well. The page forbids itself to load
@@ -18,33 +18,14 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from recoup.memory.size import format_bytes
 from recoup.memory.step_recorder import PHASES, StepLine
 
 _ROOM_ABOVE = 1.14  # the peak, for its number
-_MOST_BITS = 24  # of a coordinate
+_UNIT = 1024  # bytes (See Rule 1)
 _FAR = 1.5  # times the peak: a budget above that is not drawn
-_NEAR = 0.09  # of the height: labels would meet
-
-
-class Page(NamedTuple):
-    """What a page shows.
-
-    Args:
-        title: the title.
-        summary: the sentence beneath it.
-        lines: the lines, one or two; the second one is the planned step.
-        budget_bytes: the budget; None for none.
-        plan: the text of the plan; "" for none.
-    """
-
-    title: str
-    summary: str
-    lines: Sequence[StepLine]
-    budget_bytes: int | None
-    plan: str
 
 
 def check_page(suffix: str) -> None:
@@ -53,79 +34,56 @@ def check_page(suffix: str) -> None:
         raise ValueError(f'`path` of the page ends in "{suffix}", but must end in .html.')
 
 
-def page_of(page: Page) -> str:
-    """Return the page as HTML."""
-    frame = _frame(page)
-    drawn = [_Drawn(line, frame) for line in page.lines]
-    highest = max(drawn, key=lambda each: each.line.peak_bytes)
-    ticks = _ticks(frame.height)
+def page_of(
+    title: str, summary: str, lines: Sequence[StepLine], budget_bytes: int | None, plan: str
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        title: the title.
+        summary: the sentence beneath it.
+        lines: the lines, one or two; the second one is the planned step.
+        budget_bytes: the budget; None for none.
+        plan: the text of the plan; "" for none.
+    """
+    picture = _Picture(lines, budget_bytes or 0)
+    top = _drawn(picture.height)
     template = files("recoup.memory").joinpath("timeline_page.html").read_text("utf-8")
     return Template(template).substitute(
-        title=escape(page.title),
-        summary=escape(page.summary),
-        described=escape(f"{page.title}. {page.summary} The table below has the peaks."),
-        width=frame.width,
-        height=frame.height,
-        unit=frame.unit,
-        top=frame.drawn(frame.height),
-        band=f"M{frame.widths[0]} 0H{frame.width}V{frame.drawn(frame.height)}H{frame.widths[0]}Z",
-        grid="".join(f"M0 {frame.drawn(tick)}H{frame.width}" for tick in ticks),
-        paths="\n".join(_paths(page, drawn, frame)),
-        labels="\n".join(_labels(page, drawn, frame, ticks)),
-        start=highest.peak_place,
-        table=_table(page.lines),
-        plan=f'<h2>The plan</h2>\n<pre tabindex="0">{escape(page.plan)}</pre>' if page.plan else "",
-        data=_data(drawn),
+        title=escape(title),
+        summary=escape(summary),
+        described=escape(f"{title}. {summary} The table below has the peaks."),
+        width=picture.width,
+        height=picture.height,
+        unit=_UNIT,
+        top=top,
+        band=f"M{picture.widths[0]} 0H{picture.width}V{top}H{picture.widths[0]}Z",
+        grid="".join(f"M0 {_drawn(tick)}H{picture.width}" for tick in picture.ticks),
+        paths="\n".join(picture.paths()),
+        labels="\n".join(picture.labels()),
+        start=max(picture.lines, key=lambda each: each.line.peak_bytes).peak_place,
+        table=_table(lines),
+        plan=f'<h2>The plan</h2>\n<pre tabindex="0">{escape(plan)}</pre>' if plan else "",
+        data=_data(picture.lines),
     )
 
 
-class _Frame(NamedTuple):
-    """The size of the picture.
-
-    Args:
-        widths: of forward and of backward, in events.
-        height: in bytes.
-    """
-
-    widths: tuple[int, int]
-    height: int
-
-    @property
-    def width(self) -> int:
-        """The width of both."""
-        return sum(self.widths)
-
-    @property
-    def unit(self) -> int:
-        """The bytes of a unit of the picture (See Rule 1)."""
-        return 1 << max(self.height.bit_length() - _MOST_BITS, 0)
-
-    def drawn(self, num_bytes: int) -> str:
-        """Return bytes as a coordinate."""
-        size = num_bytes / self.unit
-        return str(int(size)) if size.is_integer() else repr(size)
-
-    def place(self, x: int, y: int) -> str:
-        """Return the style of what is at a point."""
-        return f"left: {100 * x / self.width:.3f}%; bottom: {100 * y / self.height:.3f}%"
-
-
 class _Drawn:
-    """A line as it is drawn (See Rules 1 and 2).
+    """A line as it is drawn (See Rule 2).
 
     Args:
         line: the line.
-        frame: the size of the picture.
+        widths: of forward and of backward, in events.
     """
 
-    def __init__(self, line: StepLine, frame: _Frame) -> None:
+    def __init__(self, line: StepLine, widths: Sequence[int]) -> None:
         self.line = line
         self.causes: dict[tuple[str, str, str], int] = {}
         self.starts: list[int] = []
         self.cause: list[int] = []
         self.points: list[tuple[int, int]] = []
         offset = 0
-        for phase, width in zip(PHASES, frame.widths, strict=True):
+        for phase, width in zip(PHASES, widths, strict=True):
             levels = line.levels(phase)
             num = max(len(levels), 1)
             self.points += [(offset + k * width // num, y) for k, y in enumerate(levels)]
@@ -137,75 +95,69 @@ class _Drawn:
         peak_bytes = line.peak_bytes
         self.peak_place = next((x for x, y in self.points if y == peak_bytes), 0)
 
-    def path(self, frame: _Frame) -> str:
-        """Return the path of the line: the bytes after each event, until the next one."""
-        steps = "".join(f"H{x}V{frame.drawn(y)}" for x, y in self.points)
-        return f"M0 {frame.drawn(self.line.baseline_bytes)}{steps}H{frame.width}"
+
+class _Picture:
+    """The lines in one picture.
+
+    Args:
+        lines: the lines.
+        budget_bytes: the budget; it is drawn if it is not far above the lines.
+    """
+
+    def __init__(self, lines: Sequence[StepLine], budget_bytes: int) -> None:
+        self.widths = [max(1, *(len(line.levels(phase)) for line in lines)) for phase in PHASES]
+        self.width = sum(self.widths)
+        self.lines = [_Drawn(line, self.widths) for line in lines]
+        most = max(line.peak_bytes for line in lines)
+        self.budget_bytes = budget_bytes if budget_bytes <= _FAR * most else 0
+        self.height = max(int(_ROOM_ABOVE * max(most, self.budget_bytes)), 1)
+        step = 1 << max(int(0.3 * self.height).bit_length() - 1, 0)
+        self.ticks = range(step, self.height, step)
+
+    def paths(self) -> list[str]:
+        """Return the budget and the lines: the bytes after each event, until the next one."""
+        found = []
+        if self.budget_bytes:
+            found = [f'<path class="budget" d="M0 {_drawn(self.budget_bytes)}H{self.width}"/>']
+        for place, each in enumerate(self.lines):
+            steps = "".join(f"H{x}V{_drawn(y)}" for x, y in each.points)
+            path = f"M0 {_drawn(each.line.baseline_bytes)}{steps}H{self.width}"
+            found.append(f'<path class="memory line{place}" id="line{place}" d="{path}"/>')
+        return found
+
+    def labels(self) -> list[str]:
+        """Return the numbers of the grid and the budget, the phases, and the peaks."""
+        found = [self._label("tick halo", 0, tick, format_bytes(tick)) for tick in self.ticks]
+        for phase, x in zip(PHASES, (0, self.widths[0]), strict=True):
+            left = f"left: {100 * x / self.width:.3f}%"
+            found.append(f'<span class="phase" style="{left}">{phase}</span>')
+        if self.budget_bytes:
+            text = f"budget {format_bytes(self.budget_bytes)}"
+            found.append(self._label("bound halo", self.width, self.budget_bytes, text))
+        for place, each in enumerate(self.lines):
+            x, line = each.peak_place, each.line
+            found.append(
+                f'<i class="point line{place}" style="{self._place(x, line.peak_bytes)}"></i>'
+            )
+            # Above the point of the first line, below that of the second, towards the middle.
+            shift = f"translate({-100 if x > self.width / 2 else 0}%, {100 * place}%)"
+            text = f"{line.name} {format_bytes(line.peak_bytes)}"
+            kind = f"peak halo line{place}"
+            found.append(self._label(kind, x, line.peak_bytes, text, f"; transform: {shift}"))
+        return found
+
+    def _label(self, kind: str, x: int, y: int, text: str, more: str = "") -> str:
+        style = f"{self._place(x, y)}{more}"
+        return f'<span class="{kind}" style="{style}">{escape(text)}</span>'
+
+    def _place(self, x: int, y: int) -> str:
+        return f"left: {100 * x / self.width:.3f}%; bottom: {100 * y / self.height:.3f}%"
 
 
-def _frame(page: Page) -> _Frame:
-    forward, backward = (
-        max([1, *(len(line.levels(phase)) for line in page.lines)]) for phase in PHASES
-    )
-    # Room for all peaks, and for a budget that is not far above them.
-    most = max((line.peak_bytes for line in page.lines), default=0)
-    budget = page.budget_bytes or 0
-    top = max(most, budget if budget <= _FAR * most else 0)
-    return _Frame((forward, backward), max(int(_ROOM_ABOVE * top), 1))
-
-
-def _ticks(height: int) -> list[int]:
-    """Return round numbers of bytes for the lines of a grid, three to six, without 0."""
-    step = 1
-    while 2 * step <= 0.3 * height:
-        step *= 2
-    return list(range(step, int((1 - _NEAR / 2) * height), step))
-
-
-def _paths(page: Page, drawn: Sequence[_Drawn], frame: _Frame) -> list[str]:
-    paths = [
-        f'<path class="memory line{place}" id="line{place}" d="{each.path(frame)}"/>'
-        for place, each in enumerate(drawn)
-    ]
-    if 0 < (budget := page.budget_bytes or 0) <= frame.height:
-        paths.insert(0, f'<path class="budget" d="M0 {frame.drawn(budget)}H{frame.width}"/>')
-    return paths
-
-
-def _labels(page: Page, drawn: Sequence[_Drawn], frame: _Frame, ticks: Sequence[int]) -> list[str]:
-    budget = page.budget_bytes or 0
-    found = [
-        f'<span class="tick halo" style="{frame.place(0, tick)}">{format_bytes(tick)}</span>'
-        for tick in ticks
-        if not 0 <= budget - tick < _NEAR / 2 * frame.height  # the budget would cross it
-    ]
-    for phase, x in zip(PHASES, (0, frame.widths[0]), strict=True):
-        left = f"left: {100 * x / frame.width:.3f}%"
-        found.append(f'<span class="phase" style="{left}">{phase}</span>')
-    if 0 < budget <= frame.height:
-        bottom = f"bottom: {100 * budget / frame.height:.3f}%"
-        text = f"budget {format_bytes(budget)}"
-        found.append(f'<span class="bound halo" style="{bottom}">{text}</span>')
-    for place in range(len(drawn)):
-        found += _peak_labels(drawn, place, budget, frame)
-    return found
-
-
-def _peak_labels(
-    drawn: Sequence[_Drawn], place: int, budget_bytes: int, frame: _Frame
-) -> list[str]:
-    """Return a point at a peak, and its number above it, clear of the budget and other numbers."""
-    line, x = drawn[place].line, drawn[place].peak_place
-    peak, near = line.peak_bytes, _NEAR * frame.height
-    is_beneath = place > 0 and abs(peak - drawn[0].line.peak_bytes) < near
-    at = budget_bytes if not is_beneath and 0 <= budget_bytes - peak < near else peak
-    text = escape(f"{line.name} {format_bytes(peak)}")
-    shift = f"translate({-100 if x > frame.width / 2 else 0}%, {100 if is_beneath else 0}%)"
-    label = f"{frame.place(x, at)}; transform: {shift}"
-    return [
-        f'<i class="point line{place}" style="{frame.place(x, peak)}"></i>',
-        f'<span class="peak halo line{place}" style="{label}">{text}</span>',
-    ]
+def _drawn(num_bytes: int) -> str:
+    """Return bytes as a coordinate (See Rule 1)."""
+    size = num_bytes / _UNIT
+    return str(int(size)) if size.is_integer() else repr(size)
 
 
 def _table(lines: Sequence[StepLine]) -> str:

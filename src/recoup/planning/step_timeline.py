@@ -15,9 +15,9 @@ from recoup._arguments import check_type
 from recoup.memory import format_bytes
 from recoup.memory.figures import path_of, write_whole
 from recoup.memory.size import aligned, shown_beside
-from recoup.memory.step_recorder import PHASES, BlockCall, StepLine, StepRecorder
+from recoup.memory.step_recorder import PHASES, StepLine, StepRecorder
 from recoup.memory.timeline import timeline as meter
-from recoup.memory.timeline_page import Page, check_page, page_of
+from recoup.memory.timeline_page import check_page, page_of
 from recoup.planning.arguments import example_arguments
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
@@ -60,8 +60,8 @@ class StepTimeline:
         """Draw the step on a page of HTML that needs no other file, and tells what ran where.
 
         The line under the pointer (or at the slider, by keyboard or touch) is explained: its bytes,
-        the module, and how backward gets what that module needs. Every event is drawn: a page
-        of a hundred thousand of them has some megabytes.
+        the module, and how backward gets what its block needs. Every event is drawn: a page of a
+        hundred thousand of them has some megabytes.
 
         Args:
             path: the path of the page, ending in .html.
@@ -103,7 +103,7 @@ class StepTimeline:
         if self.plain is None:
             summary += " There was no room to run the step as it is."
         title = f"Memory over a step of {self.model}"
-        return page_of(Page(title, summary, self.lines, self.budget_bytes, self.plan))
+        return page_of(title, summary, self.lines, self.budget_bytes, self.plan)
 
 
 def timeline(
@@ -215,6 +215,5 @@ def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine
         del gradients
     if plan is None:
         return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
-    calls = [BlockCall(block.name, block.way) for block in plan.blocks]
-    tiled = () if step.tiled is None else step.tiled.modules
-    return StepLine("planned", recorder.stretches(calls, tiled), baseline_bytes, recorder.peaks)
+    calls = [(block.name, block.way) for block in plan.blocks]
+    return StepLine("planned", recorder.stretches(calls), baseline_bytes, recorder.peaks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from recoup._arguments import check_real, check_type
@@ -10,10 +10,6 @@ from recoup.errors import ScheduleError
 from recoup.schedules.actions import (
     Action,
     Advance,
-    Drop,
-    Invert,
-    Load,
-    Offload,
     Reverse,
     Schedule,
     Tape,
@@ -39,8 +35,6 @@ class Simulation:
         forwards_per_stage: `num_forwards` for each stage.
         seconds: time of all runs, inverses, selective tapes and offloading; 0 without costs.
         peak_offloaded_bytes: the most bytes in host memory and in folders at any time.
-        waiting_seconds: the time that the computation waits for copies, if the speed of each place
-            is given.
 
     Example:
         >>> from recoup.schedules import linear, simulate
@@ -56,7 +50,6 @@ class Simulation:
     forwards_per_stage: tuple[int, ...]
     seconds: float = 0.0
     peak_offloaded_bytes: int = 0
-    waiting_seconds: float = 0.0
 
 
 def simulate(
@@ -66,7 +59,6 @@ def simulate(
     *,
     costs: Sequence[Cost] | None = None,
     in_flight_bytes: int = 0,
-    bytes_per_second: Mapping[str, float] | None = None,
 ) -> Simulation:
     """Walk through a schedule: check every action, count the runs and the bytes.
 
@@ -96,9 +88,6 @@ def simulate(
         in_flight_bytes: the bytes of states that are leaving, or have come back before they are
             loaded. The executor's bound is twice the largest offloaded state; the peak counts as
             many of them as are offloaded.
-        bytes_per_second: the speed of each place that states are offloaded to, such as
-            ``{"host": 12e9, "/scratch": 2e9}``; needs costs in seconds. None if copies take no
-            time, or the time that the costs name.
 
     Returns:
         The counts. With the default sizes `peak_bytes` is in units of one state or tape.
@@ -106,7 +95,7 @@ def simulate(
     Raises:
         ScheduleError: an action is impossible at its position, or the schedule is incomplete; the
             message names the action, its position and the reason.
-        ValueError: a sequence has the wrong length, a size is negative, or a speed is missing.
+        ValueError: a sequence has the wrong length, or a size is negative.
 
     Example:
         >>> from recoup.schedules import Cost, binomial, linear, simulate
@@ -120,8 +109,6 @@ def simulate(
     if costs is not None:
         require_costs(costs)
         _require_length("costs", len(costs), schedule.num_stages)
-        if bytes_per_second is not None:  # which says what copies cost
-            costs = [replace(cost, offload_seconds=0.0) for cost in costs]
         walk = Walk(costs)
     else:
         *states, last = _sizes("state_bytes", state_bytes, schedule.num_stages + 1)
@@ -143,7 +130,6 @@ def simulate(
         forwards_per_stage=tuple(walk.forwards),
         seconds=walk.seconds,
         peak_offloaded_bytes=walk.peak_host,
-        waiting_seconds=_waiting_seconds(schedule, costs, bytes_per_second, in_flight_bytes),
     )
 
 
@@ -246,114 +232,3 @@ def _sizes(name: str, sizes: int | Sequence[int], length: int) -> Sequence[int]:
         require_size(name, size)
     _require_length(name, len(sizes), length, ", or one for all")
     return sizes
-
-
-# -- copies ----------------------------------------------------------------------------------------
-
-
-def _waiting_seconds(
-    schedule: Schedule,
-    costs: Sequence[Cost] | None,
-    bytes_per_second: Mapping[str, float] | None,
-    in_flight_bytes: int,
-) -> float:
-    """Return the time that a schedule waits for copies, which run behind the computation."""
-    if bytes_per_second is None:
-        return 0.0
-    if costs is None:
-        raise ValueError(
-            "`bytes_per_second` is given without `costs`, but the time between copies is that of "
-            "the stages. Give a `Cost` for each stage, with times in seconds."
-        )
-    clock = _Clock(costs, bytes_per_second, in_flight_bytes)
-    for action in schedule.actions:
-        match action:
-            case Advance(start, stop):
-                clock.now += sum(cost.seconds for cost in costs[start:stop])
-            case Tape(index):
-                clock.now += costs[index].seconds
-            case Invert(index):
-                clock.now += costs[index].seconds + costs[index].invert_seconds
-            case Reverse(index):
-                clock.now += _BACKWARD * costs[index].seconds
-            case Offload(index, to):
-                if not bytes_per_second.get(to, 0) > 0:
-                    raise ValueError(
-                        f"`bytes_per_second[{to!r}]` is {bytes_per_second.get(to)}, but the "
-                        "schedule offloads there: it must be above 0"
-                    )
-                clock.offload(index, to)
-            case Load(index):
-                clock.load(index)
-            case Drop(index):
-                clock.drop(index)
-            case _:
-                pass
-    return clock.waited
-
-
-class _Clock:
-    """The time of a schedule, and the copies that are under way."""
-
-    def __init__(
-        self, costs: Sequence[Cost], bytes_per_second: Mapping[str, float], in_flight_bytes: int
-    ) -> None:
-        self.now = self.waited = 0.0
-        self._costs = costs
-        self._speeds = bytes_per_second
-        self._bound = in_flight_bytes
-        self._free: dict[str, float] = {}  # when a place begins its next copy
-        self._away: dict[int, tuple[str, float]] = {}  # where a state is, and when it has landed
-        self._here: set[int] = set()  # states whose memory on the device is not freed yet
-        self._arriving: dict[int, float] = {}  # when each state that is being fetched arrives
-
-    def offload(self, index: int, to: str) -> None:
-        """Begin to copy a state, when it may be in flight."""
-        num_bytes = self._costs[index].state_bytes
-        landing = sorted((at, key) for key, (_, at) in self._away.items() if at > self.now)
-        in_flight = sum(self._costs[key].state_bytes for _, key in landing)
-        for at, key in landing:
-            if in_flight + num_bytes <= self._bound:
-                break
-            self._wait(at)
-            in_flight -= self._costs[key].state_bytes
-        self._here = {key for key in self._here if self._away[key][1] > self.now} | {index}
-        self._away[index] = to, self._copy(index, to)
-
-    def load(self, index: int) -> None:
-        """Wait for a state, and begin to fetch those that were offloaded before it."""
-        if index not in self._away:
-            return
-        to, landed = self._away[index]
-        if index in self._here:
-            at = self.now
-            if landed <= self.now:
-                self._here.remove(index)
-        else:
-            at = self._arriving.pop(index, None) or self._copy(index, to)
-        in_flight = {*self._arriving, *self._here, *([index] if at > self.now else [])}
-        room = self._bound - sum(self._costs[key].state_bytes for key in in_flight)
-        for before in sorted((key for key in self._away if key < index), reverse=True):
-            if before in self._arriving or before in self._here:
-                continue
-            room -= self._costs[before].state_bytes
-            if room < 0:
-                break
-            self._arriving[before] = self._copy(before, self._away[before][0])
-        self._wait(at)
-
-    def drop(self, index: int) -> None:
-        """Forget a state."""
-        self._away.pop(index, None)
-        self._here.discard(index)
-        self._arriving.pop(index, None)
-
-    def _copy(self, index: int, to: str) -> float:
-        """Begin a copy; return when it ends."""
-        seconds = self._costs[index].state_bytes / self._speeds[to]
-        self._free[to] = max(self.now, self._free.get(to, 0.0)) + seconds
-        return self._free[to]
-
-    def _wait(self, until: float) -> None:
-        self.waited += max(until - self.now, 0.0)
-        self.now = max(until, self.now)

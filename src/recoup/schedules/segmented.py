@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from math import isqrt
 from typing import Literal, get_args
@@ -25,6 +26,7 @@ from recoup.schedules.actions import (
     Reverse,
     Schedule,
     Tape,
+    actions_of,
 )
 
 Way = Literal["invert", "recompute", "keep"]
@@ -218,8 +220,8 @@ def constant(ways: int | Sequence[Way]) -> Schedule:
     Source: Gomez et al., "The reversible residual network" (2017).
     """
     ways = _checked(ways)
-    kept = _kept(ways)
-    return Schedule(len(ways), (*_sweep(ways, kept), *_backward(ways)), name="constant")
+    actions = actions_of(0, partial(_pass_of_constant, ways))
+    return Schedule(len(ways), tuple(actions), name="constant")
 
 
 def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
@@ -232,46 +234,20 @@ def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
     return ways
 
 
-def _kept(ways: Sequence[Way]) -> set[int]:
-    """Return the states to keep: inputs of recomputed stages, and outputs to invert from."""
-    kept = {i for i, way in enumerate(ways) if way == "recompute"}
-    kept |= {i + 1 for i, way in enumerate(ways) if way == "invert" and not _inverted(ways, i + 1)}
-    return kept
-
-
-def _inverted(ways: Sequence[Way], index: int) -> bool:
-    return 0 <= index < len(ways) and ways[index] == "invert"
-
-
-def _sweep(ways: Sequence[Way], kept: set[int]) -> list[Action]:
-    actions: list[Action] = []
-    start = 0  # of the stages that are run without a tape and have no action yet
-    for index in range(len(ways) + 1):
-        taped = index < len(ways) and ways[index] == "keep"
-        if start < index and (index in kept or taped or index == len(ways)):
-            actions.append(Advance(start, index))
-            start = index
-        if index in kept:
-            actions.append(Keep(index))
-        if taped:
-            actions.append(Tape(index))
-            start = index + 1
-    return actions
-
-
-def _backward(ways: Sequence[Way]) -> list[Action]:
-    actions: list[Action] = []
-    for index in reversed(range(len(ways))):
-        match ways[index]:
-            case "invert":
-                if not _inverted(ways, index + 1):
-                    actions += [Load(index + 1), Drop(index + 1)]
-                actions.append(Invert(index))
-            case "recompute":
-                # The inverse of the stage before, if there is one, begins at this state.
-                drop = [] if _inverted(ways, index - 1) else [Drop(index)]
-                actions += [Load(index), *drop, Tape(index)]
-            case "keep":
-                pass
-        actions.append(Reverse(index))
-    return actions
+def _pass_of_constant(ways: Sequence[Way], index: int) -> list[Action | int]:
+    """Return the pass through stage `index`, within which that through the later ones stands."""
+    if index == len(ways):
+        return []
+    later, run, reverse = index + 1, Advance(index, index + 1), Reverse(index)
+    match ways[index]:
+        case "keep":
+            return [Tape(index), later, reverse]
+        case "recompute" if index > 0 and ways[index - 1] == "invert":
+            # That stage keeps this state, for its inverse to begin at.
+            return [run, later, Load(index), Tape(index), reverse]
+        case "recompute":
+            return [Keep(index), run, later, Load(index), Drop(index), Tape(index), reverse]
+        case "invert" if later < len(ways) and ways[later] == "invert":
+            return [run, later, Invert(index), reverse]
+        case "invert":
+            return [run, Keep(later), later, Load(later), Drop(later), Invert(index), reverse]

@@ -130,13 +130,12 @@ def test_times_are_of_calls_that_are_not_followed():
         followed.append(torch.autograd._profiler_enabled())
         time.sleep(0.02)
 
-    measured = measure(fn, device="cpu", repeats=2)
+    assert measure(fn, device="cpu", repeats=2).seconds >= 0.02
     assert followed == [True, False, False]
-    assert measured.seconds >= 0.02 > measured.cpu_seconds
     device = "cuda:0" if torch.cuda.is_initialized() else "cpu"  # the one in use
     assert measure(lambda: None, repeats=0).device == device
     measured = measure(lambda: None, device="cpu", repeats=0)
-    assert measured == Measurement(0, 0, None, None, "cpu", Peaks(0, 0))
+    assert measured == Measurement(0, 0, None, "cpu", Peaks(0, 0))
 
 
 def test_an_exception_passes_through_and_leaves_no_profiler(capfd):
@@ -156,9 +155,9 @@ def test_an_exception_passes_through_and_leaves_no_profiler(capfd):
 
 def test_printed():
     mib = 2**20
-    timed = Measurement(3 * mib, 512, 0.00125, 0.002, "cpu", Peaks(3 * mib, 3 * mib))
-    assert str(timed) == "peak 3 MiB, held 512 B, 1.25 ms, CPU 2 ms on cpu"
-    far = Measurement(3 * mib, 0, None, None, "cuda:0", Peaks(2 * mib, 3 * mib, 20 * mib))
+    timed = Measurement(3 * mib, 512, 0.00125, "cpu", Peaks(3 * mib, 3 * mib))
+    assert str(timed) == "peak 3 MiB, held 512 B, 1.25 ms on cpu"
+    far = Measurement(3 * mib, 0, None, "cuda:0", Peaks(2 * mib, 3 * mib, 20 * mib))
     assert str(far) == "peak 3 MiB (requested 2 MiB, reserved 20 MiB), held 0 B on cuda:0"
 
 

@@ -81,7 +81,7 @@ def test_modules_are_those_in_which_autograd_saved():
     assert saved == forward == backward == {"0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "-"}
     whats = dict.fromkeys(each.what for each in found.stretches)
     assert list(whats) == ["forward", "loss", "backward", "backward of the loss"]
-    assert {each.way for each in found.stretches if each.module != "-"} == {"keep"}
+    assert {each.way for each in found.stretches} == {""}
     order = [each.module for each in found.stretches if each.phase == "backward" and each.levels]
     assert list(dict.fromkeys(order)) == ["-", *(f"{i}.{j}" for i in (1, 0) for j in (2, 1, 0))]
     first = [e.levels for e in found.stretches if (e.module, e.what) == ("0.0", "forward")]

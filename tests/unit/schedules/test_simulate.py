@@ -123,35 +123,11 @@ def test_a_trace_has_the_peak_and_the_runs_of_its_schedule(schedule):
     assert sum(isinstance(m.action, Advance | Tape) for m in moments) == simulation.num_forwards
 
 
-COSTS = [Cost(1.0, 100, 300)] * 16
-
-
 def test_the_peak_with_what_is_in_flight():
     for in_flight, peak in ((0, 2), (2, 4), (1000, 2 + 63)):
         assert simulate(offloaded(64), in_flight_bytes=in_flight).peak_bytes == peak
     kept = revolve(64, 64)  # nothing of it is in flight
     assert simulate(kept, in_flight_bytes=2).peak_bytes == simulate(kept).peak_bytes
-
-
-def waits(speed, in_flight_bytes=200, num_stages=16):
-    options = {"bytes_per_second": {"host": speed}, "in_flight_bytes": in_flight_bytes}
-    schedule = offloaded(num_stages)
-    return simulate(schedule, costs=COSTS[:num_stages], **options).waiting_seconds
-
-
-def test_copies_cost_what_is_not_hidden():
-    assert waits(100.0) == 0.0  # a second for a copy, and for a stage
-    assert waits(1e9, in_flight_bytes=1) == pytest.approx(0.0, abs=1e-4)
-    # 15 copies of two seconds each way, behind a second of forward and three of backward each.
-    assert 10 <= waits(50.0) <= 16
-    assert waits(25.0) > 2 * waits(50.0)
-    assert waits(50.0, in_flight_bytes=10_000) < waits(50.0) <= waits(50.0, in_flight_bytes=1)
-    # By hand: what left last is still here when it is loaded.
-    assert waits(1.0, num_stages=2) == 0.0
-    # State 1 leaves when state 0 has left, and is still here in backward; state 0 is fetched when
-    # that is loaded, 3 seconds before, or, if state 1 is still leaving, when it is asked for.
-    times = [waits(speed, in_flight_bytes=100, num_stages=3) for speed in (1e3, 25.0, 10.0)]
-    assert times == [pytest.approx(0.0), pytest.approx(3.0 + 1.0), pytest.approx(9.0 + 13.0)]
 
 
 BAD = {
@@ -225,10 +201,6 @@ def test_simulate_refuses_what_the_costs_rule_out(schedule, costs, message):
         simulate(schedule, costs=costs)
 
 
-def by_host(speed):
-    return {"bytes_per_second": {"host": speed}}
-
-
 MUST = ", but must be a whole number, at least 1"
 REFUSED = [
     *((lambda make=make: make(0), f"`n` is 0{MUST}") for make in (linear, log, sqrt)),
@@ -249,9 +221,6 @@ REFUSED = [
     (lambda: Schedule(0, ()), "`num_stages` is 0"),
     (lambda: Schedule(2, 5), "`actions` is 5, but must be a tuple of actions"),
     (lambda: simulate(linear(2), in_flight_bytes=-1), "`in_flight_bytes` is -1"),
-    (lambda: simulate(linear(4), **by_host(1.0)), "`bytes_per_second` is given without `costs`"),
-    (lambda: simulate(offloaded(4, "/scratch"), costs=[stage()] * 4, **by_host(1.0)),
-     r"`bytes_per_second\['/scratch'\]` is None"),
     *((lambda call=call: call(linear(2), costs=[stage()]),
        "`costs` has 1 numbers, but this schedule needs 2") for call in (simulate, trace)),
     (lambda: optimal([], 1), "`costs` is empty"),
