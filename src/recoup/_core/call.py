@@ -312,14 +312,14 @@ class _Output(Source):
         self._geometry = geometry_of(output)
         self._outcome: Outcome = {}
         if region.stage.compares:
-            self._outcome = outcome_of([(0, output, output._version)], ())
+            self._outcome = outcome_of([(0, output, output._version)])
 
     def take(self, output: Tensor) -> None:
         """Take what a later run has made."""
         # Outer hooks may have returned the inputs in another memory layout.
         output = laid_out(output, self._geometry)
         if self._outcome:
-            compare(self._outcome, [(0, output)], (), self._region.surroundings)
+            compare(self._outcome, [(0, output)], self._region.surroundings)
         self.give(output)
 
     def make(self) -> None:

@@ -113,8 +113,7 @@ class Run:
         self._regions[index] = region
         if is_taped:
             return region.tape(state)
-        # Others than the first are made again, if not in the first backward, then in a second.
-        result = region.record(state, self, is_kept=index == 0)
+        result = region.record(state, self)
         if is_inverted and self._drift is not None and not region.changes_input:
             self._drift.sketch_input(index, state, result[0])
         if region.changes_input and index in self._kept and not stage.is_in_place:

@@ -132,22 +132,16 @@ class Region(Residuals):
         self.changes_input = versions_of(state) != versions
         return result
 
-    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
-        """Run the call and leave slots where it would have kept residuals; `owner` fills them.
-
-        Args:
-            state: the input.
-            owner: fills the slots.
-            is_kept: whether later runs are given the input itself, not one that is made again.
-        """
-        stage, given = self.stage, state if is_kept else ()
+    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
+        """Run the call and leave slots where it would have kept residuals; `owner` fills them."""
+        stage = self.stage
         outputs = self.surroundings.kept_outputs
         kept = getattr(stage, "kept_nodes", None) or (() if outputs is None else outputs.nodes)
         # Within a second run of a region around, which is compared itself, it need not be.
         follows = stage.compares and not draws_here.num_replayed
         products = getattr(stage, "products", None)
         held = () if products is None else products.held
-        recording = Recording(self, owner, given, kept, held, follows=follows)
+        recording = Recording(self, owner, kept, held, follows=follows)
         surroundings = self.surroundings
         try:
             versions = list(map(plain_version, state))
@@ -277,7 +271,7 @@ class InvertedRegion(Region):
         self._has_others = not all(map(_is_floating, self._dtypes))
         self._strides = strides_of(state)
 
-    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
+    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
         """Run the call and leave slots where it and its networks would have kept residuals."""
         recording = Recording(self, owner)
         with self.surroundings.first(), recording, self._evaluations.recording(self, owner):

@@ -204,7 +204,6 @@ class Recording(Frontier):
     Args:
         residuals: the residuals.
         owner: fills the slots.
-        inputs: those of the run.
         kept: the numbers of nodes whose outputs later runs are given.
         held: the numbers of residuals that are held, and not made again.
         follows: whether the run is followed, to be compared with later ones.
@@ -218,7 +217,6 @@ class Recording(Frontier):
         self,
         residuals: Residuals,
         owner: Owner,
-        inputs: State = (),
         kept: Container[int] = (),
         held: Container[int] = (),
         *,
@@ -227,7 +225,7 @@ class Recording(Frontier):
         self._residuals, self._owner = residuals, owner
         self._held, self._follows = held, follows
         if follows:
-            super().__init__(inputs, kept)
+            super().__init__(kept)
 
     @never_compiled
     def __enter__(self) -> None:
@@ -244,7 +242,7 @@ class Recording(Frontier):
         else:
             pop_down_to(self._beneath)
         # The hooks live as long as the graph.
-        self.waiting, self.saved, self.small, self.inputs, self.outcome = {}, [], [], (), {}
+        self.waiting, self.saved, self.small, self.outcome = {}, [], [], {}
 
     @never_compiled
     def _packed(self, tensor: Tensor) -> Slot | Kept:
@@ -352,7 +350,7 @@ class Filling:
                 if kind is None and not self._stops and self._num_saves != len(residuals.slots):
                     what = f"it saved {self._num_saves} values where the first run saved"
                     raise mismatch(surroundings, f"{what} {len(residuals.slots)}")
-                compare(residuals.outcome, made, self._inputs, surroundings)
+                compare(residuals.outcome, made, surroundings)
                 has_drawn = is_filled or not surroundings.has_foreign or surroundings.has_drawn_all
                 if not has_drawn:
                     raise mismatch(surroundings, _DRAWN_ELSEWHERE)
