@@ -49,7 +49,6 @@ from recoup._core.saved_tensors import (
     copies_of,
     detached,
     pair_in_force,
-    storage_id,
     unpack,
 )
 from recoup._core.slots import Filled, State
@@ -75,7 +74,6 @@ class Run:
         self.stages: list[Stage] = []  # that were entered so far
         self._regions: list[Region | None] = []  # of the stages that may run again
         self._kept: dict[int, tuple[Packed, ...]] = {}  # states, by the stage they enter
-        self._storages: set[int] = set()  # of these states
         self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
         self._has_ended = False
         self._num_wanted = 0  # stages, the last of which autograd may still ask for (See Rule 10)
@@ -103,9 +101,6 @@ class Run:
                 self._keep_input(index, given, action.to)
             elif index not in self._kept:
                 self._keep_input(index, given)
-        is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
-        if is_shared and not self._has_parted(state):  # an earlier stage has passed on what is kept
-            state = tuple([value.clone() for value in state])
         if is_taped and not is_run_again:
             return stage.forward(state)
         is_inverted = index in schedule.inverted and not is_taped
@@ -136,17 +131,8 @@ class Run:
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
 
-    def _has_parted(self, state: State) -> bool:
-        """Whether copies of `state` are kept from now on where it was kept itself."""
-        storages = set(map(storage_id, state))
-        for kept in itertools.chain(*self._kept.values()):
-            if type(kept) is not Kept or not kept.has_parted(storages):
-                return False
-        return True
-
     def _keep_input(self, index: int, state: State, to: str = "") -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
-        self._storages.update(map(storage_id, state))
         if to and pair is None:  # which would decide where states are
             self._kept[index] = tuple(self._sent(state, name, to))
             return

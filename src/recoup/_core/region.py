@@ -34,8 +34,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import explain_lack
-from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
     Way,
@@ -52,7 +50,7 @@ from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
-from recoup.errors import ChangedError, RecoupError, ReplayError
+from recoup.errors import ChangedError, ReplayError
 
 
 class Stage(Protocol):
@@ -148,11 +146,7 @@ class Region(Residuals):
         except RuntimeError:  # inference tensors have none, and are not saved either
             versions = []
         with surroundings.first(), recording:
-            try:
-                result = stage.forward(state)
-            except Exception as error:
-                self._explain(error)
-                raise
+            result = stage.forward(state)
             if getattr(stage, "changes_object", False):
                 raise self._changed_object()
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
@@ -174,16 +168,6 @@ class Region(Residuals):
             "arguments (a state, a cache), and a second run would change it again. Let it put "
             "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
         )
-
-    def _explain(self, error: Exception) -> None:
-        """Raise an error that says what is wrong, where torch's own does not."""
-        explain_higher_order(self.stage.name, error)
-        if "saved tensor hooks" in str(error) and not isinstance(error, RecoupError):
-            raise RecoupError(
-                f"{self.stage.name} uses a transform of torch.func (grad, vjp, jacrev), in which "
-                "torch has no saved tensor hooks. Use torch.autograd.grad there, call it outside "
-                'of the region, or keep its residuals (memory="linear").'
-            ) from error
 
     # -- later runs ------------------------------------------------------------------------
 
@@ -227,9 +211,6 @@ class Region(Residuals):
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
             except Filled:  # of a region around
-                raise
-            except torch.OutOfMemoryError as error:
-                explain_lack(error)
                 raise
             except Exception:  # code may fail on what is of another call
                 if not surroundings.decides_anew():
