@@ -297,7 +297,7 @@ def _check(
 @torch.no_grad()
 def _length_of(tensor: Tensor) -> float:
     if not tensor.is_floating_point() and not tensor.is_complex():
-        return 0.0  # a sketch of integers is a hash
+        return 0.0  # integers are told apart exactly
     return float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
 
 

@@ -10,10 +10,9 @@ Rule 2. A buffer of the modules that the first run changed counts once: a second
         versions, since fused kernels leave versions alone. The same goes for buffers and parameters
         that it assigned anew, or for the first time, or that were replaced since: a module has the
         ones again that it had, and is in the mode in which it was.
-        Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
-        the second time on that the code runs, and so do all attributes of their modules (a flag
-        that says when to write). In the first one, sketches of them show that it does, and what
-        its second run writes to them is taken back; there is no copy to begin with.
+        Of parameters that it writes to, and of tensors that are plain attributes, there are no
+        copies: what a second run writes to them is taken back. Sketches of them, when code is
+        looked at, show that it writes.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
         But what a second run sets as attributes of modules, and the hooks that it adds to
@@ -57,9 +56,8 @@ from recoup._core.buffers import (
     are_equal,
     are_own,
     assign,
-    copies_of,
     copies_of_buffers,
-    have_changed,
+    has_changed,
     having_turn,
     name_of_parameter,
     others_of,
@@ -125,7 +123,6 @@ class Surroundings(Draws):
         self._has_mode = num_dispatch_modes() > 0
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
-        self._written: list[Attributes] = []  # of modules that write to theirs
         self._is_unsure = False
         self._turn = turn_here.turn
         self._modules: list[nn.Module] = []
@@ -219,11 +216,8 @@ class Surroundings(Draws):
             )
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
-        with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
-            before, others = copies_of_buffers(found), copies_of(each for _, each in written)
-            writers = {ref() for ref, _ in written}
-            attributes = [(vars(each), vars(each).copy()) for each in writers]
+        with having_turn(self._turn, is_needed=bool(found)) as self._turn:
+            before = copies_of_buffers(found)
             looked_at = self._may_write(self._code) if self._is_looking else []
             sketches = [sketch_of(each) for _, each in looked_at]
             self.counted = [*before]
@@ -232,11 +226,11 @@ class Surroundings(Draws):
             if self._is_finding:
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
-            self.counted += [pair for pair in others if not are_equal(*pair)]
-            self._written = list(filter(are_assigned, attributes))
-            for ref, each in compress(looked_at, have_changed(looked_at, sketches)):
-                note(_writes, [ref])
-                self.counted.append((each, None))
+            for (ref, each), sketch in zip(looked_at, sketches, strict=True):
+                if sketch is not None and has_changed(each, sketch):
+                    note(_writes, [ref])
+            if not _writes.isdisjoint(self._code):
+                self.counted += [(each, None) for _, each in self._may_write(_writes)]
 
     def has_run(self) -> None:
         """Note what the first run has left, and did otherwise than when it was looked at."""
@@ -371,11 +365,11 @@ class Surroundings(Draws):
     def restored(self) -> Generator[None]:
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
-        settings, assigned = self._settings, self._written
+        settings, assigned = self._settings, list[Attributes]()
         held = chain.from_iterable(map(values_of, self.held))
         if self.found != list(map(id, held)):
             found = chain(self._spaces, self.buffers)
-            assigned = [*assigned, *filter(are_own, filter(are_assigned, found))]
+            assigned = list(filter(are_own, filter(are_assigned, found)))
         is_any = self.counted or assigned or self.kept_outputs
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
         run = self._restored(assigned) if is_any else self.replaying()
