@@ -291,10 +291,7 @@ class LoneRegion(Region):
 
     def fill_slots(self, index: int) -> None:
         """Run the call again from its input."""
-        state = None if self.inputs is None else self.inputs_again()
-        if state is None:
-            # The pair beneath may give them once only (torch's checkpoint does).
-            state = tuple(map(unpack, self._kept))
+        state = tuple(map(unpack, self._kept))
         wanted = [pair for pair in self._values if pair[1]() is not None] if self._values else []
         output = self.fill(state, needs_output=bool(wanted) or not self._stops)
         for place, ref in wanted:

@@ -50,7 +50,7 @@ from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
-from recoup.errors import ChangedError, ReplayError
+from recoup.errors import ReplayError
 
 
 class Stage(Protocol):
@@ -171,17 +171,6 @@ class Region(Residuals):
 
     # -- later runs ------------------------------------------------------------------------
 
-    def inputs_again(self) -> State | None:
-        """Return the input of the last run that filled slots; None if nothing holds it."""
-        inputs = None if self.inputs is None else self.inputs()
-        state = None if inputs is None else inputs.state
-        if inputs is not None and state is not None and versions_of(state) != inputs.versions:
-            raise ChangedError(
-                f"The input of {self.stage.name} was changed in place between two backwards, so "
-                "the second would see other values than forward did. Change a clone."
-            )
-        return state
-
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
 
@@ -205,7 +194,7 @@ class Region(Residuals):
             # Nothing but its end shows that a run which is not compared has decided less.
             is_compared = self.stage.compares or surroundings.kept_outputs is None
             stops = is_compared and not needs_output
-            filling = Filling(self, inputs, state, stops=stops)
+            filling = Filling(self, inputs, stops=stops)
             output: State = ()
             try:
                 with surroundings.restored(), filling:
@@ -218,12 +207,6 @@ class Region(Residuals):
             else:
                 if is_compared or not surroundings.decides_anew():
                     return detached(output) if needs_output else ()
-
-    def forget_inputs(self) -> None:
-        """Free that input although autograd holds slots, of a graph that is retained."""
-        inputs = None if self.inputs is None else self.inputs()
-        if inputs is not None:
-            inputs.state = None
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
@@ -275,7 +258,7 @@ class InvertedRegion(Region):
         output: State = ()
         answering = self._evaluations.answering(recall)
         # The evaluations are regions of their own, and a stop would leave some of them empty.
-        filling = Filling(self, inputs, state, stops=recall and not needs_output)
+        filling = Filling(self, inputs, stops=recall and not needs_output)
         with self.surroundings.restored(), filling, answering:
             output, _ = self.stage.forward(inputs)
         return detached(output) if needs_output else ()

@@ -342,10 +342,6 @@ class Surroundings(Draws):
         for known, parts in self._seen:
             known.difference_update(parts)
 
-    def release(self) -> None:
-        """Free what later runs are given, of which the results are of no use any more."""
-        self.start = self.kept_outputs = None
-
     # -- later runs ------------------------------------------------------------------------
 
     def decides_anew(self) -> bool:
