@@ -12,11 +12,9 @@ Rule 2. The first run keeps a copy of each such output in as few bytes as its bo
         gradients flow as ever. An operator that draws is run for its draws.
 Rule 3. A later run may do less, where the first has cached a mask. Where nothing is left to give,
         an operator runs. If what it is given is not of the same call, its residuals differ.
-Rule 4. A run that is looked at, and the later runs that belong to it, pass every operator through a
-        mode, under which nothing is compiled. Other runs intercept those operators alone that
-        decided then (NOTE [ Interception ]), or may, where code finds its modules as it runs, and
-        compiled code runs as such in them. Both must decide alike. If another operator decides
-        later, the residuals show it.
+Rule 4. These operators are intercepted (NOTE [ Interception ]): all that may decide in a run that is
+        looked at, and where code finds its modules as it runs; in other runs, those that decided
+        then. If another operator decides later, the residuals show it.
 """
 
 from __future__ import annotations
@@ -30,13 +28,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from recoup._core.devices import generator_states, refuse_draws, same_states
+from recoup._core.devices import generator_states, same_states
 from recoup._core.kept_products import KeptProduct, PackedMask, Products
 from recoup._core.operators import (
-    InMode,
     Interceptor,
-    OperatorMode,
-    are_plain,
     beneath,
     has_schema,
     intercepting,
@@ -44,7 +39,7 @@ from recoup._core.operators import (
 )
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import grad_mode, num_nodes, pair_in_force
-from recoup._core.tensors import Strides, is_without_values, strided
+from recoup._core.tensors import Strides, strided
 
 # A conversion of more elements to integers is a quantization, which chooses no way.
 _MOST_CONVERTED = 2**16
@@ -90,25 +85,19 @@ class KeptOutputs:
         name: the name of the region in errors.
         products: the operators whose outputs are kept, beside those that decide.
         deciding: the operators of which it is kept what they decide.
-        is_looking: whether every operator is seen (See Rule 4).
 
     Attributes:
         products: the operators whose outputs are kept, beside those that decide.
         nodes: the numbers of the nodes of the kept products.
-        may_draw: whether an operator that may draw was seen.
         decided: the operators that have decided.
     """
 
-    def __init__(
-        self, name: str, products: Products, deciding: frozenset[Any], *, is_looking: bool
-    ) -> None:
+    def __init__(self, name: str, products: Products, deciding: frozenset[Any]) -> None:
         self.nodes: set[int] = set()
-        self.may_draw = False
         self.decided: set[Any] = set()
         self._name, self._pair = name, pair_in_force()
         self.products, self._num_products = products, 0
         self._deciding = deciding
-        self._is_looking = is_looking
         self._kept: dict[_Call, list[_Decided | KeptProduct | None]] = {}
         self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
@@ -147,20 +136,16 @@ class KeptOutputs:
                 kept[:] = [None if isinstance(each, KeptProduct) else each for each in kept]
 
     def _passing(self, run: Interceptor) -> AbstractContextManager[Any]:
-        """Return a context in which operators go through `run` (See Rule 4)."""
-        if self._is_looking:
-            return InMode(OperatorMode(run))
+        """Return a context in which these operators go through `run` (See Rule 4)."""
         return intercepting(self.products.funcs | self._deciding, run)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_repeating:
             return func(*args, **kwargs)
-        is_plain = not self._is_looking or are_plain(args, kwargs)  # which interceptors are given
-        if is_plain and func in self.products.funcs:
+        if func in self.products.funcs:
             return self._record_product(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._note_draws(func, result)
-        if is_plain and func in self._deciding and (name := _decision(func, args, kwargs)):
+        if name := _decision(func, args, kwargs):
             self.decided.add(func)
             with grad_mode(False):
                 kept = _keep(name, func, args, kwargs, result)
@@ -174,34 +159,22 @@ class KeptOutputs:
         draws = is_chosen and _may_draw(func)
         before = generator_states() if draws else None
         result = func(*args, **kwargs)
-        self._note_draws(func, result)
         found: KeptProduct | None = None
         if is_chosen:
             after = generator_states() if before is not None else None
             drew = before is not None and after is not None and not same_states(before, after)
             with grad_mode(False):
                 states = after if drew else None
-                # A mode is beneath what counts versions: changes of values would not be seen.
-                is_blind = self._is_looking and not is_without_values()
-                copies = is_blind or number not in self.products.saved
+                copies = number not in self.products.saved
                 found = KeptProduct.of(func, args, kwargs, result, states, copies=copies)
         if found is not None and not isinstance(found.output, PackedMask):
             self.nodes.add(num_nodes() - 1)
         self._kept.setdefault(_call_of(func, args), []).append(found)
         return result
 
-    def _note_draws(self, func: Any, result: Any) -> None:
-        """Note whether an operator of a run that is looked at may draw."""
-        if self._is_looking and _may_draw(func):
-            self.may_draw = True
-            for each in tensors_in(result)[:1]:
-                refuse_draws(func, each.device)
-
     def _repeat(self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self._is_looking and not are_plain(args, kwargs):
-            return func(*args, **kwargs)
         is_product = func in self.products.funcs
-        name = _decision(func, args, kwargs) if func in self._deciding and not is_product else ""
+        name = "" if is_product else _decision(func, args, kwargs)
         if not is_product and not name:
             return func(*args, **kwargs)
         call = _call_of(func, args)

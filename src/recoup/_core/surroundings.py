@@ -19,7 +19,7 @@ Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a s
         parameters, are taken away: a module has those of the first run, in whose graph they are.
 Rule 4. Versions of parameters, submodules and hooks are noted. They decide nothing: where a
         residual differs, they tell an error what has changed.
-Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
+Rule 5. A copy of all buffers, and to intercept each operator that may decide, cost too much for
         each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
         (Then another thread may draw meanwhile.) What they do otherwise shows in a residual.
@@ -160,7 +160,7 @@ class Surroundings(Draws):
                     deciding |= {func}
         if deciding or products is not None:
             products = products or Products()
-            self.kept_outputs = KeptOutputs(name, products, deciding, is_looking=self._is_looking)
+            self.kept_outputs = KeptOutputs(name, products, deciding)
 
     def _note(self, roots: Sequence[nn.Module]) -> None:
         """Note what errors can name (See Rule 4)."""
@@ -322,16 +322,13 @@ class Surroundings(Draws):
             elif called is not None and id(module) not in called and ref not in self._root:
                 left.add(ref)
         kept = self.kept_outputs
-        if kept is None or kept.may_draw or (self.has_foreign and not self._is_looking):
+        if self.has_foreign:
             note(_draws, self._root)
-        else:  # another thread has moved the generators, if they were
-            self.has_foreign, self.start = False, None
         if kept is not None and kept.decided:
             for func in kept.decided:
                 note(_decides[func], self._root)
         elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
-            self._has_mode |= self._is_looking
         if self.buffers and is_without_values():
             return  # it is not seen which of them the run has changed
         for known, parts in self._seen:
@@ -349,7 +346,6 @@ class Surroundings(Draws):
         if self.kept_outputs is None or not self.kept_outputs.are_left:
             return False
         self.kept_outputs = None
-        self._has_mode |= self._is_looking  # the mode of the first run (See Rule 6)
         return True
 
     @property
