@@ -47,7 +47,7 @@ from recoup._core.saved_tensors import (
     versions_of,
 )
 from recoup._core.shared_evaluation import Evaluations
-from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
+from recoup._core.slots import Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ReplayError
@@ -188,25 +188,12 @@ class Region(Residuals):
             state: the input.
             needs_output: whether the run goes on to its end; else it returns an empty state.
         """
-        surroundings = self.surroundings
-        while True:
-            inputs = self._inputs(state)
-            # Nothing but its end shows that a run which is not compared has decided less.
-            is_compared = self.stage.compares or surroundings.kept_outputs is None
-            stops = is_compared and not needs_output
-            filling = Filling(self, inputs, stops=stops)
-            output: State = ()
-            try:
-                with surroundings.restored(), filling:
-                    output, _ = self.stage.forward(inputs)
-            except Filled:  # of a region around
-                raise
-            except Exception:  # code may fail on what is of another call
-                if not surroundings.decides_anew():
-                    raise
-            else:
-                if is_compared or not surroundings.decides_anew():
-                    return detached(output) if needs_output else ()
+        inputs = self._inputs(state)
+        output: State = ()
+        filling = Filling(self, inputs, stops=not needs_output)
+        with self.surroundings.restored(), filling:
+            output, _ = self.stage.forward(inputs)
+        return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
