@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from recoup._arguments import check_real
 from recoup._core.module_marks import is_gathered
 from recoup._core.settings import replaced
-from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
+from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup.errors import DriftError, RecoupError, ReplayError
 from recoup.schedules import Way
 
@@ -113,10 +113,7 @@ class DriftGuard:
         # Of the refused states: the error, and the stage whose input it is.
         self._worst: tuple[float, str] = (0.0, "")
         self._num_inverses = 0  # of the chain, if no state were kept
-        self._has_warned = False
-        self._has_said_most = False
-        self._has_said_type = False
-        self._has_said_failed = False
+        self._warned: set[str] = set()  # of what
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
@@ -150,7 +147,18 @@ class DriftGuard:
         self.refused = {}
         self.kept = frozenset()
         self._worst = (0.0, "")
-        self._has_said_most = False
+        self._warned.discard("most")
+
+    def warn_once(self, of: str, text: str) -> None:
+        """Give a warning, unless one of this was given."""
+        if of not in self._warned:
+            self._warned.add(of)
+            warnings.warn(text, stacklevel=3)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether states that are too far off are computed again."""
+        return self.otherwise == "recompute" and not _Strict.is_on
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
         """Return `ways` with "recompute" for each inverted stage whose input must be kept."""
@@ -256,12 +264,18 @@ class DriftComparison:
                 error = max(error, _distance(sketch, value))
                 self._least = max(self._least, torch.finfo(value.dtype).eps)
         self._errors[index] = error
-        if self._least > _OF_SINGLES and not guard._has_said_type:
-            self._note_type()
+        floor = len(self._inverted) * _ROUNDINGS * self._least
+        if self._least > _OF_SINGLES and floor > guard.tolerance:
+            guard.warn_once(
+                "type",
+                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
+                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
+                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
+            )
         total, num_done = self._sum + error, len(self._errors)
         allowed = self._allowance(num_done, max(num_done / max(len(self._inverted), 1), _AT_ONCE))
         if total > allowed:
-            if guard.otherwise == "recompute" and not _Strict.is_on:
+            if guard.recomputes:
                 guard.refused[index] = max(error, guard.refused.get(index, 0.0))
                 guard._worst = max(guard._worst, (error, name))
                 return False
@@ -273,40 +287,22 @@ class DriftComparison:
             )
             if guard.otherwise != "warn":
                 raise DriftError(text)
-            if not guard._has_warned:
-                guard._has_warned = True
-                warnings.warn(text, stacklevel=2)
+            guard.warn_once("drift", text)
         self._sum = total
         return True
-
-    def _note_type(self) -> None:
-        """Warn where states of 16 bits cannot keep to the tolerance."""
-        guard, floor = self._guard, len(self._inverted) * _ROUNDINGS * self._least
-        guard._has_said_type = True
-        if floor > guard.tolerance and guard.otherwise != "ignore":
-            warnings.warn(
-                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
-                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
-                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
-                stacklevel=2,
-            )
 
     def takes_failure(self, index: int, name: str, error: Exception) -> bool:
         """Whether an input is computed again because its inverse failed (See Rule 4)."""
         guard = self._guard
         is_ours = isinstance(error, RecoupError) and not isinstance(error, ReplayError)
-        if is_ours or isinstance(error, _NOT_OF_VALUES):
+        if is_ours or isinstance(error, _NOT_OF_VALUES) or not guard.recomputes:
             return False
-        if guard.otherwise != "recompute" or _Strict.is_on:
-            return False
-        if not guard._has_said_failed:
-            guard._has_said_failed = True
-            warnings.warn(
-                f"Inverting {name} failed, on a value that is a rounding away from that of forward "
-                f"or always: {type(error).__name__}: {error}. So its input, and that of others "
-                "that fail, is computed again from a kept state, and is kept from then on.",
-                stacklevel=2,
-            )
+        guard.warn_once(
+            "failure",
+            f"Inverting {name} failed, on a value that is a rounding away from that of forward "
+            f"or always: {type(error).__name__}: {error}. So its input, and that of others "
+            "that fail, is computed again from a kept state, and is kept from then on.",
+        )
         guard.refused[index], guard._worst = math.inf, (math.inf, name)
         return True
 
@@ -335,17 +331,16 @@ class DriftComparison:
         guard.kept |= {index if has_failed else place}
         self._errors[index] = 0.0  # it is not used
         num_inverses = max(guard._num_inverses, len(self._inverted))
-        if not guard._has_said_most and 2 * len(guard.kept) > num_inverses:
-            guard._has_said_most = True
+        if 2 * len(guard.kept) > num_inverses:
             error, name = guard._worst
-            warnings.warn(
+            guard.warn_once(
+                "most",
                 f"Most states of this chain must be kept, {len(guard.kept)} or more of "
                 f"{num_inverses}: what inverses deliver is too far from what forward was given, "
                 f"most of all the input of {name}, by {error:.1e} of itself. If its `inverse` does "
                 "not undo `forward`, mend it (recoup.invertible.check_invertible tells). If the "
                 'layers are stiff, bound their scales, or use memory="sqrt". The gradients are '
                 "right, at the price of bytes and seconds.",
-                stacklevel=2,
             )
         return max(1, top - index)
 
@@ -383,9 +378,4 @@ def _sketch_of(value: Tensor) -> Sketch | None:
 def _distance(sketch: Sketch, value: Tensor) -> float:
     """Return the distance of a tensor from the sketched one, over the length of that."""
     again = _sketch_of(value)
-    before, after = numbers_of(sketch), numbers_of(sketch if again is None else again)
-    was, distance = math.hypot(*before), math.dist(before, after)
-    if not math.isfinite(was):
-        return 0.0
-    error = distance / was if was > 0 else distance
-    return math.inf if math.isnan(error) else error
+    return 0.0 if again is None else difference(sketch, again)

@@ -34,8 +34,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from recoup._core.devices import explain_lack
-from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
     Way,
@@ -49,10 +47,10 @@ from recoup._core.saved_tensors import (
     versions_of,
 )
 from recoup._core.shared_evaluation import Evaluations
-from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
+from recoup._core.slots import Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
-from recoup.errors import ChangedError, RecoupError, ReplayError
+from recoup.errors import ReplayError
 
 
 class Stage(Protocol):
@@ -132,33 +130,23 @@ class Region(Residuals):
         self.changes_input = versions_of(state) != versions
         return result
 
-    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
-        """Run the call and leave slots where it would have kept residuals; `owner` fills them.
-
-        Args:
-            state: the input.
-            owner: fills the slots.
-            is_kept: whether later runs are given the input itself, not one that is made again.
-        """
-        stage, given = self.stage, state if is_kept else ()
+    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
+        """Run the call and leave slots where it would have kept residuals; `owner` fills them."""
+        stage = self.stage
         outputs = self.surroundings.kept_outputs
         kept = getattr(stage, "kept_nodes", None) or (() if outputs is None else outputs.nodes)
         # Within a second run of a region around, which is compared itself, it need not be.
         follows = stage.compares and not draws_here.num_replayed
         products = getattr(stage, "products", None)
         held = () if products is None else products.held
-        recording = Recording(self, owner, given, kept, held, follows=follows)
+        recording = Recording(self, owner, kept, held, follows=follows)
         surroundings = self.surroundings
         try:
             versions = list(map(plain_version, state))
         except RuntimeError:  # inference tensors have none, and are not saved either
             versions = []
         with surroundings.first(), recording:
-            try:
-                result = stage.forward(state)
-            except Exception as error:
-                self._explain(error)
-                raise
+            result = stage.forward(state)
             if getattr(stage, "changes_object", False):
                 raise self._changed_object()
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
@@ -181,28 +169,7 @@ class Region(Residuals):
             "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
         )
 
-    def _explain(self, error: Exception) -> None:
-        """Raise an error that says what is wrong, where torch's own does not."""
-        explain_higher_order(self.stage.name, error)
-        if "saved tensor hooks" in str(error) and not isinstance(error, RecoupError):
-            raise RecoupError(
-                f"{self.stage.name} uses a transform of torch.func (grad, vjp, jacrev), in which "
-                "torch has no saved tensor hooks. Use torch.autograd.grad there, call it outside "
-                'of the region, or keep its residuals (memory="linear").'
-            ) from error
-
     # -- later runs ------------------------------------------------------------------------
-
-    def inputs_again(self) -> State | None:
-        """Return the input of the last run that filled slots; None if nothing holds it."""
-        inputs = None if self.inputs is None else self.inputs()
-        state = None if inputs is None else inputs.state
-        if inputs is not None and state is not None and versions_of(state) != inputs.versions:
-            raise ChangedError(
-                f"The input of {self.stage.name} was changed in place between two backwards, so "
-                "the second would see other values than forward did. Change a clone."
-            )
-        return state
 
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
@@ -221,34 +188,12 @@ class Region(Residuals):
             state: the input.
             needs_output: whether the run goes on to its end; else it returns an empty state.
         """
-        surroundings = self.surroundings
-        while True:
-            inputs = self._inputs(state)
-            # Nothing but its end shows that a run which is not compared has decided less.
-            is_compared = self.stage.compares or surroundings.kept_outputs is None
-            stops = is_compared and not needs_output
-            filling = Filling(self, inputs, state, stops=stops)
-            output: State = ()
-            try:
-                with surroundings.restored(), filling:
-                    output, _ = self.stage.forward(inputs)
-            except Filled:  # of a region around
-                raise
-            except torch.OutOfMemoryError as error:
-                explain_lack(error)
-                raise
-            except Exception:  # code may fail on what is of another call
-                if not surroundings.decides_anew():
-                    raise
-            else:
-                if is_compared or not surroundings.decides_anew():
-                    return detached(output) if needs_output else ()
-
-    def forget_inputs(self) -> None:
-        """Free that input although autograd holds slots, of a graph that is retained."""
-        inputs = None if self.inputs is None else self.inputs()
-        if inputs is not None:
-            inputs.state = None
+        inputs = self._inputs(state)
+        output: State = ()
+        filling = Filling(self, inputs, stops=not needs_output)
+        with self.surroundings.restored(), filling:
+            output, _ = self.stage.forward(inputs)
+        return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
@@ -277,7 +222,7 @@ class InvertedRegion(Region):
         self._has_others = not all(map(_is_floating, self._dtypes))
         self._strides = strides_of(state)
 
-    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
+    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
         """Run the call and leave slots where it and its networks would have kept residuals."""
         recording = Recording(self, owner)
         with self.surroundings.first(), recording, self._evaluations.recording(self, owner):
@@ -300,7 +245,7 @@ class InvertedRegion(Region):
         output: State = ()
         answering = self._evaluations.answering(recall)
         # The evaluations are regions of their own, and a stop would leave some of them empty.
-        filling = Filling(self, inputs, state, stops=recall and not needs_output)
+        filling = Filling(self, inputs, stops=recall and not needs_output)
         with self.surroundings.restored(), filling, answering:
             output, _ = self.stage.forward(inputs)
         return detached(output) if needs_output else ()
