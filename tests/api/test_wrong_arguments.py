@@ -254,8 +254,6 @@ CALLS: Calls = {
     "Flip": (invertible.Flip, dict),
     "InvertibleConv1x1": (invertible.InvertibleConv1x1, lambda: {"num_channels": 4}),
     "InvertibleConv1x1LU": (invertible.InvertibleConv1x1LU, lambda: {"num_channels": 4}),
-    "InvertibleConv1x1LU.from_plain": (invertible.InvertibleConv1x1LU.from_plain,
-        lambda: {"plain": invertible.InvertibleConv1x1(2)}),
     "InvertibleResidual": (invertible.InvertibleResidual,
         lambda: {"network": invertible.LipschitzLinear(4, 4)}),
     "LipSwish": (invertible.LipSwish, dict),

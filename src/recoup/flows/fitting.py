@@ -18,6 +18,7 @@ from recoup._arguments import check_type, check_whole
 from recoup._core.devices import generators_restored
 from recoup.flows.flow import Flow
 from recoup.flows.networks import check_labels
+from recoup.invertible.contract import check_within
 from recoup.invertible.preprocess import check_data
 from recoup.memory import format_bytes, measure
 from recoup.schedules.memory import Memory
@@ -116,20 +117,12 @@ def fit(
     check_type(Flow, "a Flow", flow=flow)
     check_whole(epochs=epochs, batch_size=batch_size, patience=patience)
     check_whole(-(2**63), most=2**63 - 1, seed=seed)
-    if not isinstance(learning_rate, Real) or not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"`learning_rate` is {learning_rate!r}, but must be finite and at least 0."
-        )
-    parameters = [parameter for parameter in flow.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError(
-            "No parameter of `flow` requires a gradient, so there is nothing to train: call "
-            "`requires_grad_(True)` on what is to be trained."
-        )
+    check_within(0, math.inf, 1e-3, learning_rate=learning_rate)
     parts = _split(flow, images, validation, test, seed)
+    parameters = [parameter for parameter in flow.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     if memory is not None:
         flow.memory = memory
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     warmup = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
     )
@@ -218,14 +211,10 @@ def _split(
         if not isinstance(part, Real):
             parts[name] = _checked(flow, name, cast("Data", part))
             continue
-        fraction = float(cast("float", part))
-        if not 0 <= fraction < 1 or (name == "validation" and not fraction):
-            raise ValueError(
-                f"`{name}` is {part}, but as a fraction of the samples must lie between 0 and 1. "
-                "Try 0.1, or give the samples themselves."
-            )
-        count = round(fraction * num_samples)
-        count = max(1, count) if name == "validation" else count
+        fraction = cast("float", part)
+        if name == "validation" or fraction != 0:
+            check_within(0, 1, 0.1, **{name: fraction})
+        count = max(round(fraction * num_samples), 1 if name == "validation" else 0)
         parts[name] = [each[order[:count]] for each in train]
         order = order[count:]
     if not len(order):
@@ -239,20 +228,18 @@ def _split(
 def _checked(flow: Flow, name: str, data: object) -> list[Tensor]:
     """Return samples, and labels if there are classes, or raise if they do not fit the flow."""
     pair = list(cast("tuple[object, ...]", data)) if isinstance(data, tuple) else [data]
-    tensors = [each for each in pair if isinstance(each, Tensor)]
-    if len(tensors) != len(pair) or len(pair) != (1 if flow.num_classes is None else 2):
-        needed = "a tensor" if flow.num_classes is None else "a pair of samples and labels"
-        kinds = ", ".join(type(each).__name__ for each in pair)
+    tensors = [each.detach() for each in pair if isinstance(each, Tensor)]
+    is_conditional = flow.num_classes is not None
+    fits = len(tensors) == len(pair) == 1 + is_conditional
+    if not fits or not len(tensors[0]) or tensors[0].shape[1:] != flow.shape:
+        got = [f"{type(each).__name__} {tuple(getattr(each, 'shape', ()))}" for each in pair]
+        needed = "a pair of samples and labels" if is_conditional else "a tensor"
         raise ValueError(
-            f"`{name}` is {kinds}, but must be {needed}, since the flow has `num_classes` "
-            f"{flow.num_classes}. torch.from_numpy makes a tensor of an array."
+            f"`{name}` is {', '.join(got)}, but must be {needed} for a flow of {flow.num_classes} "
+            f"classes and shape (N, {', '.join(map(str, flow.shape))}). torch.from_numpy makes a "
+            "tensor of an array."
         )
-    x, *labels = (each.detach() for each in tensors)
-    if x.shape[1:] != flow.shape or not len(x):
-        raise ValueError(
-            f"`{name}` has shape {tuple(x.shape)}, but the flow is for (N, "
-            f"{', '.join(map(str, flow.shape))}). Resize it, or build the flow with that `shape`."
-        )
+    x, *labels = tensors
     if not x.isfinite().all():
         raise ValueError(f"`{name}` has values that are not finite. Remove these samples.")
     if flow.levels is not None:

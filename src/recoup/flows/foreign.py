@@ -26,7 +26,7 @@ from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapters import adapt, conditions_of, layers_of
+from recoup.invertible.adapters import adapt, layers_of
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
 from recoup.schedules.memory import Memory
@@ -240,14 +240,13 @@ class _OfFrEIA(_Method):
     def run(
         self, x_or_z: Any, c: Any = None, rev: bool = False, jac: bool = True, **other: Any
     ) -> Any:
-        conditions = conditions_of(self.whole, c)
-        if other or not jac or conditions is None:
-            return self.plain(x_or_z, c, rev, jac, **other)
+        conditions: list[Tensor] = [c] if isinstance(c, Tensor) else [*(c or ())]
         chains = self.chains[0]
+        if other or not jac or len(conditions) != chains.to_latent().takes_context:
+            return self.plain(x_or_z, c, rev, jac, **other)
         chain = chains.to_data() if rev else chains.to_latent()
         x = x_or_z if isinstance(x_or_z, Tensor) else x_or_z[0]
-        context = torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
-        y, log_det = chain(x, context)
+        y, log_det = chain(x, *conditions)
         whole: Any = self.whole
         return (y,) if whole.force_tuple_output else y, log_det
 

@@ -181,11 +181,6 @@ class Logistic(Distribution):
         return self.loc
 
     @property
-    def mode(self) -> Tensor:
-        """The likeliest value, which is `loc`."""
-        return self.loc
-
-    @property
     def variance(self) -> Tensor:
         """The variance, ``(scale * pi)**2 / 3``."""
         return (self.scale * math.pi).square() / 3
@@ -213,14 +208,6 @@ class Logistic(Distribution):
         u = (value - self.loc) / self.scale
         return functional.logsigmoid(u) + functional.logsigmoid(-u) - self.scale.log()
 
-    def cdf(self, value: Tensor) -> Tensor:
-        """Return the probability that a draw is below `value`."""
-        return torch.sigmoid((value - self.loc) / self.scale)
-
     def icdf(self, value: Tensor) -> Tensor:
         """Return the number below which a draw lies with probability `value`."""
         return self.loc + self.scale * torch.logit(value)
-
-    def entropy(self) -> Tensor:
-        """Return the entropy in nats, ``log(scale) + 2``."""
-        return self.scale.log() + 2

@@ -5,9 +5,7 @@ A library is never imported (NOTE [ What is known of other libraries ]).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,8 +53,8 @@ def adapt(transform: Any) -> InvertibleModule:
             * zuko's lazy transforms, which get the context of the chain;
             * nflows' transforms;
             * normflows' flows, of which `inverse` maps data to latent;
-            * FrEIA's modules with one input; several conditions are one context, flattened and
-              joined in their order; `SequenceINN`, and a `GraphINN` that is a sequence;
+            * FrEIA's modules with one input, of which the context is the condition; `SequenceINN`,
+              and a `GraphINN` that is a sequence, with one condition at most;
             * a bijective `torch.distributions.Transform`, whose parameters stay where they are;
             * an `InvertibleModule`, which is returned as it is.
 
@@ -66,8 +64,8 @@ def adapt(transform: Any) -> InvertibleModule:
         The module. It has no copy of anything.
 
     Raises:
-        ValueError: `transform` is none of these, is not bijective, is a `GraphINN` that splits, or
-            draws its number of terms from numpy (normflows' `Residual` without one). In forward,
+        ValueError: `transform` is none of these, is not bijective, splits, has several conditions,
+            or draws its number of terms from numpy (normflows' `Residual` without one). In forward,
             where a linear layer of nflows would use the matrix that it keeps in evaluation mode.
 
     Example:
@@ -102,9 +100,8 @@ def is_taken_apart(transform: Any) -> bool:
 
 def layers_of(whole: Any) -> Iterator[InvertibleModule]:
     """Return the layers of a composition as invertible modules; none for a layer."""
-    if runs_as(whole).startswith("FrEIA.framework."):
-        return _layers_of_freia(whole)
-    return map(adapt, parts_of(whole))
+    is_freia = runs_as(whole).startswith("FrEIA.framework.")
+    return map(adapt, _modules_of_freia(whole) if is_freia else parts_of(whole))
 
 
 class _OfTorch(Adapted):
@@ -196,29 +193,25 @@ class _OfNormflows(_OfNflows):
 
 
 class _OfFrEIA(Adapted):
-    """A module of FrEIA with one input and one output.
+    """A module of FrEIA with one input and one output, and at most one condition, the context.
 
     Args:
         transform: the module.
-        places: where its conditions are in the context; None if it has those of its own alone.
     """
 
-    def __init__(self, transform: Any, places: Sequence[slice] | None = None) -> None:
-        if len(transform.dims_in) != 1 or len(transform.output_dims(transform.dims_in)) != 1:
+    def __init__(self, transform: Any) -> None:
+        num_ends = len(transform.dims_in), len(transform.output_dims(transform.dims_in))
+        if num_ends != (1, 1) or len(transform.dims_c) > 1:
             raise ValueError(
                 f"`transform` is a {type(transform).__name__}, which splits or joins, but a chain "
-                "passes one tensor on. Use it outside of the chain."
+                "passes one tensor on, and one context. Join several conditions in one; use "
+                "others outside of the chain."
             )
-        places = _places_of(transform.dims_c) if places is None else places
-        self._places = list(zip(places, transform.dims_c, strict=True))
         super().__init__(transform, networks_of(transform), inverts=is_closed(transform))
-        self.takes_context = bool(self._places)
+        self.takes_context = bool(transform.dims_c)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
-        given: dict[str, Any] = {}
-        if context is not None:
-            flat = context.flatten(1)
-            given = {"c": [flat[:, at].unflatten(1, tuple(dims)) for at, dims in self._places]}
+        given = {} if context is None else {"c": [context]}
         if back and hasattr(self.transform, "fac_rev"):  # it scales what it is given, in place
             x = x.clone()
         (y,), log_det = self.transform([x], rev=back, jac=True, **given)
@@ -234,60 +227,25 @@ _ADAPTERS: dict[str, Callable[[Any], Adapted]] = {
 }
 
 
-def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
-    """Return the places of conditions in a context of all, each flattened."""
-    ends = [*accumulate(map(math.prod, dims), initial=0)]
-    return list(map(slice, ends, ends[1:]))
-
-
-def _dims_of_conditions(whole: Any) -> dict[Any, Sequence[int]]:
-    """Return the shapes of the conditions of a network, by what its layers call them by."""
+def _modules_of_freia(whole: Any) -> list[Any]:
+    """Return the modules of a network of FrEIA, or raise unless each gets the output of one."""
+    modules: list[Any] = list(whole.module_list)
     if runs_as(whole) == GRAPH:
-        return {node: node.dims for node in whole.condition_nodes}
-    pairs = zip(whole.module_list, whole.conditions, strict=True)
-    dims = {at: module.dims_c[0] for module, at in pairs if at is not None}
-    return {at: dims[at] for at in sorted(dims)}
-
-
-def conditions_of(whole: Any, conditions: Any) -> list[Tensor] | None:
-    """Return the conditions of a network of FrEIA, as the context joins them; None if it cannot.
-
-    Its own call takes such: they are too few or too many, of another size than it declares (which
-    its layers may allow), or of several types, one of which would be rounded.
-    """
-    given: list[Tensor] = [conditions] if isinstance(conditions, Tensor) else [*(conditions or ())]
-    declared = _dims_of_conditions(whole)
-    if runs_as(whole) != GRAPH:
-        given = [given[at] for at in declared if at < len(given)]
-    is_declared = [tuple(each.shape[1:]) for each in given] == [*map(tuple, declared.values())]
-    return given if is_declared and len({each.dtype for each in given}) < 2 else None
-
-
-def _layers_of_freia(whole: Any) -> Iterator[InvertibleModule]:
-    """Adapt the modules of a network of FrEIA, whose conditions are joined in the context."""
-    dims = _dims_of_conditions(whole)
-    places = dict(zip(dims, _places_of(list(dims.values())), strict=True))
-    if runs_as(whole) == GRAPH:
-        found = [(node.module, node.conditions) for node in _nodes_in_sequence(whole)]
-    else:
-        pairs = zip(whole.module_list, whole.conditions, strict=True)
-        found = [(module, [] if at is None else [at]) for module, at in pairs]
-    for module, conditions in found:
-        yield _OfFrEIA(module, [places[each] for each in conditions])
-
-
-def _nodes_in_sequence(whole: Any) -> list[Any]:
-    """Return the nodes of a `GraphINN`, or raise unless each gets what the one before returns."""
-    ends = [*whole.in_nodes, *whole.out_nodes, *whole.condition_nodes]
-    nodes = [node for node in whole.node_list if node not in ends]
-    before = [*whole.in_nodes[:1], *nodes]
-    is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1 and all(
-        [each for each, _ in node.inputs] == [source] and len(node.outputs) == 1
-        for source, node in zip(before, nodes, strict=False)
-    )
-    if not is_sequence:
-        raise ValueError(
-            "`transform` is a GraphINN that splits or joins, but a chain passes one tensor on. "
-            "Adapt the sequences in it, or build them as a SequenceINN."
+        ends = [*whole.in_nodes, *whole.out_nodes, *whole.condition_nodes]
+        nodes = [node for node in whole.node_list if node not in ends]
+        before = [*whole.in_nodes[:1], *nodes]
+        is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1 and all(
+            [each for each, _ in node.inputs] == [source] and len(node.outputs) == 1
+            for source, node in zip(before, nodes, strict=False)
         )
-    return nodes
+        conditions: set[Any] = {each for node in nodes for each in node.conditions}
+        modules = [node.module for node in nodes]
+    else:
+        is_sequence, conditions = True, {at for at in whole.conditions if at is not None}
+    if not is_sequence or len(conditions) > 1:
+        raise ValueError(
+            f"`transform` is a {type(whole).__name__} that splits or joins, or has several "
+            "conditions, but a chain passes one tensor on, and one context. Join the conditions, "
+            "adapt the sequences in it, or build them as a SequenceINN."
+        )
+    return modules

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
-from recoup._arguments import check_type, check_whole
+from recoup._arguments import check_whole
 from recoup._core.settings import without_autocast
 from recoup._core.tensors import check_place
 from recoup.invertible.contract import (
@@ -207,10 +207,9 @@ class InvertibleConv1x1LU(_Mixing):
 
     Example:
         >>> import torch
-        >>> from recoup.invertible import InvertibleConv1x1, InvertibleConv1x1LU
-        >>> plain = InvertibleConv1x1(4)
-        >>> layer = InvertibleConv1x1LU.from_plain(plain)
-        >>> torch.allclose(layer.weight(), plain.weight, atol=1e-5)
+        >>> from recoup.invertible import InvertibleConv1x1LU
+        >>> weight = InvertibleConv1x1LU(4).weight()
+        >>> torch.allclose(weight @ weight.T, torch.eye(4), atol=1e-5)
         True
 
     Kingma and Dhariwal, "Glow", https://arxiv.org/abs/1807.03039, section 3.2.
@@ -220,22 +219,14 @@ class InvertibleConv1x1LU(_Mixing):
     sign: Tensor
 
     def _make(self, like: Tensor) -> None:
-        weight = _rotation(self.num_channels, like)
-        self.register_buffer("permutation", torch.empty_like(weight))
-        self.register_buffer("sign", torch.empty_like(weight[0]))
-        self.lower = nn.Parameter(torch.empty_like(weight))
-        self.upper = nn.Parameter(torch.empty_like(weight))
-        self.log_s = nn.Parameter(torch.empty_like(weight[0]))
-        self._factorise(weight)
-
-    @classmethod
-    def from_plain(cls, plain: InvertibleConv1x1) -> Self:
-        """Factorise the matrix of `plain`; the result computes the same function."""
-        check_type(InvertibleConv1x1, "an InvertibleConv1x1", plain=plain)
-        weight = plain.weight.detach()
-        layer = cls(plain.num_channels, device=weight.device, dtype=weight.dtype)
-        layer._factorise(weight)
-        return layer
+        factors: tuple[Tensor, ...] = _linalg.lu(_rotation(self.num_channels, like))
+        permutation, lower, upper = (factor.contiguous() for factor in factors)
+        diagonal = upper.diagonal()
+        self.register_buffer("permutation", permutation)
+        self.register_buffer("sign", diagonal.sign())
+        self.lower = nn.Parameter(lower.tril(-1))
+        self.upper = nn.Parameter(upper.triu(1))
+        self.log_s = nn.Parameter(diagonal.abs().log())
 
     def weight(self) -> Tensor:
         """Return the product of the factors: the matrix of shape ``(C, C)``."""
@@ -246,17 +237,6 @@ class InvertibleConv1x1LU(_Mixing):
 
     def _matrix(self) -> tuple[Tensor, Tensor]:
         return self.weight(), self.log_s.sum()
-
-    @torch.no_grad()
-    def _factorise(self, weight: Tensor) -> None:
-        factors: tuple[Tensor, Tensor, Tensor] = _linalg.lu(weight)
-        permutation, lower, upper = factors
-        diagonal = upper.diagonal()
-        self.permutation.copy_(permutation)
-        self.sign.copy_(diagonal.sign())
-        self.lower.copy_(lower.tril(-1))
-        self.upper.copy_(upper.triu(1))
-        self.log_s.copy_(diagonal.abs().log())
 
 
 def _channel_mean(x: Tensor) -> Tensor | None:

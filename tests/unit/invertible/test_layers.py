@@ -250,9 +250,12 @@ def test_starts_as_a_rotation_that_follows_the_default_generator(kind, num_chann
 
 @pytest.mark.parametrize("shape", [(2, 4), (2, 4, 5), (2, 4, 3, 3)])
 def test_lu_and_plain_agree(shape):
-    plain = InvertibleConv1x1(4, dtype=torch.float64)
-    torch.nn.init.normal_(plain.weight)
-    layer = InvertibleConv1x1LU.from_plain(plain)
+    plain, layer = (
+        kind(4, dtype=torch.float64) for kind in (InvertibleConv1x1, InvertibleConv1x1LU)
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    plain.weight.data.copy_(layer.weight())
     x = torch.randn(shape, dtype=torch.float64)
     for direction in ("forward", "inverse"):
         for found, expected in zip(
