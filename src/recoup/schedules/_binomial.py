@@ -263,16 +263,11 @@ def best_split(n: int, slots: int) -> int:
     Returns:
         A distance from 1 to ``n - 1``.
 
-    Raises:
-        ValueError: `n` is below two or `slots` below one.
-
     Example:
         >>> from recoup.schedules._binomial import best_split
         >>> best_split(10, 1), best_split(10, 3), best_split(10, 9)
         (9, 4, 1)
     """
-    if n < 2:
-        raise ValueError(f"`n` is {n}, but only a chain of at least 2 stages can be split")
     sweeps = num_sweeps(n, slots)
     if slots == 1:
         return n - 1

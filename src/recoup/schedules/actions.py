@@ -267,10 +267,7 @@ class Schedule:
         end = self.sweep_end
         for title, part in (("sweep", self.actions[:end]), ("backward", self.actions[end:])):
             words = f"{title}: " + ", ".join(map(str, part))
-            # Lines are wrapped only between actions.
-            words = words.replace(" ", "\0").replace(",\0", ", ").replace(":\0", ": ")
-            wrapped = wrap(words, width=100, subsequent_indent=" " * (len(title) + 2))
-            lines += [line.replace("\0", " ") for line in wrapped]
+            lines += wrap(words, width=100, subsequent_indent=" " * (len(title) + 2))
         return "\n".join(lines)
 
     @property

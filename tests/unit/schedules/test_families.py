@@ -196,7 +196,7 @@ def test_a_schedule_prints_its_sweep_and_its_backward():
         "backward: reverse 1, load x_0, tape 0, reverse 0"
     )
     assert str(linear(1)) == "linear, 1 stage\nsweep: tape 0\nbackward: reverse 0"
-    # A long one breaks its lines between actions.
+    # A long one breaks its lines.
     schedule = binomial(30, 3)
     lines = str(schedule).splitlines()
     assert max(map(len, lines)) <= 100
