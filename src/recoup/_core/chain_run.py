@@ -25,6 +25,8 @@ Rule 8. Stages may be entered one at a time, by user code, and fewer of them tha
 Rule 9. A value that a stage returns and that is not kept could be made again by that stage alone.
         Where the schedule keeps it as a state, the tensor itself is kept: that stage cannot be run
         again in the middle of loading a state.
+Rule 10. When autograd holds no slot of a stage and of all above it, the draws and decisions of its
+        first run are freed. If such a stage runs again (Rule 5), nobody reads what it makes.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Run:
         self._kept: dict[int, tuple[Packed, ...]] = {}  # states, by the stage they enter
         self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
         self._has_ended = False
+        self._num_wanted = 0  # stages, the last of which autograd may still ask for (See Rule 10)
         # In backward: the next action, the working state and its place, and states that are kept.
         self._position = schedule.sweep_end
         self._at, self._state = -1, ()
@@ -120,7 +123,7 @@ class Run:
             self._kept[num_stages] = tuple(
                 [Kept(value, "The output of the chain", pair) for value in state]
             )
-        self._has_ended = True
+        self._has_ended, self._num_wanted = True, num_stages
         for to, traffic in self._traffic.items():
             traffic.raise_failure(to)
         if self._drift is not None:
@@ -164,6 +167,7 @@ class Run:
                 self._restart()
             if self._drift is not None and self._position == schedule.sweep_end:
                 self._drift.begin_backward()
+            self._release_above(index)
             while self._position <= target:
                 action = schedule.actions[self._position]
                 self._position += 1
@@ -176,6 +180,16 @@ class Run:
         except BaseException:
             self._forget()
             raise
+
+    def _release_above(self, index: int) -> None:
+        """Free what the last stages keep for runs of theirs, if nobody asks any more (Rule 10)."""
+        while self._num_wanted > index + 1:
+            region = self._regions[self._num_wanted - 1]
+            if region is not None:
+                if region.are_wanted:
+                    return
+                region.surroundings.start = region.surroundings.kept_outputs = None
+            self._num_wanted -= 1
 
     def _within(self, action: Action) -> Action | None:
         """Return the part of an action that is on stages which were entered (See Rule 8)."""

@@ -42,7 +42,6 @@ from recoup._core.saved_tensors import (
     detached,
     grad_mode,
     is_there,
-    plain_version,
     requires_grad_of,
     versions_of,
 )
@@ -126,7 +125,11 @@ class Region(Residuals):
         versions = versions_of(state)
         result = self.stage.forward(state)
         if getattr(self.stage, "changes_object", False):
-            raise self._changed_object()
+            raise ReplayError(
+                f"{self.stage.name} changes a tensor in place that is in an object among its "
+                "arguments (a state, a cache), and a second run would change it again. Let it put "
+                "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
+            )
         self.changes_input = versions_of(state) != versions
         return result
 
@@ -141,15 +144,8 @@ class Region(Residuals):
         held = () if products is None else products.held
         recording = Recording(self, owner, kept, held, follows=follows)
         surroundings = self.surroundings
-        try:
-            versions = list(map(plain_version, state))
-        except RuntimeError:  # inference tensors have none, and are not saved either
-            versions = []
         with surroundings.first(), recording:
-            result = stage.forward(state)
-            if getattr(stage, "changes_object", False):
-                raise self._changed_object()
-            self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
+            result = self._forward(state)
             if follows:
                 self.outcome = recording.ended()
         versions = surroundings.versions
@@ -160,14 +156,6 @@ class Region(Residuals):
         if is_changed or surroundings.buffer_versions or surroundings.has_foreign:
             surroundings.has_run()
         return result
-
-    def _changed_object(self) -> ReplayError:
-        """Return the error for a call that has changed a tensor in an object that it was given."""
-        return ReplayError(
-            f"{self.stage.name} changes a tensor in place that is in an object among its "
-            "arguments (a state, a cache), and a second run would change it again. Let it put "
-            "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
-        )
 
     # -- later runs ------------------------------------------------------------------------
 
@@ -297,7 +285,8 @@ class InvertedRegion(Region):
 
     def _check_same(self, again: State, after: State) -> None:
         for value, expected in zip(again, after, strict=True):
-            if _distance(value, expected) > torch.finfo(value.dtype).eps ** 0.5:
+            off = float((value - expected).abs().max() / (1 + expected.abs().max()))
+            if off > torch.finfo(value.dtype).eps ** 0.5:
                 raise ReplayError(
                     f"The inverse of {self.stage.name} draws random numbers in another order than "
                     "forward, so it does not undo it. Call the networks that draw through "
@@ -313,10 +302,6 @@ def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what an inverse makes of integers, which is off by a rounding, as a whole number."""
     is_whole = value.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex)
     return value.round() if is_whole else value
-
-
-def _distance(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).abs().max() / (1 + expected.abs().max()))
 
 
 def changes_kept_input(stage: Stage) -> ReplayError:

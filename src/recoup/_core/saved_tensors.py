@@ -169,8 +169,9 @@ def check_hooks_work() -> None:
     if is_transformed():
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
-            'recompute, checkpoint and every memory mode but "linear" need. Within a transform, '
-            'call the wrapped function or module directly, or set memory="linear".'
+            "recompute, recomputing, offloading, checkpoint and every memory mode but "
+            '"linear" need. Within a transform, call the wrapped function or module directly, '
+            'leave the block out, or set memory="linear".'
         )
 
 

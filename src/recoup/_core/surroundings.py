@@ -42,6 +42,7 @@ from itertools import chain, compress
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -287,6 +288,8 @@ class Surroundings(Draws):
         (training, _), (evaluated, _) = self._seen
 
         def begins(module: nn.Module, args: object) -> None:
+            if torch.compiler.is_compiling():  # which follows hooks
+                return
             if threading.get_ident() != thread or id(module) in called:
                 return
             called.add(id(module))
