@@ -96,6 +96,21 @@ def backward_within(context: Any) -> None:
         MODEL(x()).sum().backward()
 
 
+def of_scaler() -> dict[str, Any]:
+    """What unscales the gradients of a store."""
+    _scaled.append(recoup.GradStore(MODEL.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    _scaled[-1].backward(MODEL(x()).sum(), scaler=scaler)
+    return {"scaler": scaler, "optimizers": optimizer(MODEL)}
+
+
+_scaled: list[recoup.GradStore] = []
+
+
+def unscaled(scaler: Any, *optimizers: Any) -> None:
+    _scaled.pop().unscale_(scaler, *optimizers)
+
+
 def after_backward() -> Iterable[torch.Tensor]:
     made = model()
     made(x()).sum().backward()
@@ -202,6 +217,7 @@ CALLS: Calls = {
             "to": lambda: {"device": "cpu"},
         }.items()
     },
+    "GradStore.unscale_": (unscaled, of_scaler),
     "step": (recoup.step, lambda: {"optimizer": optimizer(MODEL), "stores": collected()}),
     "segments_backward": (recoup.segments_backward,
         lambda: {"segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected()}),
@@ -326,6 +342,7 @@ SAID = {
     **{f"{name}.y": "x" for name in OF_LAYERS - {"Squeeze.inverse"}},
     "weights.apply.where": "pattern",
     "DriftGuard.otherwise": "drift",
+    "GradStore.unscale_.optimizers": "optimizer",
 }
 
 

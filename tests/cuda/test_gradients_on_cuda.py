@@ -175,7 +175,8 @@ def test_a_scaler_and_infinities(clips, fused):
         theirs.zero_grad()
         scalers[1].scale(other).backward()
         if clips:
-            store.clip_norm_(0.1 * scalers[0].get_scale())
+            store.unscale_(scalers[0], ours)
+            store.clip_norm_(0.1)
             scalers[1].unscale_(theirs)
             nn.utils.clip_grad_norm_(single.parameters(), 0.1)
         store.step(ours, scaler=scalers[0])

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from recoup._core.saved_tensors import grad_mode
 from recoup.gradients.targets import described
@@ -135,17 +136,28 @@ def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
         gradients: dense gradients, and sparse ones that are coalesced.
         order: order of the norm.
     """
-    norms: list[Tensor] = []
+    plain: list[Tensor] = []
+    sharded: list[Tensor] = []
     for gradient in gradients:
         value = _values(gradient)
         if math.isinf(order):
-            value = _whole(value)  # torch raises in a process without entries, and others wait
             if value.numel() == 0:
                 continue  # the largest of no entries is undefined
-        norms.append(_whole(_vector_norm(value, order)))
-    if not norms:
+            if is_sharded(value):  # torch raises in a process without entries, and others wait
+                value = _whole(value).abs().max()
+        (sharded if is_sharded(value) else plain).append(value)
+    totals = [_whole(_total_norm(values, order)) for values in (plain, sharded) if values]
+    if not totals:
         return torch.zeros(())
-    return norms[0] if len(norms) == 1 else _vector_norm(torch.stack(_on_one_device(norms)), order)
+    return totals[0] if len(totals) == 1 else _total_norm(totals, order)
+
+
+def _total_norm(values: list[Tensor], order: float) -> Tensor:
+    if not any(value.requires_grad for value in values):
+        return get_total_norm(values, norm_type=order)
+    # `get_total_norm` builds no graph.
+    norms: list[Tensor] = [_vector_norm(value, order) for value in values]
+    return _vector_norm(torch.stack(_on_one_device(norms)), order)
 
 
 def _vector_norm(value: Tensor, order: float) -> Tensor:

@@ -40,7 +40,7 @@ class Algebra(Container):
             consume: whether the others are emptied, each gradient as soon as it is added.
 
         Raises:
-            GradientError: their scales differ, or a store is not usable.
+            GradientError: one was unscaled and another not, or a store is not usable.
             ValueError: shapes or placements differ, an argument is not a store, `weight` is not
                 above zero, or `weight` and `alpha` are both given.
 
@@ -90,6 +90,8 @@ class Algebra(Container):
         self.params = self.params or other.params
         if consume:
             other.clear()
+
+    merge_ = extend_
 
     def scale_(self, factor: float | Tensor) -> Self:
         """Multiply all gradients by a number; the weight stays, so that `mean_` is scaled too."""

@@ -25,6 +25,7 @@ from recoup.gradients.accumulation import (
 )
 from recoup.gradients.targets import described, members_of, tensors_in
 
+UNSCALED = "unscaled"
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -52,7 +53,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._device = None if device is None else device_of(device)
         self._ddp = ddp
         self._is_local = False  # maybe parts of a sum over processes that no reducer has seen
-        self._scale: float | None = None
+        self._scale: float | str | None = None
         self._damage: str | None = None
         self._num_changes = 0
 
@@ -140,12 +141,12 @@ class Container(MutableMapping[Tensor, Tensor]):
                 f"({self._damage}). Call `clear()`, and collect the gradients again."
             )
 
-    def _check_scale(self, scale: float | None, source: str) -> None:
+    def _check_scale(self, scale: float | str | None, source: str) -> None:
         if self._gradients and scale != self._scale:
             raise GradientError(
-                f"{source} goes with gradients that are scaled by {scale}, but those in the store "
-                f"are scaled by {self._scale} (None: as autograd made them). Give all calls the "
-                "same scaler, and call its `update` after the step only."
+                f"{source} goes with gradients that are {scaled_by(scale)}, but those in the store "
+                f"are {scaled_by(self._scale)}. Give all calls the same scaler, and call its "
+                "`update` after the step only."
             )
 
     @contextmanager
@@ -323,3 +324,9 @@ def device_of(device: torch.device | str) -> torch.device:
     """Return a device with its index, as in `Tensor.device`."""
     check_place(device)
     return torch.empty(0, device=device).device
+
+
+def scaled_by(scale: float | str | None) -> str:
+    """Return the description of a scale in errors."""
+    names: dict[Any, str] = {None: "as autograd made them", UNSCALED: "unscaled"}
+    return names.get(scale, f"scaled by {scale}")

@@ -14,7 +14,13 @@ from recoup._arguments import check_choice, check_flag
 from recoup.errors import GradientError
 from recoup.gradients.algebra import Algebra, check_are_stores, check_scales
 from recoup.gradients.collecting import ReplacedGrad
-from recoup.gradients.targets import parameters_of, refuse_any, scale_of
+from recoup.gradients.container import UNSCALED
+from recoup.gradients.targets import (
+    members_of,
+    parameters_of,
+    refuse_any,
+    scale_of,
+)
 
 Missing = Literal["skip", "zero", "error"]
 Unknown = Literal["error", "ignore"]
@@ -22,6 +28,67 @@ Unknown = Literal["error", "ignore"]
 
 class Stepping(Algebra):
     """The methods that hand gradients to an optimizer."""
+
+    def unscale_(self, scaler: Any, *optimizers: Any) -> Tensor:
+        """Divide by the scale of a ``torch.amp.GradScaler``, to clip before `step`.
+
+        Args:
+            scaler: the scaler that the losses went through.
+            optimizers: all optimizers that the gradients will go to.
+
+        Returns:
+            Whether an entry is infinite or NaN, so that `step` with this scaler will skip.
+
+        Raises:
+            GradientError: the store holds other gradients, or was unscaled before.
+        """
+        self._check_is_whole()
+        scale = scale_of(scaler)
+        self._check_scaler(scale, has_unscaled=False)
+        for optimizer in optimizers:
+            _check_steps(optimizer)
+        optimizers = tuple(dict.fromkeys(optimizers))
+        members = members_of("optimizers", optimizers, self)
+        for optimizer in optimizers:
+            if _has_unscaled(scaler, optimizer):
+                raise GradientError(
+                    f"`scaler` has unscaled for this {type(optimizer).__name__} since its last "
+                    "`update`. Merge stores first (`extend_`), and unscale their sum once."
+                )
+        refuse_any(
+            [each for each, gradient in self.items() if gradient.device != each.device],
+            None,
+            "The gradient of {} is on another device, where no scaler looks for it. Move the "
+            "store to the parameters first (`to`).",
+        )
+        with self._guarded():
+            self._num_changes += 1
+            for optimizer, parameters in zip(optimizers, members, strict=True):
+                held = [self._gradients.get(each) for each in parameters]
+                types = [None if each is None else each.dtype for each in held]
+                with ReplacedGrad(parameters, [*map(_without_graph, held)], types):
+                    scaler.unscale_(optimizer)
+            for each, gradient in self.items():
+                if gradient.requires_grad:  # a copy without the graph was divided
+                    self._gradients[each] = gradient / scale
+        self._scale = UNSCALED
+        return ~self.isfinite()
+
+    def _check_scaler(self, scale: float | None, *, has_unscaled: bool) -> None:
+        """Raise if a scaler would divide by another scale, or a second time.
+
+        Args:
+            scale: the scale of the scaler now, or None without one.
+            has_unscaled: whether it will not divide, since it has.
+        """
+        if self._scale == UNSCALED and not has_unscaled:
+            raise GradientError(
+                "The store was unscaled before, and `scaler` would unscale it again: it was "
+                "updated since, or is another, or `unscale_` was not given this optimizer. Call "
+                "`unscale_` once, and `scaler.update()` after the step only."
+            )
+        if self._scale not in (None, UNSCALED):
+            self._check_scale(scale, "This call")
 
     @contextmanager
     def as_grad(self, params: Any, *, consume: bool = True) -> Generator[None]:
@@ -105,8 +172,7 @@ class Stepping(Algebra):
 
         Args:
             optimizer: anything with `param_groups` and `step`.
-            scaler: a ``torch.amp.GradScaler`` whose `step` is called instead. Clip before by a norm
-                times `scaler.get_scale()`. Call its `update`
+            scaler: a ``torch.amp.GradScaler`` whose `step` is called instead. Call its `update`
                 yourself, after all steps.
             consume: whether the gradients leave the store. If not, the optimizer gets copies, since
                 it may change them.
@@ -183,15 +249,24 @@ def step(
     if not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True):
         return None  # the step of accelerate would do nothing
     check_scales(*stores)
-    _check_divides(optimizer, scaler, scale, next(filter(len, stores), stores[0]))
+    has_unscaled = scaler is None or _has_unscaled(scaler, optimizer) is not False
+    next(filter(len, stores), stores[0])._check_scaler(scale, has_unscaled=has_unscaled)
     total = stores[0] if consume else stores[0].clone()
     total.extend_(*stores[1:], consume=consume)
-    settings = {"with_zeros": missing == "zero", "is_divided": scaler is not None}
-    with total._as_grad(parameters, consume=True, **settings):
+    is_divided = scaler is not None and total._scale != UNSCALED
+    with_zeros = missing == "zero"
+    with total._as_grad(parameters, consume=True, with_zeros=with_zeros, is_divided=is_divided):
         return optimizer.step() if scaler is None else scaler.step(optimizer)
 
 
 # -- gradients for `.grad` -------------------------------------------------------------------------
+
+
+def _without_graph(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a gradient that has a graph, and any other itself."""
+    if gradient is None or not gradient.requires_grad:
+        return gradient
+    return gradient.detach().clone()
 
 
 def _fitting(
@@ -267,22 +342,9 @@ def _check_match(
     )
 
 
-def _check_divides(optimizer: Any, scaler: Any, scale: float | None, store: Stepping) -> None:
-    """Raise if `scaler` would not divide the gradients of a store by their own scale, now or ever.
-
-    Args:
-        optimizer: the optimizer.
-        scaler: the scaler, or None.
-        scale: its scale now.
-        store: a store; if it knows no scale, the gradients are as the caller wants them.
-    """
-    if store._scale is None:
-        return
-    store._check_scale(scale, "This call")
-    # None if it is not enabled.
-    states: dict[int, Any] = getattr(scaler, "_per_optimizer_states", None) or {}
-    if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
-        raise GradientError(
-            f"`scaler` has unscaled for this {type(optimizer).__name__} since its last `update`, "
-            "and would not divide the gradients of the store. Call `scaler.update()` first."
-        )
+def _has_unscaled(scaler: Any, optimizer: Any) -> bool | None:
+    """Whether `scaler` has unscaled for `optimizer` since its last update; None if unknown."""
+    states = getattr(scaler, "_per_optimizer_states", None)  # None too if it is not enabled
+    if states is None:
+        return None
+    return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"

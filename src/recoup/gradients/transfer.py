@@ -25,14 +25,14 @@ from recoup._arguments import check_flag, check_type
 from recoup._core.tensors import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, is_sharded
-from recoup.gradients.container import Container, device_of
+from recoup.gradients.container import UNSCALED, Container, device_of
 from recoup.gradients.targets import number_in, refuse_any
 
 _UNORDERED = (
     "The processes can only agree on an order of gradients that all declare alike: make the store "
     "with `params`, and collect nothing else."
 )
-_take_tensors: Callable[..., Iterator[list[Tensor]]] = cast("Any", torch)._utils._take_tensors
+_take_tensors: Callable[..., Iterator[list[Tensor]]] = getattr(torch._utils, "_take_tensors")  # noqa: B009
 _BUCKET_BYTES = 25 * 2**20  # the most in a message that is not of one gradient
 
 
@@ -43,7 +43,7 @@ class _Description(NamedTuple):
     declared: int
     has_gradient: list[bool]
     weight: float
-    scale: float | None
+    scale: float | str | None
 
 
 class Transfer(Container):
@@ -120,8 +120,8 @@ class Transfer(Container):
         gradients, weight, scale = (state_dict[key] for key in ("gradients", "weight", "scale"))
         check_type(Mapping, "tensors by name", **{"state_dict['gradients']": gradients})
         weight = _number_of("weight", weight, "a number of at least 0", 0.0)
-        if scale is not None:
-            scale = _number_of("scale", scale, "a scale or None", math.ulp(0.0))
+        if scale is not None and scale != UNSCALED:
+            scale = _number_of("scale", scale, f"a scale, {UNSCALED!r} or None", math.ulp(0.0))
         loaded = type(self)(dtype=self._dtype, device=self._device)
         for each, gradient in _by_target(gradients, module, strict=strict).items():
             loaded._add(each, gradient, is_ours=False)
@@ -284,8 +284,8 @@ def _check_agree(everyone: Sequence[_Description]) -> list[_Description]:
     holders = [each for each in everyone if any(each.has_gradient)]
     if len({each.scale for each in holders}) > 1:
         raise GradientError(
-            "The gradients of the processes do not have one scale. Call `update` of the scaler "
-            "on all processes, after the step only."
+            "The gradients of the processes do not have one scale. Call `unscale_` on all "
+            "processes, or on none."
         )
     return holders
 

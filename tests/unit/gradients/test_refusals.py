@@ -29,6 +29,8 @@ class World:
         self.store = self.collected()
         self.part = GradStore(self.params).add_(self.weight, torch.ones(2, 3))
         self.scaled = self.collected(scaler=self.scaler)
+        self.unscaled = self.collected(scaler=self.scaler)
+        self.unscaled.unscale_(self.scaler, self.optimizer)
         self.unknown = GradStore().add_(self.stranger, torch.ones(4))
         self.complex = GradStore().add_(nn.Parameter(torch.ones(2) * 1j), torch.ones(2) * 1j)
         self.infinite = GradStore().add_(self.stranger, torch.full((4,), math.inf))
@@ -122,7 +124,8 @@ w.store.backward(w.loss(), inputs=w.weight) -> `inputs` -> in `params`, too
 w.store.backward(w.loss(), params=[w.stranger]) -> None of the 1 -> copies
 w.store.backward(w.loss(), params=[]) -> `params` -> nothing to collect
 GradStore().backward(w.loss()) -> `params` -> missing
-w.scaled.backward(w.loss()) -> A backward -> scaled by None.*scaled by 8
+w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
+w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
 w.scaled.collecting().__enter__() -> A backward -> scaled by 8
 w.backward_of(w.inside, mode="harvest") -> `mode` -> not a leaf.*Use mode="grad"
 w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
@@ -147,6 +150,8 @@ w.store.extend_(w.store, None) -> `others` -> None
 w.store.extend_(w.part, weight=-2) -> `weight` -> is -2
 w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
 w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
+GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
+w.scaled + w.unscaled -> goes with -> unscaled.*scaled by 8
 w.store.scale_(dense(3)) -> `factor` -> single real number
 w.store.scale_(1j) -> `factor` -> 1j
 w.store * w.store ->  -> unsupported operand
@@ -174,6 +179,13 @@ w.scaled.step(w.optimizer) -> scaled by 8 -> autograd made
 recoup.step(w.optimizer, w.scaled, w.scaled) -> scaled by 8 -> autograd made
 w.scaled.step(w.optimizer, scaler=w.other_scaler) -> scaled by 2 -> by 8
 recoup.step(w.optimizer, w.scaled, w.store, scaler=w.scaler) -> goes -> scaled
+w.unscaled.step(w.optimizer, scaler=w.other_scaler) -> `scaler` -> it again
+w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
+w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
+w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
+w.scaled.unscale_(w.scaler) -> `optimizers` -> 0 of the 0
+w.scaled.unscale_(w.scaler, w.optimizer, LBFGS(w.params)) -> LBFGS -> closure
+w.scaled.unscale_(w.scaler, w.optimizer, torch.optim.SGD(w.params)) -> `optimizers` -> 2 of the 2
 w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
 w.store.as_grad(w.model).__enter__() -> `params` -> module\.parameters
 w.store.step(torch.optim.SGD([w.inside], differentiable=True)) -> not a leaf -> `differentiable`

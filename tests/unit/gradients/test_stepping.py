@@ -149,7 +149,7 @@ def test_a_step_of_several_stores_that_fails_can_be_tried_again(consume):
 
 
 HALF_WAY = [(kind, how) for kind in ("own", "kept")
-            for how in ("changed", "divided", "divided, fused")]  # fmt: skip
+            for how in ("changed", "divided", "divided, fused", "unscaled")]  # fmt: skip
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
@@ -169,6 +169,8 @@ def test_a_step_that_fails_after_changing_gradients(kind, how, when):
 
     getattr(optimizer, f"register_step_{when}_hook")(hook)
     store, consume = tripled([param], scaler), kind != "kept"
+    if how == "unscaled":
+        store.unscale_(scaler, optimizer)
     before = store[param].clone()
     with pytest.raises(OSError, match="power"):
         store.step(optimizer, scaler=scaler, consume=consume)
@@ -186,22 +188,29 @@ def test_a_step_that_fails_after_changing_gradients(kind, how, when):
             assert len(store) == 0
 
 
-@pytest.mark.parametrize("use", ["step", "kept", "as_grad"])
+@pytest.mark.parametrize("use", ["step", "kept", "unscale", "as_grad"])
 def test_gradients_with_a_graph_are_not_changed_in_place(use):
     """The graph needs them, and autograd gives one object to both sides of a sum."""
     x, ends = torch.tensor([1.0, 2.0], requires_grad=True), []
     for with_graph in (False, True):
         params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        scaler = scaler_of(4.0) if use == "unscale" else None
         optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
         for _ in range(3):
             store = GradStore(params)
             loss = ((params[0] + params[1]) * x.pow(3)).sum()
-            store.backward(loss, create_graph=with_graph)
+            store.backward(loss, create_graph=with_graph, scaler=scaler)
+            if use == "unscale":
+                store.unscale_(scaler, optimizer)
+                assert all(torch.equal(each, x.pow(3)) for each in store.values())
+                assert all(each.requires_grad == with_graph for each in store.values())
             if use == "as_grad":
                 with store.as_grad(params, consume=False):
                     params[0].grad.zero_()
                     assert torch.equal(params[1].grad, x.pow(3))
-            store.step(optimizer, consume=use != "kept")
+            store.step(optimizer, scaler=scaler, consume=use != "kept")
+            if use == "unscale":
+                scaler.update()
             if use == "kept" and with_graph:
                 (found,) = torch.autograd.grad(store[params[0]].sum(), x)
                 torch.testing.assert_close(found, 3 * x.detach() ** 2)
