@@ -23,6 +23,16 @@ from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
 
+# What candle's store calls what this one has.
+_OF_CANDLE = {
+    "extend": "a.extend_(b)",
+    "get_id": "store[param]",
+    "get_ids": "list(store)",
+    "insert": "store[param] = gradient",
+    "insert_id": "store[param] = gradient",
+    "remove": "store.pop(param)",
+}
+
 
 class GradStore(Stepping, Transfer):
     """The gradients of some tensors, as values that can be summed, compared and applied.
@@ -64,6 +74,10 @@ class GradStore(Stepping, Transfer):
 
     Source: candle's GradStore, https://github.com/huggingface/candle/pull/1483.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        way_out = f": use `{_OF_CANDLE[name]}`" if name in _OF_CANDLE else ""
+        raise AttributeError(f"A GradStore has no `{name}`{way_out}.", name=name, obj=self)
 
     # -- collecting ------------------------------------------------------------------------
 

@@ -143,6 +143,10 @@ w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
 w.store.split(w.params[:1]) -> `groups` -> 0 of the 1
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
 w.store.split(w.weight) -> `groups` -> \[tensor\]
+w.store.insert -> no `insert` -> store\[param\] = gradient
+w.store.remove -> no `remove` -> store\.pop\(param\)
+w.store.extend -> no `extend` -> a\.extend_\(b\)
+w.store.anything -> no `anything` -> \.$
 pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 torch.save(w.store, io.BytesIO()) -> state_dict -> load_state_dict
 # algebra
