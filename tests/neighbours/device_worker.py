@@ -248,7 +248,7 @@ def of_bytes():
             try:
                 run()
             except errors as error:
-                said = [error]
+                said = [error, *error.__notes__]
         assert any(what in str(getattr(each, "message", each)) for each in said), said
 
     def limited():
@@ -261,7 +261,7 @@ def of_bytes():
             says("given cached memory back (1 times)", step)
             memory.empty_cache()
             memory.limit = memory.now["reserved"]
-            says("sim has no room", step, torch.OutOfMemoryError)
+            says("let a plan leave more `headroom`", step, torch.OutOfMemoryError)
         memory.limit = float("inf")
 
     for run in (measured, planned, limited):

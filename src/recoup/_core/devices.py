@@ -347,6 +347,18 @@ def reset_peaks(device: torch.device) -> None:
     counter_of(device).reset_peak_memory_stats(device)
 
 
+def explain_lack(error: torch.OutOfMemoryError) -> None:
+    """Add to an error that there is no memory what may help, once."""
+    note = (
+        "A step that recoup runs needed this memory. If what is allocated is well below what there "
+        "is, free memory is in pieces that are too small: let a plan leave more `headroom`, or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts. Otherwise give "
+        "recoup.plan a smaller `budget`."
+    )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def free_bytes(device: torch.device) -> float:
     """Return the bytes that an accelerator has room for; infinity if it does not say."""
     module = _module_of(device.type)

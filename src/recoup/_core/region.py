@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from recoup._core.devices import explain_lack
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
     Way,
@@ -179,8 +180,12 @@ class Region(Residuals):
         inputs = self._inputs(state)
         output: State = ()
         filling = Filling(self, inputs, stops=not needs_output)
-        with self.surroundings.restored(), filling:
-            output, _ = self.stage.forward(inputs)
+        try:
+            with self.surroundings.restored(), filling:
+                output, _ = self.stage.forward(inputs)
+        except torch.OutOfMemoryError as error:
+            explain_lack(error)
+            raise
         return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:

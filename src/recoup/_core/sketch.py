@@ -5,8 +5,9 @@ NOTE [ A sketch ]
 Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 columns. A sketch is the
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
         its place does. It costs about as much as the plain sum. A few entries are their own sketch.
-        Of integers, which must be told apart exactly, sums are in double precision; of few on the
-        CPU, the sketch is a hash of their bits.
+        That of integers, which must be told apart exactly, is a hash of their bits: of many, the
+        sum of their words of 32 bits modulo 2**64, each times the odd numbers of its row and of its
+        column. (Of a word of 64 bits, the last bit times any odd number would be the same.)
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.
@@ -17,9 +18,9 @@ Rule 3. Kernels may round otherwise in a second run: threads add in another orde
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 Rule 5. On a CUDA device, launching a kernel takes longer than reading a few megabytes. So one
         kernel makes the sketch of a large tensor there: the weighted sums of its rows, some
-        thousands, which is twice as fast as sums of columns. Two runs mostly make the same bits,
-        and then nothing more is done. Only if they do not, these sums are folded into the few
-        numbers of Rule 1.
+        thousands, which is twice as fast as sums of columns. (That of integers is the sums of rows
+        of words.) Two runs mostly make the same bits, and then nothing more is done. Only if they
+        do not, these sums are folded into the few numbers of Rule 1.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ _MOST_ROWS = 2048  # of tensors that are not read in blocks
 _MANY = _OFHALVES * _MOST_ROWS  # entries
 _PIECE = 8 * _OFHALVES * _ROWS  # of tensors that are converted first, which stays in a cache
 _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
+_WORDS = 2**12  # in a row
+_MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
+_DEVICE_WORDS = 2**23
 _DEVICE_ROWS = 2**13  # of a tensor at most
 _DEVICE_WIDTH = 2**9  # entries of a row at least
+_COLUMN, _ROW = range(2)  # tables of odd numbers
+_NEXT = 0x5851F42D4C957F2D  # odd, and so invertible: what the words before a piece are times
 # Times a weight, at least 2.5: more than the product of two weights, 2.25, so that no sum is zero.
 _OF_THE_LAST = 5.0
 _SEED = 16
@@ -130,6 +136,8 @@ def make_tables(device: torch.device) -> None:
     if is_without_values():
         return
     _table(_MOST_ROWS, torch.float32, device)
+    for table in (_COLUMN, _ROW):
+        _odd(table, device)
 
 
 def numbers_of(sketch: Sketch) -> list[float]:
@@ -225,20 +233,47 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
     flat = _flat(tensor.resolve_neg())
     if flat.dtype in _OWN:
         return _sums(flat)
+    if not flat.dtype.is_floating_point:
+        return _hash_of(flat)
     columns = _OFHALVES if flat.dtype in HALVES else _COLUMNS
     if flat.dtype in HALVES and flat.is_cuda:
         return _sums(flat, columns)
     # Kernels of the CPU are slow in half precision, and sums in it overflow.
-    dtype = torch.float32 if flat.dtype.is_floating_point else _widest(flat.device)
     pieces = cast("Iterable[Tensor]", flat.split(_PIECE if flat.is_cpu else _DEVICE_PIECE))
-    parts = [_folded(_sums(piece.to(dtype), columns)) for piece in pieces]
-    weights = _row(len(parts), dtype, flat.device)
+    parts = [_folded(_sums(piece.float(), columns)) for piece in pieces]
+    weights = _row(len(parts), torch.float32, flat.device)
     return parts[0] if len(parts) == 1 else weights.mm(torch.stack(parts))[0]
 
 
-def _widest(device: torch.device) -> torch.dtype:
-    """Return the most exact type of numbers on a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def _hash_of(integers: Tensor) -> Tensor:
+    """Return a hash of the bits of integers (See Rule 1); of few, their bytes."""
+    if integers.storage_offset() * integers.dtype.itemsize % 4:
+        integers = integers.clone()  # words are aligned
+    raw = integers.view(torch.uint8)
+    if integers.numel() <= _FEW:
+        return raw.clone()
+    num_words, num_left = divmod(raw.numel(), 4)
+    words = (raw[: 4 * num_words] if num_left else raw).view(torch.int32)
+    found = _weighed(raw[4 * num_words :], _COLUMN) if num_left else None
+    most = _MOST_WORDS if raw.is_cpu else _DEVICE_WORDS
+    pieces: tuple[Tensor, ...] = cast("Any", words).split(most)
+    for piece in pieces:
+        num_rows, num_left = divmod(piece.numel(), _WORDS)
+        if not raw.is_cpu and found is None and not num_left and num_words <= most:
+            rows = piece.view(num_rows, _WORDS)
+            return (rows * _odd(_COLUMN, raw.device)).sum(1)  # See Rule 5
+        parts = [_weighed(piece[piece.numel() - num_left :], _COLUMN)] if num_left else []
+        if num_rows:
+            rows = piece[: piece.numel() - num_left].view(num_rows, _WORDS)
+            parts.append(_weighed((rows * _odd(_COLUMN, raw.device)).sum(1), _ROW))
+        for part in parts:
+            found = part if found is None else found * _NEXT + part
+    return cast("Tensor", found)
+
+
+def _weighed(integers: Tensor, table: int) -> Tensor:
+    """Return the sum of integers, each times an odd number of its own, modulo 2**64."""
+    return (integers * _odd(table, integers.device)[: integers.numel()]).sum(0, keepdim=True)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -298,10 +333,19 @@ def _column(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _folded(sketch: Tensor) -> Tensor:
     """Return the few numbers of a sketch on a device (See Rule 5)."""
     sketch = sketch.view(-1)
-    if sketch.numel() <= _FEW:
+    if sketch.dtype is torch.uint8 or sketch.numel() <= _FEW:
         return sketch
     with _alone():
-        return _sums(sketch)
+        return _weighed(sketch, _ROW) if sketch.dtype is torch.int64 else _sums(sketch)
+
+
+@functools.cache
+def _odd(table: int, device: torch.device) -> Tensor:
+    """Return a table of random odd numbers of 64 bits."""
+    generator = torch.Generator().manual_seed(_SEED + table)
+    limits = torch.iinfo(torch.int64)
+    found = torch.randint(limits.min, limits.max, (_WORDS,), generator=generator, device="cpu")
+    return found.bitwise_or_(1).to(device)
 
 
 @functools.lru_cache(2**12)

@@ -28,9 +28,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
+from recoup._core.devices import explain_lack
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.saved_tensors import is_in_backward
@@ -218,8 +220,10 @@ class PlanFollower:
         passes.append(now)
         try:
             output = forward(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._pending.unwatch()
+            if isinstance(error, torch.OutOfMemoryError):
+                explain_lack(error)
             raise
         finally:
             passes.remove(now)

@@ -141,6 +141,26 @@ def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
     assert model.forward is wrapped
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_lack_of_memory_names_the_way_out(is_first):
+    model, x = stack(), batch()
+    least = recoup.plan(model, x).least_bytes
+    with recoup.plan(model, x, budget=least).applied():
+        parts = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        remaining = iter(range(0 if is_first else len(parts)))
+
+        def runs_out(*_):
+            if next(remaining, None) is None:
+                raise torch.OutOfMemoryError("no room")
+
+        for part in parts:
+            part.register_forward_pre_hook(runs_out)
+        with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
+            model(x).sum().backward()
+    (note,) = caught.value.__notes__
+    assert "let a plan leave more `headroom`, or set" in note
+
+
 SHALLOW = {
     "copy": copy.copy,
     "DataParallel": nn.Module._replicate_for_data_parallel,
