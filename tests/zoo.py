@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import recoup
-from tests.deciding import Grouped, Router
+from tests.deciding import Grouped, Router, is_second_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -159,6 +159,10 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
     "dropout": lambda: ([dense(0.5) for _ in range(7)], leaf(4, 6)),
     "dropout alone": lambda: ([nn.Dropout(0.5) for _ in range(6)], leaf(4, 6)),
     "draws itself": lambda: ([DrawsItself() for _ in range(6)], leaf(4, 6)),
+    "draws and buffers": lambda: (
+        [nn.Sequential(dense(0.5), nn.BatchNorm1d(6), Running(), nn.Tanh()) for _ in range(5)],
+        leaf(4, 6),
+    ),
     "nested values": lambda: (
         [dense(), ToTuple(), ThroughDict(), ThroughDict(), ThroughDict(), FromDict()],
         leaf(4, 6),
@@ -272,6 +276,15 @@ def force_of_its_input(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor
     return (h.sin() - 0.1 * found).tanh() + again
 
 
+def draws_around_a_gradient(x: Tensor, linear: nn.Module) -> Tensor:
+    """Takes a gradient of what it has drawn, and draws again."""
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        z = F.dropout(linear(F.dropout(x)).tanh())
+        (found,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    return z + F.dropout(found) * found.sin()
+
+
 def downhill(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
     """A step that nothing differentiates through."""
     z = x.detach().requires_grad_()
@@ -289,7 +302,7 @@ def not_kept(x: Tensor, module: nn.Module) -> Tensor:
 
 
 class Running(nn.Module):
-    """A running mean of its own making."""
+    """A running mean of its own making, which is updated in training."""
 
     def __init__(self, *, is_replaced: bool = False) -> None:
         super().__init__()
@@ -297,11 +310,28 @@ class Running(nn.Module):
         self.is_replaced = is_replaced
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_replaced:
+        if self.training and self.is_replaced:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        else:
+        elif self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
         return (x - self.mean).sin()
+
+
+class Registering(nn.Module):
+    """Registers its buffer in the second step, and counts in it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_runs = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if "mean" in self._buffers:
+            self.mean = 0.9 * self.mean + mean
+        elif self.num_runs == 1 and not is_second_run():
+            self.register_buffer("mean", mean)
+        self.num_runs += not is_second_run()
+        return self.linear(x).sin()
 
 
 class CountsTokens(nn.Module):
@@ -358,9 +388,11 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "caught, and it ends": lambda: Fn(partial(caught, ends=True), nn.Linear(6, 6)),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
+    "late buffer": Registering,
     "counts": CountsTokens,
     "force": lambda: Fn(force, Energy(), nn.Linear(6, 6)),
     "force of its input": lambda: Fn(force_of_its_input, Energy(), nn.Linear(6, 6)),
+    "draws around a gradient": lambda: Fn(draws_around_a_gradient, nn.Linear(6, 6)),
     "downhill": lambda: Fn(downhill, Energy(), nn.Linear(6, 6)),
     "checkpoint": lambda: Fn(lambda x, module: recoup.checkpoint(module, x), dense(0.5)),
     "offloading": lambda: Fn(offloaded, nn.Sequential(dense(0.5), nn.RReLU(), nn.Tanh())),
