@@ -256,7 +256,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     ),
     "vit": of_transformers(
         "ViTConfig", "ViTForImageClassification",
-        lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2}, num_blocks=4,
+        lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2},
+        num_blocks=4,
         intermediate_size=128, image_size=32, patch_size=8, **_OF_LAYERS,
     ),
     "whisper": of_transformers(
