@@ -139,29 +139,6 @@ class MoE(nn.Module):
         return self.head(x), beside
 
 
-class RecurrentBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        y, state = self.lstm(x, state)
-        return x + self.drop(y), state
-
-
-class Recurrent(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(RecurrentBlock(width) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for layer in self.layers:
-            x, state = layer(x, state)
-        return x
-
-
 class Shared(nn.Module):
     """One block called six times (as ALBERT does), with a frozen one before."""
 
@@ -235,9 +212,6 @@ MODELS: dict[str, Callable[[], Case]] = {
     "moe": _of(
         MoE, lambda: torch.randint(50, (16, 48)),
         lambda y: y[0].logsumexp(-1).mean() + y[1], 4,
-    ),
-    "recurrent": _of(
-        Recurrent, lambda: torch.randn(4, 12, 32), lambda y: y.square().mean(), 5
     ),
     "shared": _of(Shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
     "gpt2": of_transformers(
