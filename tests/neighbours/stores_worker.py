@@ -1,74 +1,56 @@
-"""Stores of gradients under DistributedDataParallel and FSDP2."""
+"""Stores of gradients under DistributedDataParallel, and `all_reduce_`."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.errors import GradientError
-from tests.neighbours.workers import Case, apart, half, named_gradients, over, report, sharded
+from tests.neighbours.workers import Case, apart, half, named_gradients, report
 
 STEPS = 3
-LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-DDP: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "ddp, unused": {"find_unused_parameters": True},
-    "ddp, views": {"gradient_as_bucket_view": True},
-    "ddp, views, unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
-    "ddp, views, static": {"gradient_as_bucket_view": True, "static_graph": True},
-}
-OF_FSDP: dict[str, dict[str, Any]] = {
-    "": {}, ", kept": {"reshard_after_forward": False}, ", low": {"mp_policy": LOW},
-}  # fmt: skip
-FSDP = {
-    f"fsdp, {how}{kind}": settings
-    for how, (kind, settings) in product(("layers", "whole"), OF_FSDP.items())
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+    "views unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
+    "views static": {"gradient_as_bucket_view": True, "static_graph": True},
 }
 NO_SYNC = r"(?s)`no_sync\(\)`.*`all_reduce_`"
 
 
 class Model(nn.Module):
-    """Layers whose rows do not divide by two, and one number, of which a rank has nothing."""
+    """Layers of which the last is used where it is said so."""
 
-    def __init__(self, *, uses_c: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 3)
-        self.factor, self.uses_c = nn.Parameter(torch.ones(1)), uses_c
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.uses_c = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.b(self.a(x).tanh())
-        return (self.c(x) if self.uses_c else x) * self.factor
+        return self.c(x) if self.uses_c else x
 
 
-def plain_for(kind: str) -> Model:
-    """The model in one process; where the wrapper asks which layers are used, the last is not."""
-    return Model(uses_c="unused" not in kind and "static" not in kind).double()
-
-
-def model_for(kind: str = "ddp") -> tuple[Model, Any]:
-    """The model, and how it is called."""
-    model = plain_for(kind)
-    if kind in DDP:
-        return model, DistributedDataParallel(model, **DDP[kind])
-    parts = [model.a, model.b, model.c] if "layers" in kind else []
-    return model, sharded(model, parts, **FSDP[kind])
-
-
-def bound_for(kind: str, dtype: torch.dtype | None = None) -> float:
-    return 0.01 if "low" in kind else 1e-12 if dtype is None else 1e-6
+def model_for(kind: str = "plain") -> tuple[Model, DistributedDataParallel]:
+    torch.manual_seed(0)
+    model = Model().double()
+    if "unused" not in kind and "static" not in kind:
+        model.c = nn.Identity()
+    return model, DistributedDataParallel(model, **KINDS[kind])
 
 
 def batch(step: int) -> Tensor:
@@ -76,21 +58,16 @@ def batch(step: int) -> Tensor:
 
 
 def mean_square(output: Tensor) -> Tensor:
-    return output.double().square().mean()
+    return output.square().mean()
 
 
-def whole(kind: str = "ddp", steps: int = STEPS) -> dict[str, Tensor]:
+def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
     """The gradients of all steps, in one process."""
-    model = plain_for(kind)
+    model = copy.deepcopy(model)
+    model.zero_grad()
     for step in range(steps):
         mean_square(model(batch(step))).backward()
     return named_gradients(model)
-
-
-def losses(call: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
-    """The loss of a rank in each step."""
-    for step in steps or range(STEPS):
-        yield mean_square(call(half(batch(step), rank)))
 
 
 def collect(store: recoup.GradStore, loss: Tensor, way: str, **options: Any) -> None:
@@ -101,97 +78,52 @@ def collect(store: recoup.GradStore, loss: Tensor, way: str, **options: Any) -> 
         store.backward(loss, mode=way, **options)
 
 
-@contextmanager
-def unsynchronized(call: Any) -> Iterator[None]:
-    """A context whose backwards are not reduced."""
-    if isinstance(call, DistributedDataParallel):
-        with call.no_sync():
-            yield
-        return
-    call.set_requires_gradient_sync(False)
-    yield
-    call.set_requires_gradient_sync(True)
-
-
-def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank has."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-# -- both ------------------------------------------------------------------------------------------
-
-
-def several_backwards(rank: int, kind: str, way: str, dtype: torch.dtype | None = None) -> None:
-    """With something in `.grad`, which is there again; later backwards write to no store."""
-    model, call = model_for(kind)
-    store = recoup.GradStore(model.parameters(), dtype=dtype)
-    for each in model.parameters():
-        each.grad = torch.full_like(each, 7.0)
-    before, places = [each.grad for each in model.parameters()], []
-    for loss in losses(call, rank):
-        collect(store, loss, way)
-        places.append([local(each).data_ptr() for each in store.values()])
-    want, bound = whole(kind), bound_for(kind, dtype)
-    assert apart(store.named(model), want) < bound
-    assert all(bool((local(each.grad) == 7).all()) for each in model.parameters())
-    assert store.nbytes() == sum(local(each).nbytes for each in store.values())
-    if kind in FSDP:
-        assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
-        assert dtype is not None or places[0] == places[-1]
-        return
-    next(losses(call, rank, 9)).backward()
-    taken = recoup.GradStore.from_grad(model.parameters())
-    values = {name: value.clone() for name, value in taken.named(model).items()}
-    next(losses(call, rank, 9)).mul(100).backward()
-    assert apart(store.named(model), want) < bound
-    assert apart(taken.named(model), values) == 0
-
-
-def unreduced(
-    rank: int,
-    kind: str,
-    way: str,
-    end: str = "backward",
-    dtype: torch.dtype | None = None,
-    ddp: bool | None = True,
+def train(
+    ours: Any, theirs: Any, rank: int, kind: Any, bound: float = 1e-12, **settings: Any
 ) -> None:
-    """Backwards that are not reduced; then one more that is, after `all_reduce_` or alone."""
-    model, call = model_for(kind)
-    known = {} if kind in FSDP else {"ddp": call if ddp else ddp}
-    store = recoup.GradStore(model.parameters(), dtype=dtype, **known)
-    for step in range(STEPS):
-        is_last = step == STEPS - 1
-        if is_last and end == "all_reduce_":
-            store.all_reduce_()
-        with nullcontext() if is_last else unsynchronized(call):
-            if way == "segments":
-                given = half(batch(step), rank)
-                recoup.segments_backward([call], given, mean_square, store)
-                continue
-            options = {"allow_empty": not is_last} if kind in FSDP else {}
-            used = "auto" if is_last and kind in DDP else way
-            collect(store, next(losses(call, rank, step)), used, **options)
-    assert apart(store.named(model), whole(kind)) < bound_for(kind, dtype)
-
-
-def trained(rank: int, kind: str, optimizer: Any, **settings: Any) -> None:
     """Steps of an optimizer, clipped by the norm that all have, each over two micro-batches."""
-    (ours, call), theirs = model_for(kind), plain_for(kind)
-    optimizers = [optimizer(each.parameters(), lr=0.1, **settings) for each in (ours, theirs)]
+    optimizers = [kind(each.parameters(), lr=0.1, **settings) for each in (ours, theirs)]
     store = recoup.GradStore(ours.parameters())
     for step in range(4):
         for micro in range(2):
-            store.backward(next(losses(call, rank, 10 * step + micro)))
-            mean_square(theirs(batch(10 * step + micro))).backward()
+            x = batch(10 * step + micro).to(next(theirs.parameters()))
+            store.backward(mean_square(ours(half(x, rank))))
+            mean_square(theirs(x)).backward()
         store.clip_norm_(0.05)
         store.step(optimizers[0])
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
         optimizers[1].step()
         optimizers[1].zero_grad()
-    assert apart(dict(ours.named_parameters()), dict(theirs.named_parameters())) < 1e-12
+    found = {n.removeprefix("module."): p for n, p in ours.named_parameters()}
+    assert apart(found, dict(theirs.named_parameters())) < bound
 
 
 # -- DistributedDataParallel -----------------------------------------------------------------------
+
+
+def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
+    """The loss of a rank in each step."""
+    for step in steps or range(STEPS):
+        yield mean_square(wrapped(half(batch(step), rank)))
+
+
+def several_backwards(rank: int, kind: str, way: str) -> None:
+    """With something in `.grad`, which is there again; later backwards write to no store."""
+    model, wrapped = model_for(kind)
+    store = recoup.GradStore(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 7.0)
+    for loss in losses(wrapped, rank):
+        collect(store, loss, way)
+    want = whole(model)
+    assert apart(store.named(model), want) < 1e-12
+    assert all(bool((each.grad == 7).all()) for each in model.parameters())
+    next(losses(wrapped, rank, 9)).backward()
+    taken = recoup.GradStore.from_grad(model.parameters())
+    values = {name: value.clone() for name, value in taken.named(model).items()}
+    next(losses(wrapped, rank, 9)).mul(100).backward()
+    assert apart(store.named(model), want) < 1e-12
+    assert apart(taken.named(model), values) == 0
 
 
 def some_parameters(rank: int, kind: str, way: str) -> None:
@@ -201,13 +133,13 @@ def some_parameters(rank: int, kind: str, way: str) -> None:
     for loss in losses(wrapped, rank):
         collect(store, loss, way)
     assert way == "collecting" or all(each.grad is None for each in model.a.parameters())
-    want = {name: value for name, value in whole(kind).items() if name.startswith("b.")}
+    want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
     assert apart(store.named(model), want) < 1e-12
 
 
 def ranks_that_use_other_layers(rank: int, kind: str) -> None:
-    (model, wrapped), single = model_for(kind), plain_for(kind)
-    store = recoup.GradStore(model.parameters())
+    model, wrapped = model_for(kind)
+    store, single = recoup.GradStore(model.parameters()), copy.deepcopy(model)
     for step in range(STEPS):
         model.uses_c = rank == step % 2
         store.backward(next(losses(wrapped, rank, step)))
@@ -215,6 +147,31 @@ def ranks_that_use_other_layers(rank: int, kind: str) -> None:
             single.uses_c = other == step % 2
             (mean_square(single(half(batch(step), other))) / 2).backward()
     assert apart(store.named(model), named_gradients(single)) < 1e-12
+
+
+def unreduced(
+    rank: int,
+    way: str,
+    end: str,
+    dtype: torch.dtype | None = None,
+    ddp: bool | None = True,
+    bound: float = 1e-12,
+) -> None:
+    """Backwards within `no_sync`; then one more that is reduced, after `all_reduce_` or alone."""
+    model, wrapped = model_for()
+    store = recoup.GradStore(model.parameters(), dtype=dtype, ddp=wrapped if ddp else ddp)
+    for step in range(STEPS):
+        is_reduced = step == STEPS - 1
+        if is_reduced and end == "all_reduce_":
+            store.all_reduce_()
+        with nullcontext() if is_reduced else wrapped.no_sync():
+            if way == "segments":
+                given = half(batch(step), rank)
+                recoup.segments_backward([wrapped], given, mean_square, store)
+                continue
+            loss = mean_square(wrapped(half(batch(step), rank)))
+            collect(store, loss, "auto" if is_reduced else way)
+    assert apart(store.named(model), whole(model)) < bound
 
 
 def taken_unreduced(rank: int) -> None:
@@ -237,13 +194,18 @@ def partly_unreduced(rank: int) -> None:
         store.backward(next(losses(wrapped, rank, 1)), params=params)
 
 
+def trained(rank: int) -> None:
+    (_, wrapped), (single, _) = model_for(), model_for()
+    train(wrapped, single, rank, torch.optim.AdamW)
+
+
 def with_a_graph(rank: int, is_known: bool) -> None:
     """What no reducer sees; of a model that is not wrapped, it may be had if that is said."""
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), ddp=wrapped if is_known else False)
-    store.backward(next(losses(model, rank, 0)), create_graph=True)
+    store.backward(mean_square(model(half(batch(0), rank))), create_graph=True)
     store.detach_().all_reduce_()
-    assert apart(store.named(model), whole(steps=1)) < 1e-12
+    assert apart(store.named(model), whole(model, 1)) < 1e-12
 
 
 def sparse_of_a_layer(rank: int, end: str) -> None:
@@ -267,131 +229,186 @@ def sparse_of_a_layer(rank: int, end: str) -> None:
     assert apart(store.named(model), named_gradients(single)) < 1e-12
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------
+# -- all_reduce_ -----------------------------------------------------------------------------------
 
 
-def stored(rank: int, kind: str, steps: int = 1, **options: Any) -> recoup.GradStore:
-    model, call = model_for(kind)
-    store = recoup.GradStore(model.parameters())
-    for loss in losses(call, rank, *range(steps)):
-        store.backward(loss, **options)
-    return store
+def several_types(rank: int, op: str, absent: list[int], bucket: int | str) -> None:
+    """Of which each rank lacks some, and one that nobody has stays absent."""
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32]
+    kinds.append(torch.float32)
+    params = [nn.Parameter(torch.zeros(3, 2 + k, dtype=kind)) for k, kind in enumerate(kinds)]
+    torch.manual_seed(7)
+    store, want = recoup.GradStore(params), {}
+    for place, each in enumerate(params[:-1]):
+        values = [torch.randn(each.shape).to(each.dtype) for _ in range(2)]  # alike on all ranks
+        parts = [value for other, value in enumerate(values) if place != absent[other]]
+        kind = torch.float32 if each.dtype is torch.bfloat16 else each.dtype
+        want[each] = sum(part.to(kind) for part in parts) / (2 if op == "mean" else 1)
+        if place != absent[rank]:
+            store.add_(each, values[rank])
+    store.all_reduce_(op=op, bucket_bytes=bucket)
+    assert [each in store for each in params] == [True] * 5 + [False]
+    assert all(torch.equal(store[each].to(value.dtype), value) for each, value in want.items())
 
 
-def gradient_of_the_batch(rank: int, kind: str) -> None:
-    (model, call), plain = model_for(kind), plain_for(kind)
-    x, y = (half(batch(0), rank).requires_grad_() for _ in range(2))
-    (got,) = recoup.GradStore(model.parameters()).backward(mean_square(call(x)), inputs=x)
-    mean_square(plain(y)).backward()
-    torch.testing.assert_close(got, y.grad, rtol=0, atol=1e-12)
-    assert x.grad is None
+def sparse_layouts(rank: int, layouts: list[str]) -> None:
+    """The rows of an embedding, as each rank has them."""
+    weight = nn.Parameter(torch.zeros(20, 3))
+    store, values = recoup.GradStore([weight]), [torch.zeros(20, 3) for _ in layouts]
+    for other, layout in enumerate(layouts):
+        if layout != "absent":
+            values[other][[1, 5, 6 + other]] = 1.0 + other
+    if layouts[rank] != "absent":
+        mine = values[rank]
+        store.add_(weight, mine.to_sparse(1) if layouts[rank] == "sparse" else mine)
+    store.all_reduce_(op="sum")
+    assert store[weight].is_sparse == ("dense" not in layouts)
+    assert torch.equal(store[weight].to_dense(), sum(values))
 
 
-def numbers_are_those_of_full_gradients(rank: int, kind: str) -> None:
-    """And so is the largest entry, of a parameter of which a rank has nothing."""
-    store = stored(rank, kind, STEPS, weight=2.0).mean_()
-    flat = torch.cat([value.flatten() for value in whole(kind).values()]) / STEPS
-    off = [store.norm(order) - flat.norm(order) for order in (1.0, 2.0, math.inf)]
-    off += [store.dot(store) - flat @ flat, store.cosine(store * 2.0) - 1]
-    off += [(store + store * 0.5 - store.to(dtype=torch.float64) * 1.5).norm()]
-    off += [store.clip_norm_(0.1) - flat.norm(), store.norm() - 0.1]
-    assert max(abs(float(value)) for value in off) < 1e-6
-    assert store.isfinite()
+def few_messages(rank: int, alike: bool) -> None:
+    """No more than buckets fill; and a large gradient is not copied."""
+    params = [nn.Parameter(torch.zeros(1000)) for _ in range(50)]
+    params.append(nn.Parameter(torch.zeros(100_000)))
+    store = recoup.GradStore(params)
+    for place, each in enumerate(params):
+        if alike or place % 2 == rank:
+            store.add_(each, torch.ones_like(each))
+    messages: list[str] = []
+
+    def counting(name: str) -> Any:
+        own = getattr(dist, name)
+        run = lambda *args, **kwargs: messages.append(name) or own(*args, **kwargs)  # noqa: E731
+        return mock.patch.object(dist, name, run)
+
+    run = lambda: store.all_reduce_(bucket_bytes=30_000)  # noqa: E731
+    with counting("all_reduce"), counting("all_gather_object"):
+        peak = recoup.measure(run, device="cpu", repeats=0).peak_bytes
+    num_buckets = math.ceil(sum(each.nbytes for each in params) / 30_000)
+    assert len(messages) <= num_buckets + 1
+    assert not alike or peak < 200_000  # the largest is of 400 kB, the buckets of 30
 
 
-def states(rank: int, kind: str) -> None:
-    """One is loaded; one of whole gradients is refused, and leaves the store as it was."""
-    model, call = model_for(kind)
-    store, loaded = (recoup.GradStore(model.parameters()) for _ in range(2))
-    store.backward(next(losses(call, rank, 0)))
-    loaded.load_state_dict(store.state_dict(model), model)
-    with pytest.raises(ValueError, match="plain tensor"):
-        loaded.load_state_dict({**store.state_dict(model), "gradients": whole(kind)}, model)
-    assert apart(loaded.named(model), whole(kind, 1)) < 1e-12
+def batches_of_unequal_length(rank: int, op: str) -> None:
+    """The mean is over those of all ranks, on each."""
+    weight = nn.Parameter(torch.zeros(2))
+    store = recoup.GradStore([weight])
+    for factor, length in ([(2, 3), (4, 5)], [(8, 2)])[rank]:
+        store.backward((weight * factor).sum(), weight=length)
+    store.all_reduce_(op=op).mean_()
+    assert store[weight].tolist() == pytest.approx([(3 * 2 + 5 * 4 + 2 * 8) / 10] * 2)
 
 
-def measured_and_listed(rank: int, kind: str) -> None:
-    model, call = model_for(kind)
-    store = recoup.GradStore(model.parameters())
-    run = lambda: store.backward(next(losses(call, rank, 0)))  # noqa: E731
-    held = recoup.measure(run, device="cpu", repeats=0).held_bytes
-    assert held >= sum(local(each).nbytes for each in store.values())
-    assert recoup.residuals(lambda: [each.exp() for each in model.parameters()]).entries
+def a_mean_of_large_numbers(rank: int) -> None:
+    """Their sum is too large for their type."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    store = recoup.GradStore([weight], dtype=torch.float16)
+    store.add_(weight, torch.full_like(weight, 40_000))
+    assert float(store.all_reduce_()[weight].max()) == 40_000.0
 
 
-def not_reduced_at_all(rank: int, kind: str) -> None:
-    model, call = model_for(kind)
-    with unsynchronized(call):
-        recoup.GradStore(model.parameters()).backward(next(losses(call, rank, 0)))
+def a_rank_without_gradients_learns_their_scale(rank: int) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    store = recoup.GradStore([weight])
+    if rank == 0:
+        store.backward(weight.sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    store.all_reduce_()
+    with pytest.raises(GradientError, match="scaled by 8"):
+        store.step(torch.optim.SGD([weight], 0.1))
 
 
-def sharded_and_whole(rank: int, kind: str) -> None:
-    store = stored(rank, kind)
-    store.add_(next(iter(store)), whole(kind)["a.weight"])
+# What rank 1 has otherwise; and what all say, or what rank 1 does while the others name it.
+STRANGERS = {
+    "nobody": None, "number": "another number", "order": "same order", "op": "`op`",
+    "bucket": "`bucket_bytes`", "scale": "one scale",
+}  # fmt: skip
+CULPRITS = {"extra": "`params`", "graph": r"`detach_\(\)`", "damage": r"`clear\(\)`"}
+
+
+def processes_that_differ(rank: int, what: str) -> None:
+    """All raise, nobody waits, and the next reduction is in order."""
+    params = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 2))]
+    own = what if rank else "nobody"
+    given = {"number": params[:1], "order": params[::-1]}.get(own, params)
+    settings: Any = {"op": {"op": "sum"}, "bucket": {"bucket_bytes": 100}}.get(own, {})
+    store = recoup.GradStore(given, ddp=False)
+    store.backward(sum(each.square().sum() for each in given))
+    if own == "extra":
+        store.add_(nn.Parameter(torch.ones(2)), torch.ones(2))
+    elif own == "graph":
+        store.backward(given[0].pow(3).sum(), create_graph=True)
+    elif own == "scale":
+        store.clear()
+        store.backward(given[0].sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    elif own == "damage":
+        late = given[1] * 1  # whose turn comes when the other gradient is there already
+        late.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.backward(late.sum() + given[0].square().sum())
+    before = {} if what == "damage" else {each: value.clone() for each, value in store.items()}
+    words = STRANGERS[what] if what in STRANGERS else (CULPRITS[what] if rank else "Process 1")
+    errors = (GradientError, ValueError)
+    with nullcontext() if words is None else pytest.raises(errors, match=words):
+        store.all_reduce_(**settings)
+    assert what == "nobody" or all(torch.equal(store[each], v) for each, v in before.items())
+    again = recoup.GradStore(params)
+    again.add_(params[0], torch.full((2, 3), float(rank)))
+    assert float(again.all_reduce_()[params[0]].max()) == 0.5
 
 
 # -- the table -------------------------------------------------------------------------------------
 
 
-def is_refused(rank: int, words: str, run: Callable[..., Any], *args: Any, **options: Any) -> None:
-    with pytest.raises((GradientError, ValueError), match=words):
-        run(rank, *args, **options)
-
-
-# What a reducer cannot take over would stay a part of this process.
-REFUSED = {
-    "way": (f'(?s)"grad".*mode="harvest".*{NO_SYNC[4:]}', some_parameters, "ddp", "grad"),
-    "graph": (NO_SYNC, with_a_graph, True),
-    "taken": (NO_SYNC, taken_unreduced),
-    "part": (NO_SYNC, partly_unreduced),
-    "single precision": (NO_SYNC, unreduced, "ddp", "auto", "backward", torch.float32),
-    "sparse": (NO_SYNC, sparse_of_a_layer, "backward"),
-    "unknown": ("(?s)GradStore\\(params, ddp=model\\).*ddp=False", unreduced, "ddp", "auto",
-                "backward", torch.float32, None),
-}  # fmt: skip
-REFUSED_SHARDED: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
-    "a backward that reduces nothing": ("allow_empty=True", not_reduced_at_all, {}),
-    "ways that pass fsdp by": ('(?s)"grad".*DTensor.*mode="harvest"', stored, {"mode": "grad"}),
-    "a graph": ("(?s)`create_graph`.*DTensor", stored, {"create_graph": True}),
-    "sharded and whole gradients": (
-        "(?s)DTensor.*plain tensor|plain tensor.*DTensor", sharded_and_whole, {},
-    ),
-    "to reduce again": ("`all_reduce_`", lambda rank, kind: stored(rank, kind).all_reduce_(), {}),
-}  # fmt: skip
+def is_refused(rank: int, run: Callable[..., None], words: str, *args: Any) -> None:
+    """What a reducer cannot take over would stay a part of this process."""
+    with pytest.raises(GradientError, match=words):
+        run(rank, *args)
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    ways, single = ("auto", "collecting"), torch.float32
-    yield from over(several_backwards, (*DDP, *FSDP), (*ways, "harvest"))
-    yield from over(some_parameters, ("ddp", "ddp, views"), ways)
-    yield from over(ranks_that_use_other_layers, ("ddp, unused", "ddp, views, unused"))
-    yield from over(unreduced, ["ddp"], (*ways, "grad", "segments"), ("all_reduce_", "backward"))
-    yield from over(unreduced, ["ddp"], ["auto"], ["all_reduce_"], [single])
+    def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
+        for given in product(*values):
+            words = " ".join(map(str, given))
+            yield f"{case.__name__} {words}", lambda rank, given=given: case(rank, *given)
+
+    ways = ("auto", "collecting")
+    yield from over(several_backwards, KINDS, (*ways, "harvest"))
+    yield from over(some_parameters, ("plain", "views"), ways)
+    yield from over(ranks_that_use_other_layers, ("unused", "views unused"))
+    yield from over(unreduced, (*ways, "grad", "segments"), ("all_reduce_", "backward"))
+    yield from over(sparse_of_a_layer, ("all", "all_reduce_"))
+    yield from over(several_types, ("mean", "sum"), ([-1, -1], [0, 3], [4, 1]), (1, 40, "25 MiB"))
+    layouts = [list(each) for each in product(("sparse", "dense", "absent"), ("sparse", "dense"))]
+    yield from over(sparse_layouts, layouts)
+    yield from over(few_messages, (True, False))
+    yield from over(batches_of_unequal_length, ("mean", "sum"))
+    yield from over(processes_that_differ, (*STRANGERS, *CULPRITS))
+    single = torch.float32
     # Where segments are collected apart, the rest alone would be reduced.
-    yield from over(unreduced, ["ddp"], ["segments"], ["backward"], [None], [None])
-    yield "ddp trained", partial(trained, kind="ddp", optimizer=torch.optim.AdamW)
-    for end in ("all", "all_reduce_"):
-        yield f"ddp sparse, {end}", partial(sparse_of_a_layer, end=end)
-    yield from over(unreduced, FSDP, ways)
-    for kind in ("fsdp, layers", "fsdp, whole"):
-        yield from over(several_backwards, [kind], ["auto"], [single])
-        for case in (
-            gradient_of_the_batch, numbers_are_those_of_full_gradients, states, measured_and_listed,
-        ):  # fmt: skip
-            yield from over(case, [kind])
-        fused = partial(trained, optimizer=torch.optim.AdamW, weight_decay=0.1, fused=True)
-        nesterov = partial(trained, optimizer=torch.optim.SGD, momentum=0.9, nesterov=True)
-        yield f"{kind}, fused", partial(fused, kind=kind)
-        yield f"{kind}, nesterov", partial(nesterov, kind=kind, foreach=True)
-        for name, (words, run, options) in REFUSED_SHARDED.items():
-            yield (
-                f"{kind}, refused: {name}",
-                partial(is_refused, words=words, run=run, kind=kind, **options),
-            )
+    yield from {
+        "unreduced in single precision": partial(
+            unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6
+        ),
+        "unreduced in segments, unknown": partial(
+            unreduced, way="segments", end="backward", ddp=None
+        ),
+    }.items()
+    for case in (trained, a_mean_of_large_numbers, a_rank_without_gradients_learns_their_scale):
+        yield case.__name__, case
     # Last, since what goes wrong here may leave a reducer waiting.
-    for name, given in REFUSED.items():
-        yield f"ddp refused: {name}", lambda rank, given=given: is_refused(rank, *given)
-    yield "ddp, a graph where nobody reduces", partial(with_a_graph, is_known=False)
+    for name, run, words, *args in (
+        ("way", some_parameters, f'(?s)"grad".*mode="harvest".*{NO_SYNC[4:]}', "plain", "grad"),
+        ("graph", with_a_graph, NO_SYNC, True),
+        ("taken", taken_unreduced, NO_SYNC),
+        ("part", partly_unreduced, NO_SYNC),
+        ("single precision", unreduced, NO_SYNC, "auto", "backward", single),
+        ("sparse", sparse_of_a_layer, NO_SYNC, "backward"),
+        ("unknown", unreduced, "(?s)GradStore\\(params, ddp=model\\).*ddp=False", "auto",
+         "backward", single, None),
+    ):  # fmt: skip
+        given = (run, words, *args)
+        yield f"refused: {name}", lambda rank, given=given: is_refused(rank, *given)
+    yield "a graph where nobody reduces", partial(with_a_graph, is_known=False)
 
 
 CASES = dict(cases())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
-from tests.neighbours.workers import Built, Case, half, report, sharded, the_whole_batch
+from recoup.weights import same_draw
+from tests.neighbours.workers import Case, half, named_gradients, report, sharded
 from tests.weight_zoo import Way
+
+STEPS = 3
 
 
 class Block(nn.Module):
@@ -33,14 +37,14 @@ class Block(nn.Module):
 
 CALLS: dict[str, Callable[..., Any]] = {
     "plainly": lambda module, x: module(x),
-    "torch": partial(torch_checkpoint, use_reentrant=False),
-    "reentrant": partial(torch_checkpoint, use_reentrant=True),
+    "torch": functools.partial(torch_checkpoint, use_reentrant=False),
+    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True),
     "ours": recoup.checkpoint,
 }
 
 
 class Model(nn.Module):
-    """Words, blocks that may be checkpointed, a layer over time, and the words; and the loss."""
+    """Words, blocks that may be checkpointed, a layer over time, and the words once more."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
@@ -49,13 +53,12 @@ class Model(nn.Module):
         self.time = nn.GRU(8, 8, batch_first=True) if recurrent else nn.Conv1d(5, 5, 1)
         self.call = "plainly"
 
-    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         for block in self.blocks:
             x = CALLS[self.call](block, x)
         x = self.time(x)
-        logits = (x[0] if isinstance(x, tuple) else x) @ self.words.weight.t()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        return (x[0] if isinstance(x, tuple) else x) @ self.words.weight.t()
 
 
 ALL, LAYERS = r"(.*\.)?(weight|in_proj_weight|weight_hh_l0)", r"blocks\.\d\.linear\.weight"
@@ -73,34 +76,69 @@ def apply(way: str, model: nn.Module, prefix: str = "") -> Any:
     return apply_to(model, prefix + pattern)
 
 
-def build(way: str, *, recurrent: bool = False, late: bool = False, call: str = "plainly") -> Built:
-    """The noisy model, the same for a wrapper, which it may be made noisy after, and a batch."""
-    plain = Model(recurrent).double()
-    ours = copy.deepcopy(plain)
-    ours.call = call
-    ids, target = torch.randint(12, (2, 4, 5))
-    return apply(way, plain), ours if late else apply(way, ours), (ids, target)
+def build(way: str | None = None, *, recurrent: bool = False) -> Model:
+    torch.manual_seed(0)
+    model = Model(recurrent)
+    return model if way is None else apply(way, model)
 
 
-def fsdp(model: Any, how: str = "layers", **settings: Any) -> Any:
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids, target = (torch.randint(12, (4, 5), generator=generator) for _ in range(2))
+    return ids, target
+
+
+def loss_of(model: nn.Module, ids: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), target.flatten())
+
+
+def seeded(seed: int) -> Any:
+    """The same draw on every rank, of the default generator."""
+    torch.manual_seed(100 + seed)
+    return nullcontext()
+
+
+def whole_batch(
+    rank: int, way: str, wrap: Callable[[], Any], call: str = "plainly", draw: Any = seeded
+) -> None:
+    """With the same noise on every rank; a reentrant checkpoint sums in another order."""
+    model = wrap()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    plain = build(way, recurrent=isinstance(inner.time, nn.GRU))
+    assert list(inner.state_dict()) == list(plain.state_dict())
+    for step in range(STEPS):
+        found = []
+        for net, given in ((plain, batch(step)), (model, half(batch(step), rank))):
+            net.zero_grad()
+            inner.call = "plainly" if net is plain else call
+            with draw(step):
+                loss = loss_of(net, *given)
+            loss.backward()
+            found.append({n: g.float().clone() for n, g in named_gradients(net).items()})
+        want, got = found
+        assert got.keys() == want.keys()
+        scale = max(float(g.abs().max()) for g in want.values())
+        assert all(float((got[n] - g).abs().max()) < 3e-6 * scale for n, g in want.items())
+
+
+def ddp(way: str, when: str = "before") -> nn.Module:
+    if when == "before":
+        return DistributedDataParallel(build(way, recurrent=True))
+    model = DistributedDataParallel(build(recurrent=True))
+    apply(way, *((model, r"module\.") if when == "after" else (model.module,)))
+    return model
+
+
+def fsdp(way: str, how: str = "layers", *, late: bool = False, **settings: Any) -> Model:
+    model = build(None if late else way)
     parts = [part for block in model.blocks for part in (block.linear, block)]
-    return sharded(model, [*parts, model.time] if how == "layers" else [], **settings)
+    model = sharded(model, [*parts, model.time] if how == "layers" else [], **settings)
+    return apply(way, model) if late else model
 
 
-def within(way: str) -> Callable[[Any], Any]:
-    """DDP around a model that is made noisy later."""
-
-    def wrap(model: Any) -> Any:
-        wrapped = DistributedDataParallel(model)
-        apply(way, model)
-        return wrapped
-
-    return wrap
-
-
-def is_refused(run: Callable[..., Any], words: str, *args: Any) -> None:
+def is_refused(run: Callable[..., Any], words: str, *args: Any, **settings: Any) -> None:
     with pytest.raises((RuntimeError, ValueError), match=words):
-        run(*args)
+        run(*args, **settings)
 
 
 def parameters_that_ddp_does_not_know(rank: int, added: Way) -> None:
@@ -116,50 +154,45 @@ def parameters_that_ddp_does_not_know(rank: int, added: Way) -> None:
 
 def a_twin_under_ddp(rank: int, when: str) -> None:
     """It is the model in evaluation, after each step of the wrapped model."""
-    _, inner, batch = build("stacked", recurrent=True)
+    inner = build("stacked", recurrent=True)
     twin = recoup.weights.twin(inner) if when == "before" else None
     model = DistributedDataParallel(inner)
     twin = twin or recoup.weights.twin(model.module)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
+    for step in range(STEPS):
         optimizer.zero_grad()
-        model.train()(*half(batch, rank)).backward()
+        loss_of(model.train(), *half(batch(step), rank)).backward()
         optimizer.step()
-        assert torch.equal(twin(*batch), model.eval()(*batch))
+        ids, _ = batch(step)
+        assert torch.equal(twin(ids), model.eval()(ids))
         assert not twin.training
 
 
 def a_twin_of_a_sharded_model(rank: int, when: str, words: str) -> None:
-    _, model, batch = build("both")
+    model = build("both")
     twin = recoup.weights.twin(model) if when == "before" else None
     sharded(model, model.blocks)
-    is_refused(lambda: (twin or recoup.weights.twin(model))(*batch), words)
+    is_refused(lambda: (twin or recoup.weights.twin(model))(batch(0)[0]), words)
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    def case(way: str, wrap: Any, **options: Any) -> Case:
-        made = partial(build, way, **options)
-        return partial(the_whole_batch, build=made, wrap=wrap, bound=1e-9)
-
     for way in WAYS:
-        yield f"ddp {way}", case(way, DistributedDataParallel, recurrent=True)
-        if way not in ADDING:
-            after = lambda model, way=way: apply(way, DistributedDataParallel(model), r"module\.")  # noqa: E731
-            yield f"ddp {way} after", case(way, after, recurrent=True, late=True)
-            yield f"ddp {way} inside", case(way, within(way), recurrent=True, late=True)
+        near = partial(whole_batch, way=way)
+        for when in ("before", "after", "inside") if way not in ADDING else ("before",):
+            yield f"ddp {way} {when}", partial(near, wrap=partial(ddp, way, when))
         for call in CALLS:
-            yield f"ddp {way} {call}", case(way, DistributedDataParallel, recurrent=True, call=call)
+            of_call = partial(near, wrap=partial(ddp, way), call=call, draw=same_draw)
+            yield f"ddp {way} {call}", of_call
         for how in ("layers", "root"):
-            yield f"fsdp {way} {how}", case(way, partial(fsdp, how=how))
-            late = case(
-                way, lambda model, way=way, how=how: apply(way, fsdp(model, how)), late=True
-            )
+            yield f"fsdp {way} {how}", partial(near, wrap=partial(fsdp, way, how))
+            late = partial(near, wrap=partial(fsdp, way, how, late=True))
             if way in ADDING:
-                late = partial(is_refused, late, "before")
+                late = lambda rank, run=late: is_refused(run, "before", rank)  # noqa: E731
             yield f"fsdp {way} {how} late", late
         for call in ("torch", "ours"):
-            yield f"fsdp {way} {call}", case(way, fsdp, call=call)
-        yield f"fsdp {way} kept", case(way, partial(fsdp, reshard_after_forward=False))
+            yield f"fsdp {way} {call}", partial(near, wrap=partial(fsdp, way), call=call)
+        kept = partial(fsdp, way, reshard_after_forward=False)
+        yield f"fsdp {way} kept", partial(near, wrap=kept)
     for name, added in (("norm", Way({})), ("learned", Way(noise={"learned": "row"}))):
         yield f"ddp {name} late", partial(parameters_that_ddp_does_not_know, added=added)
     for when in ("before", "after"):

@@ -13,9 +13,8 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,6 @@ def report(cases: Mapping[str, Case]) -> None:
     os._exit(0)
 
 
-def over(case: Callable[..., Any], *values: Iterable[Any]) -> Iterator[tuple[str, Case]]:
-    """A case for each combination of arguments after the rank, which give it its name."""
-    for given in product(*values):
-        name = " ".join(map(str, (*given, case.__name__)))
-        yield name, lambda rank, given=given: case(rank, *given)
-
-
 def _said(case: Case, rank: int) -> str:
     try:
         case(rank)
@@ -148,38 +140,3 @@ def of_all_ranks(value: Any) -> list[Any]:
     found: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(found, value)
     return found
-
-
-class Cost(nn.Module):
-    """A model with the loss that it is trained by: DDP calls `forward`."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.loss(self.model, *inputs)
-
-
-# A model that computes its loss from a batch, the same to be run in some way, and a batch.
-Built = tuple[nn.Module, nn.Module, tuple[Tensor, ...]]
-
-
-def the_whole_batch(
-    rank: int, build: Callable[[], Built], wrap: Callable[[Any], Any], bound: float
-) -> None:
-    """Two steps on a half each, of the same draws, have the gradients of the whole batch."""
-    torch.manual_seed(0)
-    plain, ours, batch = build()
-    call = wrap(ours)
-    assert list(ours.state_dict()) == list(plain.state_dict())
-    for step in range(2):
-        given = tuple(x * (1 + step) if x.is_floating_point() else x for x in batch)
-        for net, inputs in ((plain, given), (call, half(given, rank))):
-            net.zero_grad()
-            torch.manual_seed(100 + step)
-            net(*inputs).backward()
-        want, got = named_gradients(plain), named_gradients(ours)
-        # What nobody uses has no gradient, or zeros of the wrapper.
-        assert not any(got.pop(name).any() for name in got.keys() - want.keys())
-        assert apart(got, want) < bound
