@@ -82,7 +82,8 @@ class Beside(Callback):
         self._start += len(batch) - 1
         loss = self.by_hand.step(window, self._draws)
         self.losses.append((float(outputs["loss"]), loss))
-        for name, gradient in self.by_hand.gradients.items():
+        for name, weight in self.by_hand.weights.items():
+            gradient = weight.grad
             error = (self._given[name] - gradient).abs().max() / gradient.abs().max()
             self.gradient_error = max(self.gradient_error, float(error))
 

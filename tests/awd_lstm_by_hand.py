@@ -2,8 +2,8 @@
 
 Nothing of recoup is used. What is random (lengths of windows, masks) is given, so that two programs
 can be compared step by step; everything else is here: reading, columns, the LSTM cell by its gates,
-one step of time after the other, the penalties, clipping, SGD with a rate for each length, and the
-average that begins once validation no longer improves.
+one step of time after the other, the penalties, a rate of SGD for each length, and the average that
+begins once validation no longer improves.
 
 Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182; the penalties of Merity, McCann and
 Socher, https://arxiv.org/abs/1708.01009.
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+State = tuple[Tensor, Tensor]  # hidden and cell ``(N, H)`` of a layer
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,15 @@ class PlainTraining:
         self.weights = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
         self.settings = settings
         self.num_layers = sum(name.endswith("weight_ih_l0") for name in weights)
-        self.gradients: dict[str, Tensor] = {}
+        self.optimizer = torch.optim.SGD(
+            self.weights.values(), settings.learning_rate, weight_decay=settings.weight_decay
+        )
         self.losses: list[float] = []  # in validation
         self.sums: dict[str, Tensor] | None = None  # of the weights after each step
         self.num_averaged = 0
-        self.state: list[tuple[Tensor, Tensor]] = []
+        self.state: list[State] = []
 
-    def begin(self, num_columns: int) -> list[tuple[Tensor, Tensor]]:
+    def begin(self, num_columns: int) -> list[State]:
         """Return the state before a text: hidden and cell ``(N, H)`` of each layer, zeros."""
         sizes = [self.weights[f"layers.{n}.weight_hh_l0"].shape[1] for n in range(self.num_layers)]
         like = self.weights["embedding.weight"]
@@ -100,21 +104,19 @@ class PlainTraining:
 
     def step(self, window: Tensor, draws: Draws) -> float:
         """Train on a window ``(T + 1, N)``; return its loss."""
-        num_steps = len(window) - 1
-        loss, self.state = self._loss(window, draws, self.state)
-        names = list(self.weights)
-        gradients = torch.autograd.grad(loss, [self.weights[name] for name in names])
-        # As torch clips: in float32 it makes the norm of millions of entries 1e-3 too small.
-        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
-        clip = self.settings.clip
-        share = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        rate = self.settings.learning_rate * num_steps / self.settings.bptt
-        for name, gradient in zip(names, gradients, strict=True):
-            self.gradients[name] = share * gradient
-            with torch.no_grad():
-                weight = self.weights[name]
-                weight -= rate * (share * gradient + self.settings.weight_decay * weight)
+        settings = self.settings
+        outputs, raw = self._run(self.weights, window[:-1], draws)
+        loss = _nll(self.weights, outputs, window[1:])
+        loss = loss + settings.activation_penalty * outputs.square().mean()
+        if len(raw) > 1:
+            loss = loss + settings.temporal_penalty * raw.diff(dim=0).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        if settings.clip:
+            torch.nn.utils.clip_grad_norm_(self.weights.values(), settings.clip)
+        share = (len(window) - 1) / settings.bptt
+        self.optimizer.param_groups[0]["lr"] = settings.learning_rate * share
+        self.optimizer.step()
         if self.sums is not None:
             self.num_averaged += 1
             for name, total in self.sums.items():
@@ -126,88 +128,62 @@ class PlainTraining:
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         if self.num_averaged and self.sums is not None:
             weights = {name: total / self.num_averaged for name, total in self.sums.items()}
-        perplexity = self.perplexity(columns, weights)
+        training, self.state = self.state, self.begin(columns.shape[1])
+        outputs, _ = self._run(weights, columns[:-1])
+        parts = zip(outputs.split(64), columns[1:].split(64), strict=True)  # few logits at a time
+        total = sum(float(_nll(weights, part, words)) * len(words) for part, words in parts)
+        perplexity = math.exp(total / len(outputs))
+        self.state = training
         before = self.losses[: max(0, len(self.losses) - self.settings.num_patient)]
         if before and perplexity > min(before) and self.sums is None:
             self.sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.losses.append(perplexity)
         return perplexity
 
-    @torch.no_grad()
-    def perplexity(self, columns: Tensor, weights: dict[str, Tensor]) -> float:
-        """Return the exponential of the mean loss of all words of a text but the first row."""
-        state, total = self.begin(columns.shape[1]), 0.0
-        for time in range(len(columns) - 1):
-            x = weights["embedding.weight"][columns[time]]
-            for n in range(self.num_layers):
-                x, cell = _cell(weights, n, weights[f"layers.{n}.weight_hh_l0"], x, state[n])
-                state[n] = (x, cell)
-            total += float(_nll(_logits(weights, x), columns[time + 1]).double().sum())
-        return math.exp(total / columns[1:].numel())
-
-    def _loss(
-        self, window: Tensor, draws: Draws, state: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        s, weights, state = self.settings, self.weights, list(state)
-        places = [s.input_dropout, *[s.hidden_dropout] * (self.num_layers - 1), s.output_dropout]
+    def _run(
+        self, weights: dict[str, Tensor], ids: Tensor, draws: Draws | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs ``(T, N, C)`` of the last layer: dropped, and as they were before."""
+        s, num_layers = self.settings, self.num_layers
+        draws = draws or Draws([None] * (num_layers + 1), None, [None] * num_layers)
+        places = [s.input_dropout, *[s.hidden_dropout] * (num_layers - 1), s.output_dropout]
         # Dropped once for the window: words wherever they occur, and connections between steps. The
         # decoder's use of the same weight drops nothing.
         table = weights["embedding.weight"]
         if draws.words is not None:
             table = table * _scaled(draws.words, s.embedding_dropout, table)[:, None]
-        recurrent = [weights[f"layers.{n}.weight_hh_l0"] for n in range(self.num_layers)]
+        recurrent = [weights[f"layers.{n}.weight_hh_l0"] for n in range(num_layers)]
         for n, kept in enumerate(draws.recurrent):
             if kept is not None:
                 recurrent[n] = recurrent[n] * _scaled(kept, s.weight_dropout, recurrent[n])
-
-        inputs = table[window[:-1]]
-        raw: list[Tensor] = []
-        dropped: list[Tensor] = []
-        for time in range(len(inputs)):
-            x = _drop(inputs[time], draws.activations[0], places[0], time)
-            hidden = x
-            for n in range(self.num_layers):
-                hidden, cell = _cell(weights, n, recurrent[n], x, state[n])
-                state[n] = (hidden, cell)
+        state, raw, dropped = list(self.state), [], []
+        for time, x in enumerate(table[ids]):
+            hidden = x = _drop(x, draws.activations[0], places[0], time)
+            for n in range(num_layers):
+                hidden, _ = state[n] = _cell(weights, n, recurrent[n], x, state[n])
                 x = _drop(hidden, draws.activations[n + 1], places[n + 1], time)
             raw.append(hidden)
             dropped.append(x)
-        outputs = torch.stack(dropped)
-        loss = _nll(_logits(weights, outputs), window[1:]).mean()
-        if s.activation_penalty:
-            loss = loss + s.activation_penalty * outputs.square().mean()
-        if s.temporal_penalty and len(raw) > 1:
-            changes = torch.stack([after - before for before, after in pairwise(raw)])
-            loss = loss + s.temporal_penalty * changes.square().mean()
-        return loss, [(hidden.detach(), cell.detach()) for hidden, cell in state]
+        self.state = [(hidden.detach(), cell.detach()) for hidden, cell in state]
+        return torch.stack(dropped), torch.stack(raw)
 
 
-def _cell(
-    weights: dict[str, Tensor], n: int, recurrent: Tensor, x: Tensor, state: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _cell(weights: dict[str, Tensor], n: int, recurrent: Tensor, x: Tensor, state: State) -> State:
     """One step of time of layer `n`: hidden and cell state."""
     hidden, cell = state
     of = f"layers.{n}."
     sums = x @ weights[of + "weight_ih_l0"].T + weights[of + "bias_ih_l0"]
     sums = sums + hidden @ recurrent.T + weights[of + "bias_hh_l0"]
-    size = hidden.shape[1]
-    into = torch.sigmoid(sums[:, :size])
-    forget = torch.sigmoid(sums[:, size : 2 * size])
-    new = torch.tanh(sums[:, 2 * size : 3 * size])
-    out = torch.sigmoid(sums[:, 3 * size :])
-    cell = forget * cell + into * new
-    return out * torch.tanh(cell), cell
+    into, forget, new, out = sums.chunk(4, dim=1)
+    cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell
 
 
-def _logits(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+def _nll(weights: dict[str, Tensor], outputs: Tensor, words: Tensor) -> Tensor:
+    """Return the mean negative log-likelihood of the words, in nats."""
     decoder = weights.get("decoder.weight", weights["embedding.weight"])
-    return x @ decoder.T + weights["decoder.bias"]
-
-
-def _nll(logits: Tensor, words: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each word, in nats."""
-    right = logits.gather(-1, words.unsqueeze(-1)).squeeze(-1)
-    return torch.logsumexp(logits, dim=-1) - right
+    logits = outputs @ decoder.T + weights["decoder.bias"]
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
 def _drop(x: Tensor, kept: Tensor | None, p: float, time: int) -> Tensor:

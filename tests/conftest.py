@@ -1,4 +1,4 @@
-"""What every test can rely on: one seed, one default dtype, one choice of device."""
+"""What every test can rely on: one seed, one default dtype."""
 
 from __future__ import annotations
 
@@ -25,15 +25,7 @@ hypothesis.settings.register_profile("recoup", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("recoup")
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--device", default="cpu", help="where tests put their tensors: cpu, cuda, cuda:1 ..."
-    )
-
-
-def pytest_configure(config):
-    if torch.device(config.getoption("--device")).type == "cuda" and not torch.cuda.is_available():
-        raise pytest.UsageError("`--device` asks for CUDA, which torch does not find here.")
+def pytest_configure():
     # With `-n`, each worker has a core of its own.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
@@ -91,12 +83,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(scope="session")
-def device(request):
-    """The device given with `--device`."""
-    return torch.device(request.config.getoption("--device"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Case", "is_plain", "transformers_or_skip"]
+__all__ = ["MODELS", "Case", "is_plain", "of_transformers", "transformers_or_skip"]
 
 
 class Case(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    loss: Callable[[Any], Any] | None
-    num_blocks: int  # that a plan finds
+    loss: Callable[[Any], Any] | None  # None if the model returns its loss
+    num_blocks: int | None = None  # that a plan finds
 
 
 def transformers_or_skip() -> Any:
@@ -139,29 +139,6 @@ class MoE(nn.Module):
         return self.head(x), beside
 
 
-class RecurrentBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        y, state = self.lstm(x, state)
-        return x + self.drop(y), state
-
-
-class Recurrent(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(RecurrentBlock(width) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for layer in self.layers:
-            x, state = layer(x, state)
-        return x
-
-
 class Shared(nn.Module):
     """One block called six times (as ALBERT does), with a frozen one before."""
 
@@ -196,15 +173,21 @@ def _of(
     return made
 
 
-def _of_transformers(
-    config: str, kind: str, num_blocks: int, inputs: Callable[[], dict[str, Any]], **sizes: Any
+def of_transformers(
+    config: str,
+    kind: str,
+    inputs: Callable[[], dict[str, Any]],
+    *,
+    num_blocks: int | None = None,
+    loss: Any = None,
+    **sizes: Any,
 ) -> Callable[[], Case]:
     def made() -> Case:
         t = transformers_or_skip()
         torch.manual_seed(0)
         kwargs = inputs()
         model = getattr(t, kind)(getattr(t, config)(**sizes)).train()
-        return Case(model, (), kwargs, None, num_blocks)
+        return Case(model, (), kwargs, loss, num_blocks)
 
     return made
 
@@ -230,34 +213,33 @@ MODELS: dict[str, Callable[[], Case]] = {
         MoE, lambda: torch.randint(50, (16, 48)),
         lambda y: y[0].logsumexp(-1).mean() + y[1], 4,
     ),
-    "recurrent": _of(
-        Recurrent, lambda: torch.randn(4, 12, 32), lambda y: y.square().mean(), 5
-    ),
     "shared": _of(Shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
-    "gpt2": _of_transformers(
-        "GPT2Config", "GPT2LMHeadModel", 6, _text,
+    "gpt2": of_transformers(
+        "GPT2Config", "GPT2LMHeadModel", _text, num_blocks=6,
         n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0,
     ),
-    "bert": _of_transformers(
-        "BertConfig", "BertForMaskedLM", 4,
-        lambda: _text() | {"attention_mask": torch.ones(2, 32, dtype=torch.long)},
+    "bert": of_transformers(
+        "BertConfig", "BertForMaskedLM",
+        lambda: _text() | {"attention_mask": torch.ones(2, 32, dtype=torch.long)}, num_blocks=4,
         intermediate_size=128, vocab_size=100, **_OF_LAYERS,
     ),
-    "t5": _of_transformers(
-        "T5Config", "T5ForConditionalGeneration", 6, lambda: _text(24, 16),
+    "t5": of_transformers(
+        "T5Config", "T5ForConditionalGeneration", lambda: _text(24, 16), num_blocks=6,
         num_layers=3, num_decoder_layers=3, d_model=64, d_ff=128, d_kv=16, num_heads=4,
         vocab_size=100, decoder_start_token_id=0,
     ),
-    "vit": _of_transformers(
-        "ViTConfig", "ViTForImageClassification", 4,
+    "vit": of_transformers(
+        "ViTConfig", "ViTForImageClassification",
         lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2},
+        num_blocks=4,
         intermediate_size=128, image_size=32, patch_size=8, **_OF_LAYERS,
     ),
-    "whisper": _of_transformers(
-        "WhisperConfig", "WhisperForConditionalGeneration", 6,
+    "whisper": of_transformers(
+        "WhisperConfig", "WhisperForConditionalGeneration",
         lambda: {
             "input_features": torch.randn(2, 20, 64), "labels": torch.randint(3, 100, (2, 16))
         },
+        num_blocks=6,
         encoder_layers=3, decoder_layers=3, d_model=64, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100,
         num_mel_bins=20, max_source_positions=32, max_target_positions=32, pad_token_id=0,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
@@ -350,6 +351,32 @@ def evaluate(model, x):
     model.train()
 
 
+def replacing(kind):
+    """A step between whose passes all parameters or buffers are others."""
+
+    def situation(model, x):
+        first = [*model.parameters(), *model.buffers()]
+        loss = loss_of_all(model(x))
+        for module in model.modules():
+            for name, value in [*getattr(module, kind).items()]:
+                other = None if value is None else 2 * value.detach()
+                is_parameter = isinstance(value, nn.Parameter)
+                setattr(module, name, nn.Parameter(other) if is_parameter else other)
+        loss.backward()
+        return [*left_by(model, x), *(each.detach() for each in first), *(p.grad for p in first)]
+
+    return situation
+
+
+def lent_to_the_forward(model, x):
+    """Other parameters and buffers, which the model has for the forward alone."""
+    lent = {name: 1.5 * p.detach() for name, p in model.named_parameters()}
+    lent = {name: value.requires_grad_() for name, value in lent.items()}
+    buffers = {name: buffer * 2 for name, buffer in model.named_buffers()}
+    loss_of_all(functional_call(model, lent | buffers, (x,))).backward()
+    return [*left_by(model, x), *(value.grad for value in lent.values()), *buffers.values()]
+
+
 def in_another_thread(loss):
     with ThreadPoolExecutor(1) as thread:
         thread.submit(loss.backward).result()
@@ -372,6 +399,13 @@ SITUATIONS = {
     "reseeded_in_between": a_step_with(between=lambda *_: torch.manual_seed(99)),
     "evaluated_in_between": a_step_with(between=evaluate),
     "forward_in_between": a_step_with(between=lambda model, x: model(x)),
+    "evaluation_from_then_on": a_step_with(between=lambda model, x: model.eval()),
+    "training_from_then_on": a_step_with(
+        lambda model, x: model.eval()(x), between=lambda model, x: model.train()
+    ),
+    "parameters_replaced_in_between": replacing("_parameters"),
+    "buffers_replaced_in_between": replacing("_buffers"),
+    "functional_call": lent_to_the_forward,
     "under_autocast": a_step_with(around=bfloat16, dtype=torch.float32),
     "backward_under_autocast": a_step_with(around_backward=bfloat16, dtype=torch.float32),
     "backward_in_another_thread": a_step_with(backward=in_another_thread),

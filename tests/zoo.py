@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import recoup
-from tests.deciding import Grouped, Router
+from tests.deciding import Grouped, Router, is_second_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,77 +28,54 @@ def leaf(*size: int) -> Tensor:
 # -- chains of any modules -------------------------------------------------------------------------
 
 
-class ToTuple(nn.Module):
+class Fn(nn.Module):
+    """A function of its input and of modules."""
+
+    def __init__(self, fn: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.fn, self.parts = fn, nn.ModuleList(parts)
+
+    def forward(self, x: Any) -> Any:
+        return self.fn(x, *self.parts)
+
+
+def to_tuple(x: Tensor, linear: nn.Module) -> Any:
     """From a tensor to a nest of tensors, an integer and None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.linear(x).tanh()
-        return {"pair": (y, [x * 2, None]), "index": torch.arange(3, device=x.device), "number": 7}
+    y = linear(x).tanh()
+    return {"pair": (y, [x * 2, None]), "index": torch.arange(3, device=x.device), "number": 7}
 
 
-class ThroughDict(nn.Module):
+def through_dict(state: Any, linear: nn.Module) -> Any:
     """From a nest to another one, in which two places hold one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, state: Any) -> Any:
-        y, (x, nothing) = state["pair"]
-        assert nothing is None
-        assert state["number"] == 7
-        z = (self.linear(y) * x).sigmoid()
-        return {"pair": (z, [z, None]), "index": state["index"] + 1, "number": 7}
+    y, (x, nothing) = state["pair"]
+    assert nothing is None
+    assert state["number"] == 7
+    z = (linear(y) * x).sigmoid()
+    return {"pair": (z, [z, None]), "index": state["index"] + 1, "number": 7}
 
 
-class FromDict(nn.Module):
+def from_dict(state: Any) -> Tensor:
     """From a nest back to a tensor."""
-
-    def forward(self, state: Any) -> Tensor:
-        y, (x, _) = state["pair"]
-        return (y * x).sin()[:, state["index"]]
+    y, (x, _) = state["pair"]
+    return (y * x).sin()[:, state["index"]]
 
 
-class Recurrent(nn.Module):
+def recurrent(state: Any, gru: nn.Module) -> Any:
     """A GRU on ``(sequence, hidden)`` that returns both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(4, 4, batch_first=True)
-
-    def forward(self, state: Any) -> Any:
-        sequence, hidden = state if isinstance(state, tuple) else (state, None)
-        return self.gru(sequence, hidden)
+    return gru(*state) if isinstance(state, tuple) else gru(state)
 
 
-class WithUnused(nn.Module):
+def with_unused() -> nn.Module:
     """A frozen parameter and one that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.linear.bias.requires_grad_(False)
-        self.unused = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh()
+    made = Fn(lambda x, linear, _: linear(x).tanh(), nn.Linear(6, 6), nn.Linear(1, 3))
+    made.parts[0].bias.requires_grad_(False)
+    return made
 
 
-class DrawsItself(nn.Module):
+def draws_itself(x: Tensor, linear: nn.Module, dropout: nn.Module) -> Tensor:
     """Python code that draws from the default generator, next to a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.dropout = nn.Dropout(0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.rand(x.shape[1], dtype=x.dtype, device=x.device)
-        return self.dropout(self.linear(x)).tanh() + torch.randn_like(x)
+    x = x * torch.rand(x.shape[1], dtype=x.dtype, device=x.device)
+    return dropout(linear(x)).tanh() + torch.randn_like(x)
 
 
 class SavesTwice(torch.autograd.Function):
@@ -116,9 +93,8 @@ class SavesTwice(torch.autograd.Function):
         return grad * ctx.saved_tensors[1] + 0 * x
 
 
-class AsksTwice(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return SavesTwice.apply((x / 2).tanh())
+def asks_twice() -> nn.Module:
+    return Fn(lambda x: SavesTwice.apply((x / 2).tanh()))
 
 
 def dense(dropout: float = 0.0, width: int = 6) -> nn.Module:
@@ -158,15 +134,24 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
     ),
     "dropout": lambda: ([dense(0.5) for _ in range(7)], leaf(4, 6)),
     "dropout alone": lambda: ([nn.Dropout(0.5) for _ in range(6)], leaf(4, 6)),
-    "draws itself": lambda: ([DrawsItself() for _ in range(6)], leaf(4, 6)),
+    "draws itself": lambda: (
+        [Fn(draws_itself, nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(6)], leaf(4, 6)
+    ),
+    "draws and buffers": lambda: (
+        [nn.Sequential(dense(0.5), nn.BatchNorm1d(6), Running(), nn.Tanh()) for _ in range(5)],
+        leaf(4, 6),
+    ),
     "nested values": lambda: (
-        [dense(), ToTuple(), ThroughDict(), ThroughDict(), ThroughDict(), FromDict()],
+        [dense(), Fn(to_tuple, nn.Linear(6, 6)),
+         *(Fn(through_dict, nn.Linear(6, 6)) for _ in range(3)), Fn(from_dict)],
         leaf(4, 6),
     ),
     "transformer": lambda: ([transformer() for _ in range(4)], leaf(2, 3, 8)),
-    "recurrent": lambda: ([Recurrent() for _ in range(5)], leaf(2, 3, 4)),
+    "recurrent": lambda: (
+        [Fn(recurrent, nn.GRU(4, 4, batch_first=True)) for _ in range(5)], leaf(2, 3, 4)
+    ),
     "shared across depth": lambda: (shared(), leaf(4, 6)),
-    "frozen and unused": lambda: ([WithUnused() for _ in range(5)], leaf(4, 6)),
+    "frozen and unused": lambda: ([with_unused() for _ in range(5)], leaf(4, 6)),
     "input without gradient": lambda: ([dense(0.2) for _ in range(5)], leaf(4, 6).detach()),
     "whole numbers in": lambda: (
         [nn.Embedding(9, 6), *(dense(0.2) for _ in range(5))], torch.tensor([1, 8, 1])
@@ -180,7 +165,7 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
          nn.ELU(inplace=True), nn.Dropout(0.5), nn.Linear(6, 6)],
         leaf(4, 6),
     ),
-    "saved twice": lambda: ([AsksTwice() for _ in range(6)], leaf(4, 6)),
+    "saved twice": lambda: ([asks_twice() for _ in range(6)], leaf(4, 6)),
     "identities": lambda: ([nn.Identity(), dense(), nn.Identity(), nn.Flatten()], leaf(4, 6)),
     "one": lambda: ([dense(0.2)], leaf(4, 6)),
     "two": lambda: ([dense(0.2), dense(0.2)], leaf(4, 6)),
@@ -191,17 +176,6 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
 
 
 # -- models of one module each, in single precision ------------------------------------------------
-
-
-class Fn(nn.Module):
-    """A function of its input and of modules."""
-
-    def __init__(self, fn: Callable[..., Tensor], *parts: nn.Module) -> None:
-        super().__init__()
-        self.fn, self.parts = fn, nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fn(x, *self.parts)
 
 
 def autocast(dtype: torch.dtype) -> nn.Module:
@@ -248,13 +222,12 @@ def caught(x: Tensor, linear: nn.Module, *, ends: bool) -> Tensor:
     return y * 2
 
 
-class Energy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.dropout(self.norm(self.up(x)).tanh(), 0.3, True).sin())
+def energy() -> nn.Module:
+    """A number for each row, with a norm and a draw."""
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), Fn(torch.sin),
+        nn.Linear(6, 1),
+    )  # fmt: skip
 
 
 def force(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
@@ -270,6 +243,15 @@ def force_of_its_input(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor
     (found,) = torch.autograd.grad(energy(h).sum(), h, create_graph=True)
     (again,) = torch.autograd.grad((h * found).sum(), x, create_graph=True)
     return (h.sin() - 0.1 * found).tanh() + again
+
+
+def draws_around_a_gradient(x: Tensor, linear: nn.Module) -> Tensor:
+    """Takes a gradient of what it has drawn, and draws again."""
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        z = F.dropout(linear(F.dropout(x)).tanh())
+        (found,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    return z + F.dropout(found) * found.sin()
 
 
 def downhill(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
@@ -289,7 +271,7 @@ def not_kept(x: Tensor, module: nn.Module) -> Tensor:
 
 
 class Running(nn.Module):
-    """A running mean of its own making."""
+    """A running mean of its own making, which is updated in training."""
 
     def __init__(self, *, is_replaced: bool = False) -> None:
         super().__init__()
@@ -297,11 +279,28 @@ class Running(nn.Module):
         self.is_replaced = is_replaced
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_replaced:
+        if self.training and self.is_replaced:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        else:
+        elif self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
         return (x - self.mean).sin()
+
+
+class Registering(nn.Module):
+    """Registers its buffer in the second step, and counts in it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_runs = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if "mean" in self._buffers:
+            self.mean = 0.9 * self.mean + mean
+        elif self.num_runs == 1 and not is_second_run():
+            self.register_buffer("mean", mean)
+        self.num_runs += not is_second_run()
+        return self.linear(x).sin()
 
 
 class CountsTokens(nn.Module):
@@ -358,10 +357,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "caught, and it ends": lambda: Fn(partial(caught, ends=True), nn.Linear(6, 6)),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
+    "late buffer": Registering,
     "counts": CountsTokens,
-    "force": lambda: Fn(force, Energy(), nn.Linear(6, 6)),
-    "force of its input": lambda: Fn(force_of_its_input, Energy(), nn.Linear(6, 6)),
-    "downhill": lambda: Fn(downhill, Energy(), nn.Linear(6, 6)),
+    "force": lambda: Fn(force, energy(), nn.Linear(6, 6)),
+    "force of its input": lambda: Fn(force_of_its_input, energy(), nn.Linear(6, 6)),
+    "draws around a gradient": lambda: Fn(draws_around_a_gradient, nn.Linear(6, 6)),
+    "downhill": lambda: Fn(downhill, energy(), nn.Linear(6, 6)),
     "checkpoint": lambda: Fn(lambda x, module: recoup.checkpoint(module, x), dense(0.5)),
     "offloading": lambda: Fn(offloaded, nn.Sequential(dense(0.5), nn.RReLU(), nn.Tanh())),
     "noise": lambda: recoup.weight_noise(nn.Linear(6, 6), std=0.1),

@@ -44,27 +44,26 @@ def test_t2_a_python_without_torch_is_told_which_to_name(tmp_path):
     assert "Traceback" not in run.stderr
 
 
-def budgets_of(folder):
-    (path,) = folder.glob("budgets_*.json")
+OF_RESNET = ("--parts", "budgets of ResNet-50")
+ALL = {"GPT-2", "Llama", "ViT", "ResNet-50"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "models"),
+    [
+        pytest.param(OF_RESNET, {"ResNet-50"}, marks=pytest.mark.slow),
+        pytest.param((), ALL, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_parts_in_tiny_sizes_write_rows_and_a_table(parts, models, tmp_path):
+    pytest.importorskip("transformers")
+    run = script("--small", "--results", str(tmp_path), *parts)
+    assert "Not well: none." in run.stdout, run.stdout + run.stderr
+    (path,) = tmp_path.glob("budgets_*.json")
     found = json.loads(path.read_text())
     for row in found["budgets"]:
         assert row["allocated_bytes"] <= row["usable_bytes"] <= row["budget_bytes"]
     table = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["budgets_table"](found)
     rows = [*found["budgets"], *found["speeds"], *found["sketches"]]
     assert sum(table.count(f"\n| {model} |") for model in {r["model"] for r in rows}) == len(rows)
-    return {row["model"] for row in found["sketches"]}
-
-
-@pytest.mark.slow
-def test_a_part_in_tiny_sizes_writes_rows_and_a_table(tmp_path):
-    run = script("--small", "--results", str(tmp_path), "--parts", "budgets of ResNet-50")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert budgets_of(tmp_path) == {"ResNet-50"}
-
-
-@pytest.mark.exhaustive
-def test_every_part_in_tiny_sizes(tmp_path):
-    pytest.importorskip("transformers")
-    run = script("--small", "--results", str(tmp_path))
-    assert "Not well: none." in run.stdout, run.stdout + run.stderr
-    assert budgets_of(tmp_path) == {"GPT-2", "Llama", "ViT", "ResNet-50"}
+    assert {row["model"] for row in found["sketches"]} == models

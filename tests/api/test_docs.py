@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")])
 OTHERS = [ROOT / f"{name}.md" for name in ("CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))  # run when the site is built
+
+
+dead_links = runpy.run_path(str(ROOT / "docs" / "check_links.py"))["dead_links"]
 
 
 @pytest.mark.sampled(2)
@@ -49,3 +53,21 @@ def test_tutorials_are_programs(page):
     assert text.count("```{code-cell}") == len(cells)
     assert not cells or text.startswith("---\nfile_format: mystnb\n")
     compile("\n".join(cells), page.name, "exec")
+
+
+def test_links_of_the_site_that_lead_nowhere(tmp_path):
+    """What `make docs` finds."""
+    (tmp_path / "api").mkdir()
+    (tmp_path / "picture.png").write_bytes(b"")
+    (tmp_path / "api" / "plans.html").write_text('<h1 id="plans">Plans</h1><a href="../no.html">')
+    (tmp_path / "index.html").write_text(
+        '<a href="api/plans.html#plans"><a href="#">'
+        '<a href="https://elsewhere.org/no.html"><img src="picture.png">'
+        '<a href="api/plans.html#none"><img src="none.png"><a href="#nowhere">'
+    )
+    assert sorted(dead_links(tmp_path)) == [
+        "api/plans.html: ../no.html",
+        "index.html: #nowhere",
+        "index.html: api/plans.html#none",
+        "index.html: none.png",
+    ]

@@ -11,7 +11,7 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain
 from recoup.schedules import Cost, binomial, constant, log, optimal, revolve, simulate, sqrt
 from tests.alive import step_of
-from tests.zoo import AsksTwice, Fn
+from tests.zoo import Fn, asks_twice
 
 UNIT = 64 * 256 * 4
 
@@ -104,7 +104,7 @@ def test_the_peak_is_the_simulated_one(schedule):
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", 1, 3, constant(["recompute"] * 10)], ids=named)
-@pytest.mark.parametrize("block", [lambda: Fn(lambda x: (x.sin() * 0.5).sin()), AsksTwice])
+@pytest.mark.parametrize("block", [lambda: Fn(lambda x: (x.sin() * 0.5).sin()), asks_twice])
 def test_a_retained_graph_holds_what_it_held_before(block, memory):
     model, x = recoup.Sequential(*(block() for _ in range(10)), memory=memory), batch()
     with StorageTracker() as tracker:

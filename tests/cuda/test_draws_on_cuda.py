@@ -32,33 +32,27 @@ def normals(numel, seed):
     return draws.noised(torch.zeros(numel, device=CUDA), seed, 1.0)
 
 
+DRAWS = {
+    "mask": (lambda w, seed, p, **how: draws.dropped(w, seed, p, **how), 1.0, torch.mul),
+    "noise": (lambda w, seed, p, **how: draws.noised(w, seed, p, **how), 0.0, torch.add),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 65535 / 65536, 1.0])
-def test_dropped_is_weight_times_scales(shape, dtype, p):
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_scales_or_is_added_to_any_weight_alike(name, shape, dtype, p):
+    draw, start, combine = DRAWS[name]
     w = weight(shape, dtype)
     raw = w.clone()
     for seed in SEEDS:
-        found = draws.dropped(w, seed, p)
-        assert torch.equal(found, w * mask(shape, seed, p, dtype))
-        assert torch.equal(found, draws.dropped(w, seed, p))
+        found = draw(w, seed, p)
+        assert torch.equal(found, combine(w, draw(torch.full_like(w, start), seed, p)))
+        assert torch.equal(found, draw(w, seed, p))
         assert (found.shape, found.dtype, found.device) == (w.shape, dtype, w.device)
     assert torch.equal(w, raw)
-    assert draws.dropped(w, seed, p, in_place=True) is w
-    assert torch.equal(w, found)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_noised_is_weight_plus_noise(shape, dtype):
-    w = weight(shape, dtype)
-    raw = w.clone()
-    for seed in SEEDS:
-        found = draws.noised(w, seed, 0.3)
-        assert torch.equal(found, w + draws.noised(torch.zeros_like(w), seed, 0.3))
-        assert torch.equal(found, draws.noised(w, seed, 0.3))
-    assert torch.equal(w, raw)
-    assert draws.noised(w, seed, 0.3, in_place=True) is w
+    assert draw(w, seed, p, in_place=True) is w
     assert torch.equal(w, found)
 
 
@@ -110,24 +104,6 @@ def test_entries_and_seeds_do_not_depend_on_each_other(draw):
         assert abs(correlation(found[1:], other[:-1])) < 4.5
 
 
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9])
-def test_the_share_of_dropped_entries_is_p(p):
-    numel, exact = 2**22, round(p * 65536) / 65536
-    num_dropped = (mask((numel,), 3, p) == 0).sum().item()
-    assert abs(num_dropped - numel * exact) < 4.5 * math.sqrt(numel * exact * (1 - exact))
-
-
-def test_noise_is_gaussian():
-    numel = 2**22
-    x = normals(numel, 2).double()  # the mean of seed 1 is off by 4.2 of its deviations
-    assert abs(x.mean()) < 4 / math.sqrt(numel)
-    assert abs(x.square().mean() - 1) < 4 * math.sqrt(2 / numel)
-    assert abs(x.pow(4).mean() - 3) < 4 * math.sqrt(96 / numel)
-    found = torch.special.ndtr(x.sort().values)
-    steps = torch.arange(1, numel + 1, dtype=torch.float64, device=CUDA) / numel
-    assert (steps - found).abs().max().item() * math.sqrt(numel) < 1.95
-
-
 def test_no_random_state_moves():
     w = weight((2**16,))
     cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
@@ -150,6 +126,24 @@ def test_no_mask_of_the_whole_weight_is_made():
     # Beside the result, pieces of 4 Mi entries: words, a mask, and what operators convert.
     assert peak_beyond(lambda: draws.dropped(w, 2, 0.3)) <= w.nbytes + 2**22 * 12
     assert peak_beyond(lambda: draws.noised(w, 2, 0.3, in_place=True)) <= 2**22 * 12
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9])
+def test_the_share_of_dropped_entries_is_p(p):
+    numel, exact = 2**22, round(p * 65536) / 65536
+    num_dropped = (mask((numel,), 3, p) == 0).sum().item()
+    assert abs(num_dropped - numel * exact) < 4.5 * math.sqrt(numel * exact * (1 - exact))
+
+
+def test_noise_is_gaussian():
+    numel = 2**22
+    x = normals(numel, 2).double()  # the mean of seed 1 is off by 4.2 of its deviations
+    assert abs(x.mean()) < 4 / math.sqrt(numel)
+    assert abs(x.square().mean() - 1) < 4 * math.sqrt(2 / numel)
+    assert abs(x.pow(4).mean() - 3) < 4 * math.sqrt(96 / numel)
+    found = torch.special.ndtr(x.sort().values)
+    steps = torch.arange(1, numel + 1, dtype=torch.float64, device=CUDA) / numel
+    assert (steps - found).abs().max().item() * math.sqrt(numel) < 1.95
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

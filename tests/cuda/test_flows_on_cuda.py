@@ -6,18 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.distributions import Normal
 
-import recoup
-from recoup.errors import DriftError
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, Logistic, RealNVP
 from recoup.invertible import (
     ActNorm,
-    AdditiveCoupling,
-    AffineCoupling,
-    Chain,
-    VariationalDequantize,
 )
 
 pytestmark = [
@@ -125,85 +118,6 @@ def test_a_sample_follows_from_a_generator_on_the_device(name):
     assert torch.equal(flow.reconstruct(pictures(6), labels), pictures(6).float())
 
 
-@pytest.mark.parametrize("base", [Normal(0.5, 2.0), Logistic(0.0, 1.0)])
-def test_the_base_moves_to_the_device_and_back(base):
-    torch.manual_seed(0)
-    flow = RealNVP((2,), levels=None, num_steps=2, width=8, base=base)
-    x = torch.randn(5, 2)
-    want = flow.eval().log_prob(x)
-    moved = copy.deepcopy(flow).to(DEVICE)
-    assert moved.sample(3).device.type == DEVICE
-    torch.testing.assert_close(moved.log_prob(x.to(DEVICE)).cpu(), want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(moved.cpu().log_prob(x), want)
-
-
-def test_learned_noise_is_drawn_where_the_data_are():
-    torch.manual_seed(0)
-    network = nn.Conv2d(1, 2, 3, padding=1)
-    layer = VariationalDequantize(17, Chain(AffineCoupling(network, split="checkerboard")))
-    layer = layer.to(DEVICE)
-    x = pictures(4)
-    torch.manual_seed(5)
-    first, log_det = layer(x)
-    torch.manual_seed(5)
-    assert torch.equal(layer(x)[0], first)
-    assert first.device.type == DEVICE
-    assert log_det.isfinite().all()
-    assert torch.equal(layer.inverse(first)[0], x.float())
-
-
-def dense(scale):
-    network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    with torch.no_grad():
-        for p in network.parameters():
-            p.mul_(scale)
-    return network
-
-
-def stiff(depth, **options):
-    torch.manual_seed(0)
-    blocks = [AdditiveCoupling(dense(3.0), dense(3.0)) for _ in range(depth)]
-    return Chain(*blocks, memory="constant", **options).to(DEVICE)
-
-
-def error_of(chain):
-    def gradient(chain):
-        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        found = torch.autograd.grad(chain(x)[0].square().mean(), list(chain.parameters()))
-        return torch.cat([value.flatten() for value in found])
-
-    plain = copy.deepcopy(chain)
-    plain.memory = "linear"
-    expected = gradient(plain)
-    return float((gradient(chain) - expected).norm() / expected.norm())
-
-
-@pytest.mark.drifts
-def test_the_drift_guard_mends_a_stiff_net():
-    assert error_of(stiff(200, drift="ignore")) > 0.5
-    chain = stiff(200)
-    for _ in range(3):
-        assert error_of(chain) < 1e-3
-    assert 0 < len(chain.drift.kept) < 60
-    with pytest.raises(DriftError):
-        error_of(stiff(60, drift="raise"))
-
-
-def test_exact_couplings_need_no_guard():
-    chain = stiff(200, drift="ignore")
-    for block in chain:
-        block.exact = True
-    x = torch.randn(16, 16, device=DEVICE).mul(2**12).round().div(2**12)
-    with torch.no_grad():
-        assert torch.equal(chain.inverse(chain(x)[0])[0], x)
-    found = []
-    for memory in ("linear", "constant"):
-        chain.memory = memory
-        gradient = torch.autograd.grad(chain(x)[0].square().mean(), list(chain.parameters()))
-        found.append(torch.cat([value.flatten() for value in gradient]))
-    assert (found[1] - found[0]).norm() <= 1e-5 * found[0].norm()
-
-
 @pytest.mark.drifts
 @pytest.mark.parametrize("name", FLOWS)
 def test_autocast_in_constant_memory_and_in_linear(name):
@@ -220,16 +134,13 @@ def test_autocast_in_constant_memory_and_in_linear(name):
     assert_close(found["constant"], found["linear"], 0.05)
 
 
-def test_the_peak_of_a_flow_does_not_grow_with_its_steps():
-    peaks = {}
-    for num_steps in (4, 32):
-        flow = Glow((3, 32, 32), levels=256, num_levels=1, num_steps=num_steps, width=64,
-                    memory="constant").to(DEVICE)  # fmt: skip
-        x = torch.randint(256, (16, 3, 32, 32), device=DEVICE)
-
-        def step(flow=flow, x=x):
-            flow.bits_per_dim(x).mean().backward()
-
-        step()  # gradients are there from now on
-        peaks[num_steps] = recoup.measure(step, device=DEVICE, repeats=0).peak_bytes
-    assert peaks[32] <= 1.05 * peaks[4]
+@pytest.mark.parametrize("base", [Normal(0.5, 2.0), Logistic(0.0, 1.0)])
+def test_the_base_moves_to_the_device_and_back(base):
+    torch.manual_seed(0)
+    flow = RealNVP((2,), levels=None, num_steps=2, width=8, base=base)
+    x = torch.randn(5, 2)
+    want = flow.eval().log_prob(x)
+    moved = copy.deepcopy(flow).to(DEVICE)
+    assert moved.sample(3).device.type == DEVICE
+    torch.testing.assert_close(moved.log_prob(x.to(DEVICE)).cpu(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moved.cpu().log_prob(x), want)

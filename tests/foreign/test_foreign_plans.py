@@ -8,23 +8,28 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import recoup
 from tests.alive import allocated_bytes
-from tests.foreign.models import FOREIGN, Foreign
+from tests.foreign.models import FOREIGN
+from tests.neighbours.planned import assert_same, result_of
 from tests.oracle import tensors
+from tests.planned_zoo import Case
 
 pytestmark = [pytest.mark.foreign, pytest.mark.slow]
 NUM_BUDGETS = 5
 
 
 @pytest.fixture(params=list(FOREIGN))
-def foreign(request: pytest.FixtureRequest) -> Foreign:
+def foreign(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     made = FOREIGN[request.param]()
     made.model.train()
-    return made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what others warn about
+        yield made
 
 
 def num_hooks(model: nn.Module) -> list[dict[str, int]]:
@@ -34,61 +39,59 @@ def num_hooks(model: nn.Module) -> list[dict[str, int]]:
     ]
 
 
-def result_of(foreign: Foreign, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Outputs, gradients, buffers and the random stream of a step."""
-    model = foreign.model
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-    model.zero_grad()
-    torch.manual_seed(1)
+def step(foreign: Case, given: dict[str, Any]) -> list[Tensor]:
+    """Run a step; return the outputs."""
     numpy.random.seed(1)  # the spans that wav2vec2 masks
-    output = model(**foreign.kwargs)
+    output = foreign.model(**given)
     (output.loss if foreign.loss is None else foreign.loss(output)).backward()
-    found: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(tensors(output))}
-    found |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.zero_grad()
-    return found | {"stream": torch.get_rng_state()}
+    return [each.detach() for each in tensors(output)]
 
 
-def step_bytes(foreign: Foreign) -> int:
-    """The peak of a step with empty gradients, by the allocator."""
+def results(foreign: Case, given: dict[str, Any]) -> dict[str, Any]:
+    return result_of(foreign.model, lambda: step(foreign, given))
 
-    def step() -> None:
-        output = foreign.model(**foreign.kwargs)
-        (output.loss if foreign.loss is None else foreign.loss(output)).backward()
 
-    torch.manual_seed(1)
-    numpy.random.seed(1)
-    peak, _ = allocated_bytes(step)
+def peak_of(foreign: Case, given: dict[str, Any]) -> int:
+    """The bytes of a step with empty gradients, by the allocator."""
+    peak, _ = allocated_bytes(lambda: step(foreign, given))
     foreign.model.zero_grad()
     return peak
 
 
-def test_f1_f2_a_planned_step_is_the_plain_one(foreign: Foreign):
-    model = foreign.model
+def test_f1_f2_a_planned_step_is_the_plain_one(foreign: Case):
+    model, options = foreign.model, {"loss": foreign.loss, **foreign.kwargs}
+    hooks, given = num_hooks(model), [t.clone() for t in tensors(foreign.kwargs)]
+    whole = recoup.plan(model, budget="1 GiB", **options)
+    assert num_hooks(model) == hooks
+    plain = results(foreign, foreign.kwargs)
     hooks = num_hooks(model)
-    given = [t.clone() for t in tensors(foreign.kwargs)]
-    options: dict[str, Any] = {"loss": foreign.loss, **foreign.kwargs}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what others warn about
-        whole = recoup.plan(model, budget="1 GiB", **options)
+    span = whole.most_bytes - whole.least_bytes
+    for k in range(NUM_BUDGETS):
+        budget = whole.least_bytes + span * (k + 1) // (NUM_BUDGETS + 1)
+        plan = recoup.plan(model, budget=budget, **options)
         assert num_hooks(model) == hooks
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        plain = result_of(foreign, buffers)
-        hooks = num_hooks(model)
-        span = whole.most_bytes - whole.least_bytes
-        for k in range(NUM_BUDGETS):
-            budget = whole.least_bytes + span * (k + 1) // (NUM_BUDGETS + 1)
-            plan = recoup.plan(model, budget=budget, **options)
-            assert num_hooks(model) == hooks
-            with plan.applied():
-                found = result_of(foreign, buffers)
-                peak = step_bytes(foreign)
-            assert peak <= budget
-            assert found.keys() == plain.keys()
-            for name, value in plain.items():
-                assert torch.equal(found[name], value), f"{name} at {budget} bytes"
+        with plan.applied():
+            assert_same(results(foreign, foreign.kwargs), plain)
+            assert peak_of(foreign, foreign.kwargs) <= budget
     assert num_hooks(model) == hooks
     assert all(map(torch.equal, tensors(foreign.kwargs), given))
+
+
+@pytest.mark.parametrize("foreign", ["Llama", "T5", "ALBERT", "ConvNeXt"], indirect=True)
+def test_batches_of_other_sizes_are_planned_again(foreign: Case):
+    """In a budget for the largest; a smaller one is planned first."""
+    model, sizes = foreign.model, (1, 2, 3)
+    batches = [
+        tree_map_only(Tensor, lambda t, n=n: torch.cat([t, t])[:n], foreign.kwargs) for n in sizes
+    ]
+    points = recoup.plan(model, loss=foreign.loss, **batches[-1]).points
+    least, most = points[0].peak_bytes * 1.05, points[-1].peak_bytes
+    budget = int(least + (most - least) * 0.3)
+    plain = [results(foreign, given) for given in batches]
+    options = {"loss": foreign.loss, "replan": True, **batches[0]}
+    with recoup.plan(model, budget=budget, **options).applied() as plan:
+        for given, wanted in zip(batches, plain, strict=True):
+            assert_same(results(foreign, given), wanted)
+            assert peak_of(foreign, given) <= budget
+        assert len(plan.family) > 1
+    assert not model._forward_pre_hooks

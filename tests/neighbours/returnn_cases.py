@@ -42,12 +42,9 @@ class Noise:
         self.rf, self.context = rf, context
 
     def __call__(self, weight):
-        rf = self.rf
-        if not rf.get_run_ctx().is_train_flag_enabled(func=None):
-            return weight
         with self.context():
-            weight = rf.dropout(weight, 0.3, on_forward=True)
-            return weight + rf.random_normal(weight.dims, stddev=0.1, like=weight)
+            weight = self.rf.dropout(weight, 0.3, on_forward=True)
+            return weight + self.rf.random_normal(weight.dims, stddev=0.1, like=weight)
 
 
 class Returnn:
@@ -108,15 +105,6 @@ def test_noisy_weights_hold_states_and_losses_alone(rf, kind, whose, monkeypatch
     assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
     assert whose == "theirs" or kept_held >= plain_held + 64 * 64 * 4
     assert held <= min(kept_held, plain_held + len(layer.names) * STATE + SMALL)
-
-
-def test_without_training_the_parameter_itself_is_used(rf):
-    layer = Returnn(rf, "Linear").layer
-    raw = layer.weight
-    rf.register_parametrization(layer, "weight", Noise(rf))
-    assert layer.weight is not raw
-    rf.init_forward_step_run_ctx(epoch=1, step=0)
-    assert layer.weight is raw
 
 
 def test_the_module_of_a_model_is_refused(rf):

@@ -63,7 +63,9 @@ def test_every_model_in_every_way(name, way):
 @in_situations
 @pytest.mark.parametrize("way", [*USUAL, "recompute_"])
 def test_every_situation(name, way):
-    assert_as_plain("dropout", way, SITUATIONS[name])
+    # In a checkpoint of torch norms count twice; `recompute_` adds second derivatives otherwise.
+    is_plain = "torchs" in name or way == "recompute_"
+    assert_as_plain("dropout" if is_plain else "draws and buffers", way, SITUATIONS[name])
 
 
 @pytest.mark.parametrize("way", USUAL)

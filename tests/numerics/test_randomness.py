@@ -8,12 +8,11 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import recoup
 from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
 from recoup.errors import ReplayError
-from tests.zoo import Fn, leaf
+from tests.zoo import leaf
 
 
 @pytest.mark.parametrize("is_again", [False, True])
@@ -78,23 +77,3 @@ def test_a_seeded_call_that_fails_takes_a_seed_from_the_stream():
             draw()
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
-
-
-def draws_around_a_gradient(x, linear):
-    """It takes a gradient itself, of what it has drawn, and draws again."""
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        z = F.dropout(linear(F.dropout(x)).tanh())
-        (grad,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
-    return z + F.dropout(grad) * grad.sin()
-
-
-@pytest.mark.parametrize("memory", ["inputs", 2])
-def test_draws_go_on_after_a_gradient_within(memory):
-    modules = [Fn(draws_around_a_gradient, nn.Linear(4, 4)).double() for _ in range(5)]
-    found, x = [], leaf(3, 4)
-    for each in ("linear", memory):
-        chain = recoup.Sequential(*modules, memory=each)
-        torch.manual_seed(1)
-        found.append((*torch.autograd.grad(chain(x).sum(), x), torch.rand(1)))
-    assert all(map(torch.equal, *found))

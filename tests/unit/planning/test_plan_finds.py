@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import recoup
-from tests.foreign.models import FOREIGN
 from tests.neighbours.planned import result_of
 from tests.plan_oracle import (
     Made,
@@ -25,6 +24,7 @@ from tests.plan_oracle import (
     square,
     step_of,
 )
+from tests.planned_zoo import MODELS as ZOO
 from tests.planned_zoo import is_plain
 
 
@@ -377,7 +377,7 @@ def test_a_plan_says_what_others_hold():
 @pytest.mark.slow
 def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
     """F11"""
-    model, kwargs, _ = FOREIGN["T5"]()
+    model, _, kwargs, *_ = ZOO["t5"]()
     whole = recoup.plan(model.train(), **kwargs, budget="1 GiB")
     assert "pass use_cache=False" in str(whole)
     plan = recoup.plan(model, **kwargs, budget="1 GiB", use_cache=False)
