@@ -21,8 +21,7 @@ Rule 5. Blocks of one structure share a function, which is compiled once. Blocks
         graph breaks, the compiler compiles functions of the block itself, for all codes; planning
         raises the bound for these. A block that is compiled again and again (for a counter of its
         own) would meet that bound between two runs of a call, so it runs by its own code before.
-        So does one while hooks within it have changed: compiled code does not look for them. (Hooks
-        are part of a structure, so blocks with hooks of their own are compiled one by one.)
+        Compiled code looks for hooks within a block only if it is told to.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -45,7 +43,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from recoup._core.compile import with_own_code
-from recoup._core.module_marks import HOOKS
 from recoup._core.operators import compiles_nothing
 from recoup._core.pytree import flatten
 from recoup._core.storage_tracking import storages_of
@@ -99,10 +96,8 @@ class CompiledCode(BlockCode):
         self._backend = backend
         self._failed = set() if failed is None else failed
         self._functions: dict[object, Forward] = {}  # by structure
-        self._num_compiled: dict[object, int] = {}  # how often each structure was compiled
-        self._has_said_hooks = False
-        # The structure of a block, and the hooks within it when it was first seen.
-        self._seen: WeakKeyDictionary[nn.Module, tuple[object, list[int]]] = WeakKeyDictionary()
+        self._num_compiled: Counter[object] = Counter()  # how often each structure was compiled
+        self._structures: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
         function: Forward | None = None  # that all runs are by (See Rule 3)
@@ -134,7 +129,10 @@ class CompiledCode(BlockCode):
         Under a mode, and where the compiler fails, that is the block's own code (See Rule 4).
         """
         structure = self._structure_of(module)
-        if compiles_nothing() or structure in self._failed or self._is_given_up(module, structure):
+        if self._num_compiled[structure] > _RECOMPILE_LIMIT // 2:
+            why = "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)"
+            self._fail(structure, module, f"runs as it is from now on: {why}.")
+        if compiles_nothing() or structure in self._failed:
             return _call, forward(*args, **kwargs)
         if structure not in self._functions:
             function = with_own_code(_call, f"block_{self.share:g}")
@@ -147,44 +145,25 @@ class CompiledCode(BlockCode):
             result = self._functions[structure](forward, args, kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
-            why = str(cause).strip().partition("\n")[0]
-            text = f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-            self._fail(structure, f"{text}{type(cause).__name__}: {why}")
+            why = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            self._fail(structure, module, f"cannot be compiled, so it is planned as it is. {why}")
             return _call, forward(*args, **kwargs)
         if self.num_graphs > num_graphs:
-            self._num_compiled[structure] = self._num_compiled.get(structure, 0) + 1
+            self._num_compiled[structure] += 1
             seconds = time.perf_counter() - begin
             _logger.info("%s: %s in %.1f s", type(module).__name__, self.name, seconds)
         return self._functions[structure], result
 
-    def _fail(self, structure: object, text: str) -> None:
+    def _fail(self, structure: object, module: nn.Module, what: str) -> None:
         self._failed.add(structure)
-        warnings.warn(text, stacklevel=2)
-
-    def _is_given_up(self, module: nn.Module, structure: object) -> bool:
-        """Whether a block runs by its own code, though it could be compiled (See Rule 5)."""
-        name = type(module).__name__
-        if self._num_compiled.get(structure, 0) > _RECOMPILE_LIMIT // 2:
-            why = "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)"
-            self._fail(structure, f"A {name} runs as it is from now on: {why}.")
-            return True
-        if _hooks_within(module) == self._seen[module][1]:
-            return False
-        if not self._has_said_hooks:
-            self._has_said_hooks = True
-            warnings.warn(
-                f"A {name} runs as it is while hooks within it are not those with which it was "
-                "compiled, which would not see them. The step may take other bytes than planned.",
-                stacklevel=2,
-            )
-        return True
+        warnings.warn(f"A {type(module).__name__} {what}", stacklevel=2)
 
     def _structure_of(self, module: nn.Module) -> object:
-        if module not in self._seen:
+        if module not in self._structures:
             parameters = ((name, p.shape, p.dtype) for name, p in module.named_parameters())
-            kinds, hooks = (type(each) for each in module.modules()), _hooks_within(module)
-            self._seen[module] = (tuple(kinds), tuple(parameters), tuple(hooks)), hooks
-        return self._seen[module][0]
+            kinds = (type(each) for each in module.modules())
+            self._structures[module] = tuple(kinds), tuple(parameters)
+        return self._structures[module]
 
 
 class CodeByModule(BlockCode):
@@ -201,21 +180,21 @@ class CodeByModule(BlockCode):
         return self._codes.get(id(module), BlockCode()).of_call(module, forward)
 
 
-_hooks_of = attrgetter(*HOOKS)
-
-
-def _hooks_within(module: nn.Module) -> list[int]:
-    """Return the ids of the hooks of modules in a block; its own run around what is compiled."""
-    _, *parts = module.modules()
-    hooks: Iterator[dict[int, object]] = chain.from_iterable(map(_hooks_of, parts))
-    return [id(hook) for each in hooks if each for hook in each.values()]
-
-
 def _compiling(function: Forward, backend: Any) -> Forward:
+    """Return a function compiled when it is called, and again where hooks within have changed."""
+    from torch._dynamo import config as found
+
+    config: Any = found
     compiler = cast("Any", torch).compile
     has_limit = "recompile_limit" in inspect.signature(compiler).parameters  # not before torch 2.13
     limit = {"recompile_limit": _RECOMPILE_LIMIT} if has_limit else {}
-    return compiler(function, backend=backend, **limit)
+    compiled = compiler(function, backend=backend, **limit)
+
+    def call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
+        with config.patch(skip_nnmodule_hook_guards=False):  # See Rule 5
+            return compiled(forward, args, kwargs)
+
+    return call
 
 
 def _call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:

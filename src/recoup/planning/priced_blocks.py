@@ -179,7 +179,7 @@ class PricedBlocks(NamedTuple):
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""
         step = replace(self.step)
-        step.verification.inherit(self.step.verification)
+        step.verification.growth |= self.step.verification.growth
         return self._replace(step=step)
 
     def plain(self, *, is_tiled: bool = False) -> Rehearsed:
@@ -195,9 +195,7 @@ class PricedBlocks(NamedTuple):
 
     def outcome_again(self) -> Outcome:
         """Run the step that runs all blocks again, and return its outcome."""
-        codes = {id(call.module): call.code_again for call in self.calls if call.code_again}
-        code = CodeByModule(codes) if codes else None
-        return measure_blocks(self.step, self.blocks, code).outcome
+        return measure_blocks(self.step, self.blocks, codes_again(self.calls)).outcome
 
     def expect_plain(self) -> None:
         """Run the plain step, if there is room for it, and compare plans with its outcome."""
@@ -214,6 +212,12 @@ class PricedBlocks(NamedTuple):
             verification.expect_again(self.plain().outcome)
         if self.is_compiled or not verification.is_plain:
             verification.expect_again(self.outcome_again())
+
+
+def codes_again(calls: Sequence[MeasuredCall]) -> CodeByModule | None:
+    """Return the codes by which compiled blocks run again; None if none are compiled."""
+    codes = {id(call.module): call.code_again for call in calls if call.code_again}
+    return CodeByModule(codes) if codes else None
 
 
 def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:

@@ -33,7 +33,7 @@ import math
 import pickle
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,19 +132,22 @@ def outcome_of(
 class Verification:
     """The comparison of rehearsals of a step with an expected outcome.
 
+    Args:
+        growth: what rounding errors grow to in each tensor, relative (See Rule 7).
+
     Attributes:
         expected: the expected outcome, if there is one.
         is_plain: whether the expected outcome is that of the plain step (See Rule 2).
         compares: whether outcomes are compared with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, growth: Mapping[str, float] | None = None) -> None:
+        self.growth = dict(growth or {})
         self.expected: Outcome | None = None
         self.is_plain = False
         self.compares = True
         self._rounding, self._most, self._least_eps = _ROUNDING, _MOST, 0.0
         self._spread = 0.0  # relative
-        self._growth: dict[str, float] = {}  # relative
 
     def allow_other_sums(self, eps: float) -> None:
         """Allow the rounding of sums that are taken in another order (See Rule 6).
@@ -187,11 +190,7 @@ class Verification:
             if summary.norm > 0:
                 growth = _NUDGES * _distance(summary, moved[name]) / summary.norm
                 least = _TURNED_OVER if name in outcome.gradients else 0.0
-                self._growth[name] = min(max(growth, least), _MOST_GROWTH)
-
-    def inherit(self, other: Verification) -> None:
-        """Allow what rounding grows to as another verification of such a step does."""
-        self._growth |= other._growth
+                self.growth[name] = min(max(growth, least), _MOST_GROWTH)
 
     def difference(self, outcome: Outcome, tolerance: float = 0.0) -> str | None:
         """Return a message if `outcome` differs from the expected one, else None.
@@ -233,7 +232,7 @@ class Verification:
             spread = min(_OWN_SPREAD * self._spread, self._most_noise(eps))
             noise = max(min(self._rounding * eps, self._most), spread)
             allowed = max(noise if eps else 0.0, tolerance) * scale
-            allowed = max(allowed, self._growth.get(name, 0.0) * norm)
+            allowed = max(allowed, self.growth.get(name, 0.0) * norm)
             distance = _distance(summary, expected[name])
             if math.isfinite(norm) and distance > allowed:
                 return f"{name} by about {distance:.2g} (of {norm:.2g})"

@@ -63,7 +63,6 @@ def test_a_plan_keeps_its_budget_with_the_gradients_of_blocks_that_are_compiled_
     messages = [record.message for record in caplog.records]
     assert len([each for each in messages if ": compiled" in each]) == len(compiling.SHARES)
     assert "Block: compiled 0.5 in " in caplog.text
-    assert "2 of 3 budgets of the compiler are done" in caplog.text
     assert_as_plain(plan, step, compiled_plainly(model, step))
     assert all("compiled" in way for way in ways_of(plan))
     assert "compiled" in str(plan)
@@ -188,7 +187,7 @@ FAILURES = {
     ),
     "they cannot run again": (
         with_code(raising(ChangedError("A tensor was changed in place"))),
-        "No block is compiled, as it cannot run again. A tensor",
+        "No block is compiled. A tensor",
     ),
     "steps cannot be compared": (
         lambda monkeypatch: monkeypatch.setattr(
@@ -264,24 +263,15 @@ def test_inputs_that_compiled_code_copies_are_counted_once():
 
 def test_hooks_that_are_added_within_a_compiled_block_run():
     model, x, step = of_net()
-    with plan_at(model, x, "380 KiB").applied():
-        step()
-        model.zero_grad()
+    plan, plain = plan_at(model, x, "380 KiB"), result_of(model, step)
+    with plan.applied():
+        assert_same(result_of(model, step), plain)
         hook = model.blocks[1].down.register_forward_hook(lambda module, args, y: 2 * y)
-        torch.manual_seed(1)
-        with pytest.warns(UserWarning, match="hooks within it are not those"):
-            step()
-        found = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        torch.manual_seed(1)
-        model.blocks[0].down.register_forward_hook(lambda module, args, y: None)
-        step()  # said once
-    model.zero_grad()
-    torch.manual_seed(1)
-    step()
-    hook.remove()
-    for gradient, p in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-6)
+        with_hook = result_of(model, step)
+        hook.remove()
+        assert_same(result_of(model, step), plain)
+    model.blocks[1].down.register_forward_hook(lambda module, args, y: 2 * y)
+    assert_same(with_hook, result_of(model, step))
 
 
 def test_a_block_that_is_compiled_again_and_again_runs_as_it_is(monkeypatch):
