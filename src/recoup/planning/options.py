@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,27 @@ def checked_budget(budget: int | str) -> int:
         ValueError: `budget` is not a number of bytes.
     """
     return parse_bytes(budget, name="budget")
+
+
+class StepKeywords(TypedDict, total=False):
+    """The options of `recoup.plan` that an estimate has, too."""
+
+    loss: Callable[[Any], Any] | None
+    blocks: str | Iterable[str | nn.Module] | None
+    budget_of: Literal["step", "total"]
+    holds_output: bool
+    exact: bool
+    num_forwards: int
+    headroom: float | None
+
+
+class PlanKeywords(StepKeywords, total=False):
+    """The options of `recoup.plan`, as keyword arguments."""
+
+    optimizer: torch.optim.Optimizer | None
+    compile: bool | str
+    offload_to: str | os.PathLike[str] | None
+    tiles: bool | int
 
 
 @dataclass(frozen=True)

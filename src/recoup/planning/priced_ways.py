@@ -230,8 +230,9 @@ def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
         times = _times(own, steps)
         if type(code) is BlockCode and (counted := sum(run for run, _ in times)):
             rate = sum(call.work for call in calls) / counted
-        for candidates, *costs, (run, both) in zip(found, kept, again, times, strict=False):
-            candidates.append(_Candidate(code, *costs, rate * run, rate * both))
+        rows = zip(found, kept, again, times, strict=False)
+        for candidates, cost, cost_again, (run, both) in rows:
+            candidates.append(_Candidate(code, cost, cost_again, rate * run, rate * both))
     return [
         [
             each

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from recoup.planning.argument_shapes import shapes_of
 from recoup.planning.arguments import built_arguments, example_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
-from recoup.planning.options import PlanOptions, Policy, checked_budget
+from recoup.planning.options import PlanKeywords, PlanOptions, Policy, checked_budget
 from recoup.planning.plan import Plan
 from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.step import Step
@@ -45,6 +45,16 @@ def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is th
     headroom: float | None = ...,
     replan: bool = ...,
     **example_kwargs: Any,
+) -> Frontier: ...
+
+
+@overload
+def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
+    model: nn.Module,
+    *example_args: Any,
+    budget: None = ...,
+    policy: None = ...,
+    **options_and_example_kwargs: Any,
 ) -> Frontier: ...
 
 
@@ -262,17 +272,7 @@ def largest(
     budget: int | str,
     least: int = 1,
     most: int | None = None,
-    loss: Callable[[Any], Any] | None = None,
-    blocks: str | Iterable[str | nn.Module] | None = None,
-    budget_of: Literal["step", "total"] = "step",
-    optimizer: torch.optim.Optimizer | None = None,
-    holds_output: bool = True,
-    compile: bool | str = False,  # noqa: A002
-    exact: bool = True,
-    offload_to: str | os.PathLike[str] | None = None,
-    tiles: bool | int = False,
-    num_forwards: int = 1,
-    headroom: float | None = None,
+    **options: Unpack[PlanKeywords],
 ) -> Largest:
     """Return the largest batch, or the longest sequence, that a plan can train in a budget.
 
@@ -289,18 +289,9 @@ def largest(
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
         least: the smallest size to try.
         most: the largest size to try; None for no bound.
-        loss: as for `recoup.plan`, as are the arguments that follow. A loss that needs targets of
-            the size reads its size from what the model returns.
-        blocks: the modules that are kept or recomputed as a whole.
-        budget_of: "step", or "total" to count what is alive before a step.
-        optimizer: the optimizer, for "total".
-        holds_output: whether the training loop holds the output of the model while backward runs.
-        compile: whether blocks may run compiled.
-        exact: whether no block may be inverted.
-        offload_to: where the inputs of blocks may wait for backward.
-        tiles: whether the output layer and MLPs may run in tiles.
-        num_forwards: how many times a step calls the model before one backward.
-        headroom: the part of the budget that is left for fragmentation.
+        options: those of `recoup.plan`: `loss`, `blocks`, `budget_of`, `optimizer`, `holds_output`,
+            `compile`, `exact`, `offload_to`, `tiles`, `num_forwards` and `headroom`. A loss that
+            needs targets of the size reads its size from what the model returns.
 
     Returns:
         The size, the plan for it, and the arguments. Up to a hundredth more may fit.
@@ -321,23 +312,7 @@ def largest(
         >>> found.plan.apply().is_applied
         True
     """
-    budget_bytes = checked_budget(budget)
-    options = PlanOptions(
-        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
-        num_forwards, headroom,
-    )  # fmt: skip
-    return largest_of(build_batch, model, budget_bytes, options, least, most)
-
-
-def largest_of(
-    build_batch: Callable[[int], Any],
-    model: nn.Module,
-    budget_bytes: int,
-    options: PlanOptions,
-    least: int = 1,
-    most: int | None = None,
-) -> Largest:
-    """Return the largest size, as `largest` does, for a model with options."""
+    budget_bytes, chosen = checked_budget(budget), PlanOptions(**options)
     check_callable(build_batch=build_batch)
     if not is_whole(least) or (most is not None and not is_whole(most, least)):
         raise ValueError(
@@ -355,22 +330,17 @@ def largest_of(
                 "for a larger size; give `most` if there are no more."
             )
         try:
-            frontier = frontier_of(options.step(model, model, args, kwargs), options)
-        except Exception as error:
-            shapes = shapes_of(model, args, kwargs)
-            error.add_note(f"`build_batch` returned these arguments for size {size}: {shapes}.")
-            name = type(model).__name__
-            error.add_note(
-                f"If {name} needs more than size {size} (as a batch norm does), give `least`."
-                if smaller is None
-                else f"Size {smaller.size} ran, and size {size} did not: if {name} takes no more "
-                "(positions, targets), give that bound as `most`."
-            )
-            raise
-        try:
-            plan = frontier.plan(budget_bytes)
+            plan = plan_of(chosen.step(model, model, args, kwargs), budget_bytes, chosen)
         except BudgetError as error:
             return _Probe(size, num_bytes, error.least_bytes, None)
+        except Exception as error:
+            shapes = shapes_of(model, args, kwargs)
+            error.add_note(
+                f"`build_batch` returned these arguments for size {size}: {shapes}. If a "
+                f"{type(model).__name__} needs more (as a batch norm does), give `least`; if it "
+                "takes no more (positions, targets), give that bound as `most`."
+            )
+            raise
         return _Probe(size, num_bytes, plan.least_bytes, plan)
 
     best = probe(least)
