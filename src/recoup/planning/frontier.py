@@ -52,7 +52,7 @@ from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, draw_frontier, own_forwards
-from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
+from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.priced_ways import price_codes, with_inverses
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
@@ -209,7 +209,7 @@ class Frontier:
 
     def plan_under(self, policy: Policy) -> Plan:
         """Return the plan that follows a policy, whatever it takes; likewise."""
-        self._kinds = [under_policy(self._kinds[0], policy)]
+        self._kinds = [self._kinds[0].under_policy(policy)]
         return self.plan_now(sys.maxsize)
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
@@ -322,6 +322,8 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
         step = step.knowing_writes()
+        if step.written:
+            return _keeping_all(step, room)
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
@@ -331,8 +333,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         try:
             if not is_told:
                 kinds = kinds_of_blocks(step, named)
-            kinds = [each for kind in kinds if (each := step.unwritten(kind))]
-            priced = [price_blocks(step, kind, place) for kind in kinds[:1]]
+            priced = [price_blocks(step, kind, place) for kind in kinds[:1] if kind]
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
             if priced and not is_told:
                 priced += _with_stem(priced[0])
@@ -341,9 +342,9 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except RuntimeError as error:
             return _keeping_all(step, room, error)
         if not priced:
-            return _keeping_all(step, room, step.explain_writes())
+            return _keeping_all(step, room)
         if guard is not None:
-            links = step.unwritten(with_links(model, named)) if blocks is None else []
+            links = with_links(model, named) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
                 priced.append(price_blocks(step, links, place, priced[0]))
         if options.tiles:
@@ -364,7 +365,6 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
 def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     """Return the blocks with what runs before them; nothing if that cannot run again."""
     stem = with_stem(own.step, own.blocks, own.measured, own.points[-1].peak_bytes)
-    stem = own.step.unwritten(stem)
     if len(stem) <= len(own.blocks):
         return []
     try:
@@ -377,7 +377,7 @@ def _with_stem(own: PricedBlocks) -> list[PricedBlocks]:
     return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
 
 
-def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:
+def _keeping_all(step: Step, room: Room, error: RuntimeError | None = None) -> Frontier:
     """Return the one plan of a model of which nothing can be run again.
 
     Raises:
@@ -389,9 +389,9 @@ def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier
         if error is None:
             raise
         raise error from None
-    why = _remedy_for([])
-    if error is not None:
-        why = f"Its blocks cannot be run again. {error} To run others again, name them as `blocks`."
+    cause, why = error or step.explain_writes(), _remedy_for([])
+    if cause is not None:
+        why = f"Its blocks cannot be run again. {cause} To run others again, name them as `blocks`."
     reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
     return Frontier([whole], room, why, reason)
 

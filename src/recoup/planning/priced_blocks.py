@@ -17,9 +17,8 @@ NOTE [ Stages of a pipeline ]
 Rule 3. Each microbatch of a pipeline ("1F1B") has a backward of its own, the first one first, while
         later forwards wait for theirs. All follow one plan, so a step takes what the others hold,
         and the gradients of the backwards before it, beside its own bytes.
-Rule 4. What is kept in the sweep then counts several times, so other schedules are the best. They
-        are searched with states and tapes of the sweep as large as those of all forwards, and
-        counted with their own.
+Rule 4. What is kept in the sweep then counts several times. So the schedules of a step alone, and
+        the one that holds the least (every block runs again from its input), are counted anew.
 
 NOTE [ Policies ]
 
@@ -28,8 +27,6 @@ Rule 5. A policy says what each block does, so there is nothing to search: its p
 Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
         blocks that a step calls several times, all calls are treated alike. Blocks through which no
         gradient goes keep nothing in any case.
-Rule 7. To save attention is to keep products (NOTE [ Kept products ]), of which a block then has no
-        others to choose from.
 """
 
 from __future__ import annotations
@@ -49,15 +46,14 @@ from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import Measured, MeasuredCall, price, selections
+from recoup.planning.pricing import Measured, MeasuredCall, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.verification import Outcome, has_room
-from recoup.planning.work import is_attention
 from recoup.schedules import (
     Cost,
     Point,
-    SelectiveTape,
+    Schedule,
     frontier,
     linear,
     simulate,
@@ -145,8 +141,9 @@ class PricedBlocks(NamedTuple):
             points = [point for point in points if point.peak_bytes < self.plain_bytes]
         points = [*points, whole]
         if self.pending is not None:  # See Rule 4
-            points += _points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
-            points = _best([self._counted(point, costs) for point in points])
+            again = each_alone([0] * (len(costs) - 1))
+            schedules = [again, *(point.schedule for point in points)]
+            points = _best([self._point_of(schedule, costs) for schedule in schedules])
         return self._replace(costs=costs, points=points)
 
     def beside(self, pending: int) -> PricedBlocks:
@@ -169,12 +166,26 @@ class PricedBlocks(NamedTuple):
         gradients = sum(p.nbytes for p in self.step.model.parameters() if p.requires_grad)
         return peak_bytes + self.pending * held_bytes + gradients
 
-    def _counted(self, point: Point, costs: Sequence[Cost]) -> Point:
-        """Return a point with the bytes and the time of its schedule beside other forwards."""
-        found = simulate(point.schedule, costs=costs)
-        held = [each.held_bytes for each in trace(point.schedule, costs) if not each.is_backward]
+    def _point_of(self, schedule: Schedule, costs: Sequence[Cost]) -> Point:
+        """Return the bytes and the time of a schedule, beside other forwards if there are some."""
+        found = simulate(schedule, costs=costs)
+        held = [each.held_bytes for each in trace(schedule, costs) if not each.is_backward]
         peak_bytes = self.bytes_beside(found.peak_bytes, held[-1])
-        return replace(point, peak_bytes=peak_bytes, seconds=found.seconds)
+        return Point(peak_bytes, found.seconds, found.num_forwards, schedule, found.num_inverses)
+
+    def under_policy(self, policy: Policy) -> PricedBlocks:
+        """Return the blocks with the plan that follows a policy, and the one that keeps all."""
+        whole = self.points[-1]
+        if policy == "keep" or not self.calls:
+            return self._replace(points=[whole], policy=policy)
+        places = list(dict.fromkeys(id(call.module) for call in self.calls))
+        again = set(places[:: 2 if policy == "every 2nd block" else 1])
+        kept = [
+            0 if call.until_again is not None and id(call.module) in again else None
+            for call in self.calls
+        ]
+        schedule = replace(each_alone(kept), name=policy)
+        return self._replace(points=[self._point_of(schedule, self.costs), whole], policy=policy)
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""
@@ -237,21 +248,6 @@ def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
         found = simulate(schedule, costs=costs, in_flight_bytes=in_flight_bytes)
         points.append(replace(point, peak_bytes=found.peak_bytes, schedule=schedule))
     return _best(points)
-
-
-def _held_by_all(cost: Cost, pending: int) -> Cost:
-    """Return a cost whose states, and tapes of the sweep, are those of several forwards."""
-    num = 1 + pending
-    own = SelectiveTape(cost.tape_bytes, cost.seconds, cost.tape_run_bytes, cost.reverse_bytes)
-    again = own if cost.again is None else cost.again
-    return replace(
-        cost,
-        state_bytes=num * cost.state_bytes,
-        tape_bytes=num * cost.tape_bytes,
-        variants=tuple(replace(each, tape_bytes=num * each.tape_bytes) for each in cost.variants),
-        results=tuple(replace(each, num_bytes=num * each.num_bytes) for each in cost.results),
-        again=replace(again, tape_bytes=again.tape_bytes + pending * cost.state_bytes),
-    )
 
 
 def _best(points: Sequence[Point]) -> list[Point]:
@@ -325,46 +321,3 @@ def price_whole(step: Step) -> PricedBlocks:
 def _has_room(step: Step, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, on all ranks."""
     return not on_any_rank(step.model, not has_room(step.device, num_bytes))
-
-
-def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
-    """Return the blocks with the one plan that follows a policy, and that which keeps everything.
-
-    Args:
-        kind: the blocks with their costs.
-        policy: the policy.
-
-    Raises:
-        ValueError: attention is to be saved, and none of the blocks has a kernel for it.
-    """
-    saves_attention = policy == "save attention"
-    if saves_attention and kind.calls:
-        calls = [_choosing_attention(call) for call in kind.measured.calls]
-        kind = kind._replace(measured=replace(kind.measured, calls=calls))
-        kind = kind.repriced(calls, price(kind.measured, None), kind.seconds)
-        if not any(each.num_products for call in calls for each in selections(call)):
-            raise ValueError(
-                f"`policy` is {policy!r}, but no block was seen to call a kernel of attention that "
-                "could be kept alone. Let the model call torch.nn.functional."
-                'scaled_dot_product_attention (`attn_implementation="sdpa"`), which has a kernel '
-                'without dropout on every device, or give "full".'
-            )
-    whole = kind.points[-1]
-    if policy == "keep" or not kind.calls:
-        return kind._replace(points=[whole], policy=policy)
-    places = {id(call.module): None for call in kind.calls}
-    again = set(list(places)[:: 2 if policy == "every 2nd block" else 1])
-    kept: list[int | None] = []
-    for call, cost in zip(kind.calls, kind.costs, strict=False):
-        runs_again = call.until_again is not None and id(call.module) in again
-        most = len(cost.results) if saves_attention else 0
-        kept.append(most if runs_again else None)
-    schedule = replace(each_alone(kept), name=policy)
-    found = simulate(schedule, costs=kind.costs)
-    point = Point(found.peak_bytes, found.seconds, found.num_forwards, schedule)
-    return kind._replace(points=[point, whole], policy=policy)
-
-
-def _choosing_attention(call: MeasuredCall) -> MeasuredCall:
-    products = [p if is_attention(p.func) else p._replace(start=math.inf) for p in call.products]
-    return replace(call, products=products)

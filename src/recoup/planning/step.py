@@ -26,10 +26,8 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import is_without_values
-from recoup.errors import ReplayError
 from recoup.memory.timeline import Span, Timeline, most_of, timeline
 from recoup.planning.arguments import explain_model
-from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks, on_any_rank
 from recoup.planning.rehearsal import (
@@ -148,20 +146,15 @@ class Step:
     def _restoring(self, undo: list[Undo]) -> AbstractContextManager[None]:
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses), undo)
 
-    def unwritten(self, blocks: Sequence[Block]) -> list[Block]:
-        """Return the blocks that may run again: forward writes to none of their parameters."""
-        written = set(map(id, self.written))
-        return [each for each in blocks if written.isdisjoint(map(id, each[1].parameters()))]
-
-    def explain_writes(self) -> ReplayError | None:
+    def explain_writes(self) -> str | None:
         """Return why no blocks may run again, if forward writes to parameters."""
+        if not self.written:
+            return None
         written = set(map(id, self.written))
         names = [f"`{name}`" for name, p in self.model.named_parameters() if id(p) in written]
-        if not names:
-            return None
-        return ReplayError(
-            f"The forward writes to parameters in them ({', '.join(names[:3])}), and would do so "
-            "again. If only the first one does (a data-dependent initialization), run a forward "
+        return (
+            f"The forward writes to parameters ({', '.join(names[:3])}), and would do so again. If "
+            "only the first one does (a data-dependent initialization), run a forward "
             "before recoup.plan; otherwise make them buffers, which count once."
         )
 

@@ -15,7 +15,6 @@ from xml.etree.ElementTree import fromstring
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import recoup
 from recoup.errors import BudgetError
@@ -24,8 +23,7 @@ from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
 from recoup.planning.report import what_can_be_inverted
 from recoup.schedules import Offload, simulate
-from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
-from tests.oracle import Operators
+from tests.neighbours.planned import Net, assert_same, loss_of, result_of
 from tests.plan_oracle import (
     Made,
     Residual,
@@ -259,21 +257,10 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
 # -- policies: what people choose by hand for all blocks -------------------------------------------
 
 
-def attends(width: int) -> nn.Module:
-    """A block with a kernel of attention."""
-
-    def forward(block, x):
-        q, k, v = block.given(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + F.gelu(block.made(y.transpose(1, 2).flatten(2)))
-
-    return Made(forward, given=nn.Linear(width, 3 * width), made=nn.Linear(width, width))
-
-
-def of_net(block=Block):
+def of_net():
     """A model, its input, and a step."""
     torch.manual_seed(0)
-    model, x = Net(32, 6, block), torch.randn(8, 64, 32)
+    model, x = Net(32, 6), torch.randn(8, 64, 32)
     model.stem = nn.Linear(32, 32)
     return model, x, lambda: loss_of(model(x)).backward()
 
@@ -307,17 +294,3 @@ def test_a_policy_is_what_people_do_by_hand(policy, every):
         loss_of(model(x) + model(x)).backward()  # it has no budget, and so no bound
     assert f'Net: 6 blocks, policy "{policy}" (step)' in str(plan)
     assert "least feasible" not in str(plan)
-
-
-def test_attention_is_kept_and_the_rest_runs_again():
-    model, x, step = of_net(attends)
-    wanted = result_of(model, step)
-    plan = recoup.plan(model, x, policy="save attention", loss=loss_of)
-    assert ways_of(plan) == {"keep products"}
-    kept = x.nbytes + 4 * x.shape[0] * 4 * x.shape[1]  # its result, and a number a row and head
-    assert {row.keeps_bytes for row in plan.blocks} == {x.nbytes + kept}
-    with plan.applied(), Operators() as ran:
-        found = result_of(model, step)
-    assert_same(found, wanted)
-    assert ran.of("_scaled_dot_product_flash_attention_for_cpu") == 6
-    assert ran.of("addmm") >= 2 * 6 + 2
