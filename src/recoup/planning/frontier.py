@@ -222,47 +222,40 @@ class Frontier:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        points = self.points
-        fitting = sum(point.peak_bytes <= budget_bytes for point in points)
-        most = (1 + more) * points[max(fitting - 1, 0)].relative_time
-        first = sum(point.relative_time > most for point in points)
-        if first + 1 < fitting:
+        fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
+        most = (1 + more) * min((point.relative_time for point in fitting), default=0.0)
+        quick = [point for point in fitting if point.relative_time <= most]
+        if len(quick) > 1:
             with suppress(BudgetError):
-                plan = self.plan(points[first + 1].peak_bytes - 1)
+                plan = self.plan(quick[1].peak_bytes - 1)
                 plan.budget_bytes = budget_bytes
                 return plan
         return self.plan(budget_bytes)
 
     def _fastest(self, budget_bytes: int) -> Plan:
         """Return the plan for the kind of blocks whose step is fastest (See Rules 1 and 2)."""
+        room, usable_bytes = self._room, self._room.of(budget_bytes)
+        kinds = [(k.seconds_within(usable_bytes), k.points[0].peak_bytes, k) for k in self._kinds]
         errors: list[BudgetError] = []
-        difference: DifferentStepError | None = None
+        differences: list[DifferentStepError] = []
         found: list[tuple[Plan, PricedBlocks]] = []
-        least_cost = math.inf
-        room = self._room
-        usable_bytes = room.of(budget_bytes)
-        for kind in sorted(
-            self._kinds,
-            key=lambda kind: (kind.seconds_within(usable_bytes), kind.points[0].peak_bytes),
-        ):
-            cost = kind.seconds_within(usable_bytes)
-            if found and not (self._is_compiling and cost <= _CLOSE * least_cost):
+        most = math.inf  # seconds of kinds that are planned, too, once there is a plan
+        for seconds, _, kind in sorted(kinds, key=itemgetter(0, 1)):
+            if found and (not self._is_compiling or seconds > most):
                 break
             try:
-                plan = verified(kind, budget_bytes, room)
+                found.append((verified(kind, budget_bytes, room), kind))
+                most = min(most, _CLOSE * seconds)
             except BudgetError as error:
                 errors.append(error)
             except DifferentStepError as error:
-                difference = difference or error  # other blocks, or no tiles, may make none
-            else:
-                found.append((plan, kind))
-                least_cost = min(cost, least_cost)
+                differences.append(error)  # other blocks, or no tiles, may make none
         if found:
             return faster_of(found)
-        if not errors and difference is not None:
-            raise difference
+        if not errors:
+            raise differences[0]
         error = min(errors, key=lambda error: error.least_bytes)
-        if difference is not None:
+        for difference in differences[:1]:
             error.add_note(f"Other blocks, or parts in tiles, were left alone. {difference}")
         error.frontier = self
         raise error

@@ -34,7 +34,7 @@ from recoup.planning.arguments import explain_call
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.step import Forwards, Step
+from recoup.planning.step import Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
@@ -145,11 +145,8 @@ class PlanOptions:
 
     def step(self, model: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Step:
         """Return a step with these options that calls the model, or a function around it."""
-        is_several = call is model and self.num_forwards > 1
-        losses = losses_from(self.loss, takes_several=is_several)
-        if is_several:
-            call = Forwards(model, self.num_forwards)
-        return Step(model, call, args, kwargs, losses, self.holds_output)
+        num = self.num_forwards if call is model else 1
+        return Step(model, call, args, kwargs, losses_from(self.loss), self.holds_output, num)
 
     def room(self, step: Step) -> Room:
         """Return the room that budgets leave for a step, on the rank that has the least."""
@@ -262,36 +259,32 @@ def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, An
 
 # -- losses ----------------------------------------------------------------------------------------
 
-_Losses = Callable[[Any], Sequence[Tensor]]
+_Losses = Callable[[Sequence[Any]], Sequence[Tensor]]
 
 
 class NoOutputError(ValueError):
     """The model returned None, as a `training_step` does to leave out a batch."""
 
 
-def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False) -> _Losses:
-    """Return a function from the output of the model to one scalar or several.
+def losses_from(loss: Callable[..., Any] | None) -> _Losses:
+    """Return a function from the outputs of all forwards of a step to one scalar or several.
 
-    Without `loss`, the loss is the attribute or entry `loss` of the output, if it is a scalar. Else
+    Without `loss`, the loss is the attribute or entry `loss` of an output, if it is a scalar. Else
     it consists of the differentiable tensors in the output: scalars as they are, and the sum of
     the absolute values of others.
 
     Args:
-        loss: a function from the output to a scalar or several; None to find the loss.
-        takes_several: whether the output is a list of outputs, one of each forward of a step.
+        loss: a function from the outputs to a scalar or several; None to find the loss.
     """
-    if loss is None and takes_several:
-        return lambda outputs: [each for output in outputs for each in _found(output)]
     if loss is None:
-        return _found
+        return lambda outputs: [each for output in outputs for each in _found(output)]
 
-    def given(output: Any) -> Sequence[Tensor]:
-        outputs = tuple(output) if takes_several else (output,)
+    def given(outputs: Sequence[Any]) -> Sequence[Tensor]:
         try:
             losses = loss(*outputs)
         except TypeError as error:
             way_out = "Give a function of the output, such as lambda output: loss(output, target)"
-            explain_call(loss, outputs, {}, error, "`loss`", way_out)
+            explain_call(loss, tuple(outputs), {}, error, "`loss`", way_out)
             raise
         several: list[Any] = [*losses] if isinstance(losses, (tuple, list)) else [losses]
         for each in several:

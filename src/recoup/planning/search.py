@@ -231,7 +231,7 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         options.check_replan(step.root)
     made = frontier_of(step, options).plan_now(budget_bytes)
     if replan:
-        maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
+        maker = PlanMaker(step.model, step.call, budget_bytes, options)
         made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
     return made
 

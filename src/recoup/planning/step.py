@@ -56,20 +56,6 @@ AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 @dataclass(frozen=True)
-class Forwards:
-    """A call of a model several times, with the same arguments."""
-
-    model: nn.Module
-    num: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        # Each call has containers of its own: a model may write its output into a dict that it got.
-        tensors, tree = flatten((args, kwargs))
-        calls: list[Any] = [tree.unflatten(tensors) for _ in range(self.num)]
-        return [self.model(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
-
-
-@dataclass(frozen=True)
 class Step:
     """A training step (forward, loss, backward) on copies of the arguments that share their memory.
 
@@ -78,8 +64,9 @@ class Step:
         call: the model itself, or a function that calls it.
         args: its arguments.
         kwargs: its keyword arguments.
-        losses: a function from its output to one scalar or several.
-        holds_output: whether the output is alive until backward has ended.
+        losses: a function from the outputs of all calls to one scalar or several.
+        holds_output: whether the outputs are alive until backward has ended.
+        num_forwards: how often it is called before backward, with the same arguments.
         seed: the seed of its random draws; None to leave the random streams as they are.
         tiled: the parts of the model that run in tiles; None if none do.
         written: the parameters that its forward writes to, which rehearsals restore.
@@ -90,8 +77,9 @@ class Step:
     call: Callable[..., Any]
     args: Args
     kwargs: Kwargs
-    losses: Callable[[Any], Sequence[Tensor]]
+    losses: Callable[[Sequence[Any]], Sequence[Tensor]]
     holds_output: bool = True
+    num_forwards: int = 1
     seed: int | None = None
     tiled: TiledParts | None = None
     written: tuple[nn.Parameter, ...] = ()
@@ -107,14 +95,9 @@ class Step:
         return device_of(self.model)
 
     @property
-    def num_forwards(self) -> int:
-        """The number of forwards of the model, if it calls nothing else."""
-        return self.call.num if isinstance(self.call, Forwards) else 1
-
-    @property
     def root(self) -> nn.Module | None:
         """The model, if the step calls nothing else."""
-        return self.model if isinstance(self.call, Forwards) or self.call is self.model else None
+        return self.model if self.call is self.model else None
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
@@ -159,33 +142,35 @@ class Step:
         )
 
     def run(
-        self, seconds: list[float] | None = None, between: Callable[[], object] = bool
+        self, mark: Callable[[], object] = bool, between: Callable[[], object] = bool
     ) -> list[Tensor | None]:
         """Run the step, and return the gradients of the arguments that require them.
 
         Args:
-            seconds: a list to which the times of forward and of backward are appended.
+            mark: what to call at the beginning and the end of forward, and of backward.
             between: what to call before backward begins.
         """
-        args, kwargs = self._arguments()
-        given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
+        calls = self._calls()
+        given = [t for t in flatten(calls[0])[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
         parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
         clock = timed_by_work() if is_without_values() else nullcontext()
-        with grad_mode(True), parts, clock:
-            with _timing(seconds):
-                output = self._called(args, kwargs)
-                losses = self.losses(output)
+        with grad_mode(True), parts, clock, self._explained(*calls[0]):
+            mark()
+            outputs = [self.call(*args, **kwargs) for args, kwargs in calls]
+            losses = self.losses(outputs)
+            mark()
             if not self.holds_output:
-                output = None
+                outputs.clear()
             torch.clear_autocast_cache()  # as a training loop does: it leaves autocast here
             between()
             with without_gradients(foreign_leaves(self.model, losses)) as leaves:
-                with _timing(seconds):
-                    self._reverse(losses)
+                mark()
+                torch.autograd.backward(losses)
+                mark()
                 gradients = {id(leaf): leaf.grad for leaf in leaves}
-        del output
+        del outputs
         return [gradients.get(id(value)) for value in given]
 
     def observe_forward(
@@ -224,32 +209,29 @@ class Step:
                     module.register_forward_hook(ends, with_kwargs=True),
                 ):
                     hooks.callback(handle.remove)
-            args, kwargs = self._arguments()
+            calls = self._calls()
             if seed is not None:
                 _seed_all(seed)
-            self._called(args, kwargs)
+            with self._explained(*calls[0]):
+                for args, kwargs in calls:
+                    self.call(*args, **kwargs)
         return observer
 
-    def _called(self, args: Args, kwargs: Kwargs) -> Any:
+    @contextmanager
+    def _explained(self, args: Args, kwargs: Kwargs) -> Generator[None]:
         try:
-            return self.call(*args, **kwargs)
+            yield
         except Exception as error:
-            explain_higher_order(f"A {type(self.model).__name__}", error)
+            explain_higher_order(f"A step of a {type(self.model).__name__}", error)
             if self.root is not None:
                 explain_model(self.root, args, kwargs, error)
             raise
 
-    def _reverse(self, losses: Sequence[Tensor]) -> None:
-        try:
-            torch.autograd.backward(losses)
-        except Exception as error:
-            explain_higher_order(f"The backward of a {type(self.model).__name__}", error)
-            raise
+    def _calls(self) -> list[tuple[Args, Kwargs]]:
+        """Return the arguments of each call, with tensors without their history.
 
-    def _arguments(self) -> Any:
-        """Return copies of the containers in the arguments, with tensors without their history.
-
-        A leaf that requires a gradient stays itself: a loss may ask for its gradient (forces).
+        A leaf that requires a gradient stays itself: a loss may ask for its gradient (forces). Each
+        call has containers of its own: a model may write its output into a dict that it got.
         """
         tensors, tree = flatten((self.args, self.kwargs))
         # A tensor that is there twice is one tensor: code may ask (an attention does).
@@ -258,7 +240,8 @@ class Step:
             else t.detach().requires_grad_(t.requires_grad)
             for t in tensors
         }  # fmt: skip
-        return tree.unflatten(tuple(own[id(t)] for t in tensors))
+        copies = tuple(own[id(t)] for t in tensors)
+        return [tree.unflatten(copies) for _ in range(self.num_forwards)]
 
 
 class Rehearsed(NamedTuple):
@@ -283,7 +266,7 @@ def rehearse(step: Step) -> Rehearsed:
         marks: list[Span] = []
         gradients = step.run(between=lambda: marks.append(line.mark()))
         marks.append(line.mark())  # before the outcome is summed up, which takes memory, too
-        outcome = outcome_of(step.model, gradients, step.written)
+        outcome = outcome_of(step.model, gradients)
         del gradients
     own = most_of(marks)
     found = [own.requested, own.allocated, own.reserved or 0, marks[0].end_bytes]
@@ -311,19 +294,11 @@ def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
 
 def seconds_of(step: Step) -> float:
     """Return the seconds of a step of the model, which must have run once before."""
-    seconds: list[float] = []
+    marks: list[float] = []
     with step.rehearsed():
-        step.run(seconds)
-    return sum(seconds)
-
-
-@contextmanager
-def _timing(seconds: list[float] | None) -> Generator[None]:
-    """Return a context whose time is appended to `seconds`, if that is a list."""
-    begin = 0.0 if seconds is None else now()
-    yield
-    if seconds is not None:
-        seconds.append(now() - begin)
+        step.run(lambda: marks.append(now()))
+    begin, end, backward_begins, backward_ends = marks
+    return end - begin + backward_ends - backward_begins
 
 
 def now() -> float:

@@ -131,7 +131,9 @@ def test_arguments_that_others_were_given_count_as_held():
         return x
 
     model = Made(forward, blocks=[masked() for _ in range(3)], mask=nn.Linear(64, 64))
-    step = Step(model, model, (torch.randn(256, 64),), {}, lambda output: [output.square().sum()])
+    step = Step(
+        model, model, (torch.randn(256, 64),), {}, lambda outputs: [outputs[0].square().sum()]
+    )
     blocks = [(f"blocks.{place}", block) for place, block in enumerate(model.blocks)]
     for code in (type("Other", (BlockCode,), {})(), BlockCode(), None):
         calls = measure_blocks(step, blocks, code).calls
