@@ -189,9 +189,7 @@ class PricedBlocks(NamedTuple):
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""
-        step = replace(self.step)
-        step.verification.growth |= self.step.verification.growth
-        return self._replace(step=step)
+        return self._replace(step=replace(self.step))
 
     def plain(self, *, is_tiled: bool = False) -> Rehearsed:
         """Run a step that keeps all residuals.

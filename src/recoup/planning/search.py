@@ -257,13 +257,6 @@ class Largest(NamedTuple):
     kwargs: Kwargs
 
 
-class _Probe(NamedTuple):
-    size: int
-    argument_bytes: int
-    least_bytes: int
-    plan: Plan | None
-
-
 def largest(
     build_batch: Callable[[int], Any],
     model: nn.Module,
@@ -319,19 +312,23 @@ def largest(
             "`most` is at least `least`, or None."
         )
 
-    def probe(size: int, smaller: _Probe | None = None) -> _Probe:
+    argument_bytes: dict[int, int] = {}  # of each size
+
+    def probe(size: int) -> Plan | BudgetError:
         args, kwargs = built_arguments(model, _parts(build_batch, size))
         num_bytes = sum(tensor.nbytes for tensor in flatten((args, kwargs))[0])
-        if smaller is not None and num_bytes <= smaller.argument_bytes:
+        smaller = max((each for each in argument_bytes if each < size), default=size)
+        if num_bytes <= argument_bytes.get(smaller, -1):
             raise ValueError(
-                f"`build_batch` returns {smaller.argument_bytes} bytes of tensors for size "
-                f"{smaller.size} and {num_bytes} for size {size}. It must return larger arguments "
-                "for a larger size; give `most` if there are no more."
+                f"`build_batch` returns {argument_bytes[smaller]} bytes of tensors for size "
+                f"{smaller} and {num_bytes} for size {size}. It must return larger arguments for a "
+                "larger size; give `most` if there are no more."
             )
+        argument_bytes[size] = num_bytes
         try:
-            plan = plan_of(chosen.step(model, model, args, kwargs), budget_bytes, chosen)
+            return plan_of(chosen.step(model, model, args, kwargs), budget_bytes, chosen)
         except BudgetError as error:
-            return _Probe(size, num_bytes, error.least_bytes, None)
+            return error
         except Exception as error:
             shapes = shapes_of(model, args, kwargs)
             error.add_note(
@@ -340,40 +337,31 @@ def largest(
                 "takes no more (positions, targets), give that bound as `most`."
             )
             raise
-        return _Probe(size, num_bytes, plan.least_bytes, plan)
 
-    best = probe(least)
-    if best.plan is None:
+    size, plan = least, probe(least)
+    if isinstance(plan, BudgetError):
         raise BudgetError(
             f"`budget` is {budget_bytes} bytes, but a step of size {least} takes at least "
-            f"{best.least_bytes}. Give that much, or a smaller `least`.",
-            best.least_bytes,
+            f"{plan.least_bytes}. Give that much, or a smaller `least`.",
+            plan.least_bytes,
         )
-    before: _Probe | None = None
+    growth = 0.0  # bytes for each further sample or token
     too_large = most + 1 if most is not None else None
     has_failed = False
-    while too_large is None or too_large - best.size > max(1, _NEAR * best.size):
-        size = _next(before, best, budget_bytes)
-        if too_large is not None and size >= too_large:
+    while too_large is None or too_large - size > max(1, _NEAR * size):
+        more = _MARGIN * (budget_bytes - plan.least_bytes) / growth if growth > 0 else size
+        larger = size + max(1, int(_NEAR * size), min(int(more), (_MOST_GROWTH - 1) * size))
+        if too_large is not None and larger >= too_large:
             # If the line was right, little is left; else the rest is halved.
-            size = (best.size + too_large) // 2 if has_failed else too_large - 1
-        found = probe(size, best)
-        if found.plan is None:
-            too_large, has_failed = size, True
+            larger = (size + too_large) // 2 if has_failed else too_large - 1
+        found = probe(larger)
+        if isinstance(found, BudgetError):
+            too_large, has_failed = larger, True
         else:
-            before, best = best, found
-    args, kwargs = built_arguments(model, _parts(build_batch, best.size))
-    return Largest(best.size, cast("Plan", best.plan), args, kwargs)
-
-
-def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
-    """Return the size to try next, by a line through the bytes of the last two that fit."""
-    if before is None or best.least_bytes <= before.least_bytes:
-        return 2 * best.size
-    slope = (best.least_bytes - before.least_bytes) / (best.size - before.size)
-    more = int(_MARGIN * (budget_bytes - best.least_bytes) / slope)
-    step = max(1, int(_NEAR * best.size))
-    return min(best.size + max(more, step), _MOST_GROWTH * best.size)
+            growth = (found.least_bytes - plan.least_bytes) / (larger - size)
+            size, plan = larger, found
+    args, kwargs = built_arguments(model, _parts(build_batch, size))
+    return Largest(size, plan, args, kwargs)
 
 
 def _parts(build_batch: Callable[[int], Any], size: int) -> Sequence[Any]:

@@ -38,7 +38,13 @@ from recoup.planning.rehearsal import (
     without_gradients,
 )
 from recoup.planning.tiled_parts import TiledParts
-from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
+from recoup.planning.verification import (
+    TURNED_OVER,
+    DifferentStepError,
+    Outcome,
+    Verification,
+    outcome_of,
+)
 from recoup.planning.work import counted_seconds, timed_by_work
 
 
@@ -70,6 +76,7 @@ class Step:
         seed: the seed of its random draws; None to leave the random streams as they are.
         tiled: the parts of the model that run in tiles; None if none do.
         written: the parameters that its forward writes to, which rehearsals restore.
+        has_compiled_code: whether blocks run by compiled code, which rounds differently.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
@@ -83,11 +90,14 @@ class Step:
     seed: int | None = None
     tiled: TiledParts | None = None
     written: tuple[nn.Parameter, ...] = ()
+    has_compiled_code: bool = False
     verification: Verification = field(default_factory=Verification, init=False)
 
     def __post_init__(self) -> None:
         if self.tiled is not None:
             self.verification.allow_other_sums(self.tiled.eps)
+        if self.has_compiled_code:
+            self.verification.allow_other_sums(spread=TURNED_OVER)
 
     @property
     def device(self) -> torch.device:

@@ -224,8 +224,8 @@ ATTEMPTS = {
     **{
         f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
         for options, message in (
-            ({"budget": "1 GiB"}, "`budget` is '1 GiB', and .* Choose one"),
-            ({"tiles": True}, "`tiles` is True, but .* Leave `tiles` out"),
+            ({"budget": "1 GiB"}, "`budget` is '1 GiB', but .* Choose one"),
+            ({"tiles": True}, "`tiles` is True, but .* leave `tiles` out"),
             ({"replan": True}, "`replan` is True without a `budget`"),
         )
     },
