@@ -18,21 +18,19 @@ Rule 4. The compiler compiles nothing under a dispatch mode, and skips that func
         call whose first run is under a mode is not compiled.
 Rule 5. Blocks of one structure share a function, which is compiled once. Blocks of another one have
         another function, since the compiler bounds how often it compiles a function again. Where a
-        graph breaks, the compiler compiles functions of the block itself, for all codes; planning
-        raises the bound for these. A block that is compiled again and again (for a counter of its
+        graph breaks, the compiler compiles functions of the block itself, for all codes; so the
+        bound is raised. A block that is compiled again and again (for a counter of its
         own) would meet that bound between two runs of a call, so it runs by its own code before.
         Compiled code looks for hooks within a block only if it is told to.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -125,7 +123,8 @@ class CompiledCode(BlockCode):
         Under a mode, and where the compiler fails, that is the block's own code (See Rule 4).
         """
         structure = self._structure_of(module)
-        if self._num_compiled[structure] > _RECOMPILE_LIMIT // 2:
+        too_often = self._num_compiled[structure] > _RECOMPILE_LIMIT // 2  # See Rule 5
+        if too_often and structure not in self._failed:
             why = "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)"
             self._fail(structure, module, f"runs as it is from now on: {why}.")
         if compiles_nothing() or structure in self._failed:
@@ -141,8 +140,9 @@ class CompiledCode(BlockCode):
             result = self._functions[structure](forward, args, kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
-            why = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-            self._fail(structure, module, f"cannot be compiled, so it is planned as it is. {why}")
+            why, *_ = str(cause).strip().splitlines() or [""]
+            what = f"cannot be compiled, so it is planned as it is. {type(cause).__name__}: {why}"
+            self._fail(structure, module, what)
             return _call, forward(*args, **kwargs)
         if self.num_graphs > num_graphs:
             self._num_compiled[structure] += 1
@@ -177,17 +177,15 @@ class CodeByModule(BlockCode):
 
 
 def _compiling(function: Forward, backend: Any) -> Forward:
-    """Return a function compiled when it is called, and again where hooks within have changed."""
+    """Return a function that is compiled when it is called (See Rule 5)."""
     from torch._dynamo import config as found
 
     config: Any = found
-    compiler = cast("Any", torch).compile
-    has_limit = "recompile_limit" in inspect.signature(compiler).parameters  # not before torch 2.13
-    limit = {"recompile_limit": _RECOMPILE_LIMIT} if has_limit else {}
-    compiled = compiler(function, backend=backend, **limit)
+    compiled = cast("Any", torch).compile(function, backend=backend)
+    changes = {"skip_nnmodule_hook_guards": False, "recompile_limit": _RECOMPILE_LIMIT}
 
     def call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
-        with config.patch(skip_nnmodule_hook_guards=False):  # See Rule 5
+        with config.patch(changes):
             return compiled(forward, args, kwargs)
 
     return call
@@ -238,16 +236,6 @@ def _compiled(
 
 
 _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
-
-
-def recompiling(is_compiling: bool = True) -> AbstractContextManager[Any]:
-    """Return a context in which the compiler may compile a function many times (See Rule 5)."""
-    if not is_compiling:
-        return nullcontext()
-    from torch._dynamo import config as found
-
-    config: Any = found
-    return config.patch(recompile_limit=_RECOMPILE_LIMIT)
 
 
 def backend_of(compile: bool | str) -> str | None:  # noqa: A002

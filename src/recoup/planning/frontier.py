@@ -48,7 +48,7 @@ from recoup.planning.called_blocks import (
     with_called_parts,
     with_stem,
 )
-from recoup.planning.compiling import backend_of, recompiling
+from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, draw_frontier, own_forwards
@@ -198,7 +198,7 @@ class Frontier:
         (least,) = largest_among_ranks(self.model, [-budget_bytes])
         own = own_forwards(self.model)
         try:
-            with suspended(own), uncollected(), recompiling(self._is_compiling):
+            with suspended(own), uncollected():
                 plan = self._fastest(-int(least))
         except BudgetError as error:
             error.args = (f"{error} {self._remedy}".rstrip(),)
@@ -350,8 +350,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         if guard is not None:
             priced = [with_inverses(kind, guard) for kind in priced]
         if backend is not None:
-            with recompiling():
-                priced = [code for kind in priced for code in price_codes(kind, backend)]
+            priced = [code for kind in priced for code in price_codes(kind, backend)]
     return Frontier(priced, room, _remedy_for(others) if others else "")
 
 
