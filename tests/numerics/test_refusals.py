@@ -290,4 +290,4 @@ def test_a_condition_in_a_region_or_in_a_planned_model_names_itself():
     with pytest.raises(RecoupError, match=says):
         recoup.checkpoint(ChoiceOfParameters(8, 8), x)
     with pytest.raises(RecoupError, match=says):
-        recoup.plan(nn.Sequential(*(Choice(8, 8) for _ in range(3))), x.detach(), policy="full")
+        recoup.plan(nn.Sequential(*(Choice(8, 8) for _ in range(3))), x.detach())

@@ -1,9 +1,8 @@
-"""What a plan does, says and draws, for bytes or by a policy."""
+"""What a plan does, says and draws, for bytes."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 from collections import Counter
@@ -23,7 +22,6 @@ from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
 from recoup.planning.report import what_can_be_inverted
 from recoup.schedules import Offload, simulate
-from tests.neighbours.planned import Net, assert_same, loss_of, result_of
 from tests.plan_oracle import (
     Made,
     Residual,
@@ -252,45 +250,3 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
     assert before == sorted(before)
     assert after == sorted(after)
     assert after[-1] == pytest.approx(float(place)) == pytest.approx(made.predicted_time_ratio)
-
-
-# -- policies: what people choose by hand for all blocks -------------------------------------------
-
-
-def of_net():
-    """A model, its input, and a step."""
-    torch.manual_seed(0)
-    model, x = Net(32, 6), torch.randn(8, 64, 32)
-    model.stem = nn.Linear(32, 32)
-    return model, x, lambda: loss_of(model(x)).backward()
-
-
-def counted(model, step):
-    """What a step makes, its peak, and the runs of each block."""
-    runs = Counter()
-    for index, block in enumerate(model.blocks):
-        first = next(block.children())
-        first.register_forward_pre_hook(lambda *_, i=index: runs.update([i]))
-    made = result_of(model, step)
-    runs, forwards = Counter(), runs
-    return made, peak_of(model, step), sorted(forwards.items())
-
-
-@pytest.mark.parametrize(("policy", "every"), [("full", 1), ("every 2nd block", 2), ("keep", 7)])
-def test_a_policy_is_what_people_do_by_hand(policy, every):
-    hand, _, step = of_net()
-    for block in list(hand.blocks)[::every] if every < 7 else []:
-        block.forward = functools.partial(recoup.checkpoint, block.forward)
-    wanted, most, runs = counted(hand, step)
-    model, x, step = of_net()
-    plan = recoup.plan(model, x, policy=policy, loss=loss_of)
-    with plan.applied():
-        found, peak, own_runs = counted(model, step)
-    assert_same(found, wanted)
-    assert own_runs == runs
-    assert abs(peak - most) <= 0.005 * most  # of one region, or of several, are random states
-    assert peak <= plan.rehearsed_peak_bytes
-    with plan.applied():
-        loss_of(model(x) + model(x)).backward()  # it has no budget, and so no bound
-    assert f'Net: 6 blocks, policy "{policy}" (step)' in str(plan)
-    assert "least feasible" not in str(plan)
