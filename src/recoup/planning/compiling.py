@@ -9,9 +9,7 @@ Rule 1. The compiler traces forward and backward of a block as one graph, and it
 Rule 2. What draws random numbers is kept (with inductor, that is a seed for each draw). Left alone,
         the partitioner may draw seeds anew in backward, for a share of 0 always, and the gradients
         are then those of other masks than forward's. So these operators are marked as saved. For a
-        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it where
-        something is drawn, or is for another reason not to run twice (operators that write, those
-        of other libraries, collectives, branches).
+        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it.
 Rule 3. Codes of one block save different tensors, and the runs of a region must save the same. So
         all runs of a call are by the code of the first one.
 Rule 4. The compiler compiles nothing under a dispatch mode, and skips that function for good. So a
@@ -44,6 +42,7 @@ from recoup.planning.forwards import Args, Forward, Kwargs
 
 SHARES = (1.0, 0.8, 0.5, 0.1, 0.0)
 _RECOMPILE_LIMIT = 128
+_TINY_SHARE = 1e-6
 _logger = logging.getLogger(__name__)
 
 
@@ -228,10 +227,8 @@ def _compiled(
     """Compile a graph at a share, and count it. The compiler keeps this for longer than a code."""
     from torch._functorch import config
 
-    from recoup.planning.partitioning import TINY_SHARE
-
     graphs.append(None)
-    with config.patch(activation_memory_budget=max(share, TINY_SHARE)):
+    with config.patch(activation_memory_budget=max(share, _TINY_SHARE)):  # See Rule 2
         return _BACKENDS[name](graph, inputs)
 
 

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled, never_compiled
 from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
-from recoup._core.operators import (
-    DispatchMode,
-    InMode,
-    explain_higher_order,
-    has_schema,
-    traits_of,
-)
+from recoup._core.operators import DispatchMode, InMode, has_schema, traits_of
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
@@ -166,9 +160,9 @@ class Step:
             _seed_all(self.seed)
         parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
         clock = timed_by_work() if is_without_values() else nullcontext()
-        with grad_mode(True), parts, clock, self._explained(*calls[0]):
+        with grad_mode(True), parts, clock:
             mark()
-            outputs = [self.call(*args, **kwargs) for args, kwargs in calls]
+            outputs = self._outputs_of(calls)
             losses = self.losses(outputs)
             mark()
             if not self.holds_output:
@@ -222,19 +216,15 @@ class Step:
             calls = self._calls()
             if seed is not None:
                 _seed_all(seed)
-            with self._explained(*calls[0]):
-                for args, kwargs in calls:
-                    self.call(*args, **kwargs)
+            self._outputs_of(calls)
         return observer
 
-    @contextmanager
-    def _explained(self, args: Args, kwargs: Kwargs) -> Generator[None]:
+    def _outputs_of(self, calls: list[tuple[Args, Kwargs]]) -> list[Any]:
         try:
-            yield
+            return [self.call(*args, **kwargs) for args, kwargs in calls]
         except Exception as error:
-            explain_higher_order(f"A step of a {type(self.model).__name__}", error)
             if self.root is not None:
-                explain_model(self.root, args, kwargs, error)
+                explain_model(self.root, *calls[0], error)
             raise
 
     def _calls(self) -> list[tuple[Args, Kwargs]]:
