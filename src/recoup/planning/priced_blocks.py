@@ -185,6 +185,8 @@ class PricedBlocks(NamedTuple):
     def expect_plain(self) -> None:
         """Run the plain step, if there is room for it, and compare plans with its outcome."""
         verification = self.step.verification
+        if not self.calls:
+            return  # it is the plain step
         if not verification.is_plain and _has_room(self.step, self.points[-1].peak_bytes):
             verification.expect(self.plain().outcome, is_plain=True)
         if verification.expected is None:
@@ -283,8 +285,6 @@ def price_blocks(
 def price_whole(step: Step) -> PricedBlocks:
     """Run the plain step, and return the costs of a model without blocks."""
     found = rehearse(step)
-    step.verification.expect(found.outcome, is_plain=True)
-    step.verification.compares = False  # it is right by definition
     (seconds,) = largest_among_ranks(step.model, [seconds_of(step)])
     costs = [Cost(0.0, 0, 0, tape_run_bytes=found.peak_bytes, is_fixed=True)]
     measured = Measured([], Span(), Span(), found.outcome)

@@ -123,8 +123,8 @@ def price_codes(own: PricedBlocks, backend: str) -> list[PricedBlocks]:
         candidates = _candidates(own, backend)
         chosen: dict[int, _Codes] = {}  # by the id of the block
         for call, each in zip(own.measured.calls, candidates, strict=True):
-            if _pays(each):
-                chosen.setdefault(id(call.module), _chosen(each))
+            if (codes := _chosen(each)) is not None:
+                chosen.setdefault(id(call.module), codes)
         return [_compiled(own, candidates, chosen), own] if chosen else [own]
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
@@ -241,19 +241,13 @@ def _times(own: PricedBlocks, steps: Sequence[Measured]) -> list[tuple[float, fl
     return [(run, run + rest) for run, rest in zip(found, found[len(calls) :], strict=False)]
 
 
-def _pays(candidates: Sequence[_Candidate]) -> bool:
-    """Whether some compiled code takes less time or fewer bytes than the block's own."""
-    own, *compiled = candidates
-    return any(
-        each.seconds < own.seconds or each.cost.tape_bytes < own.cost.tape_bytes
-        for each in compiled
-    )
-
-
-def _chosen(candidates: Sequence[_Candidate]) -> _Codes:
+def _chosen(candidates: Sequence[_Candidate]) -> _Codes | None:
+    """Return the codes of a block; None if no compiled one takes less time or fewer bytes."""
     compiled = range(1, len(candidates))
     seconds = [each.seconds for each in candidates]
     tape_bytes = [each.cost.tape_bytes for each in candidates]
+    if all(seconds[i] >= seconds[0] and tape_bytes[i] >= tape_bytes[0] for i in compiled):
+        return None
     quick = (1 + _NOISE) * min(seconds[1:])
     tapes = [min((i for i in compiled if seconds[i] <= quick), key=lambda i: tape_bytes[i])]
     for index in sorted(compiled, key=lambda i: (seconds[i], tape_bytes[i])):

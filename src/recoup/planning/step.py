@@ -373,16 +373,10 @@ class _WriteWatch(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for storage in storages_of(_written_by(func, args, kwargs)):
+        writes = traits_of(func).writes if has_schema(func) else ()
+        given = (*enumerate(args), *kwargs.items())
+        for storage in storages_of(tensors_in([each for key, each in given if key in writes])):
             for parameter in self._untouched.pop(storage, ()):
                 self.written.append(parameter)
                 self.undo.append(restoring(parameter))
         return func(*args, **kwargs)
-
-
-def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of an operator that it writes to."""
-    writes = traits_of(func).writes if has_schema(func) else ()
-    return tensors_in(
-        [value for key, value in (*enumerate(args), *kwargs.items()) if key in writes]
-    )

@@ -122,13 +122,11 @@ class Verification:
     Attributes:
         expected: the expected outcome, if there is one.
         is_plain: whether the expected outcome is that of the plain step (See Rule 2).
-        compares: whether outcomes are compared with it.
     """
 
     def __init__(self) -> None:
         self.expected: Outcome | None = None
         self.is_plain = False
-        self.compares = True
         self._rounding, self._most, self._least_eps = _ROUNDING, _MOST, 0.0
         self._spread = 0.0  # relative
 
@@ -171,7 +169,7 @@ class Verification:
             tolerance: the relative difference of gradients that inverses may make (See Rule 5).
         """
         expected = self.expected
-        if expected is None or not self.compares:
+        if expected is None:
             return None
         found = self._first(outcome.gradients, expected.gradients, tolerance)
         # Buffers may be much larger than gradients (positions, counts), and say nothing of them.
