@@ -333,7 +333,7 @@ CALLS: Calls = {
 }  # fmt: skip
 
 # What the code of a user is given as it is.
-USERS = {"args", "kwargs", "example_args", "example_kwargs", "segments_backward.input"}
+USERS = {"args", "kwargs", "example_args", "example_kwargs", "options", "segments_backward.input"}
 # Layers are called with what another layer returned: a tensor, of whatever shape.
 OF_LAYERS = {f"{type(each).__name__}.{way}" for each, _ in LAYERS for way in ("forward", "inverse")}
 TENSORS = {str(shape): torch.zeros(shape) for shape in ((), (1,), (0,), (3, 1))}

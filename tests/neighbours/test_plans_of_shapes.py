@@ -190,8 +190,6 @@ def counted_time(monkeypatch):
     """Time is the counted work of operators, so that plans do not depend on a clock."""
     for module in (planning_step, measuring):
         monkeypatch.setattr(module, "now", counted_seconds)
-    for name in ("_SECONDS_OF_REGION", "_SECONDS_OF_PRODUCT"):
-        monkeypatch.setattr(measuring, name, 0.0)
     with timed_by_work():
         yield
 

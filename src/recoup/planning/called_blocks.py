@@ -102,7 +102,7 @@ def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
     named: list[Block] = list(named_modules(step.model))[1:]
     modules = [module for _, module in named]
     with step.rehearsed():
-        called = _sequence(replace(step, call=step.root or step.call), modules)
+        called = _sequence(replace(step, num_forwards=1), modules)
     found = repeated_calls(step.model, called)
     return found, [] if found else outermost_called(step.model, called)
 

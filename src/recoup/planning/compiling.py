@@ -1,4 +1,4 @@
-"""The code by which blocks run: their own, compiled at several budgets, or nudged.
+"""The code by which blocks run: their own, or compiled at several budgets.
 
 NOTE [ Compiled blocks ]
 
@@ -9,50 +9,40 @@ Rule 1. The compiler traces forward and backward of a block as one graph, and it
 Rule 2. What draws random numbers is kept (with inductor, that is a seed for each draw). Left alone,
         the partitioner may draw seeds anew in backward, for a share of 0 always, and the gradients
         are then those of other masks than forward's. So these operators are marked as saved. For a
-        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it where
-        something is drawn, or is for another reason not to run twice (operators that write, those
-        of other libraries, collectives, branches).
+        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it.
 Rule 3. Codes of one block save different tensors, and the runs of a region must save the same. So
         all runs of a call are by the code of the first one.
 Rule 4. The compiler compiles nothing under a dispatch mode, and skips that function for good. So a
         call whose first run is under a mode is not compiled.
 Rule 5. Blocks of one structure share a function, which is compiled once. Blocks of another one have
         another function, since the compiler bounds how often it compiles a function again. Where a
-        graph breaks, the compiler compiles functions of the block itself, for all codes; planning
-        raises the bound for these. A block that is compiled again and again (for a counter of its
+        graph breaks, the compiler compiles functions of the block itself, for all codes; so the
+        bound is raised. A block that is compiled again and again (for a counter of its
         own) would meet that bound between two runs of a call, so it runs by its own code before.
-        So does one while hooks within it have changed: compiled code does not look for them. (Hooks
-        are part of a structure, so blocks with hooks of their own are compiled one by one.)
+        Compiled code looks for hooks within a block only if it is told to.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from recoup._core.compile import with_own_code
-from recoup._core.module_marks import HOOKS
 from recoup._core.operators import compiles_nothing
-from recoup._core.pytree import flatten
-from recoup._core.storage_tracking import storages_of
 from recoup.planning.forwards import Args, Forward, Kwargs
 
 SHARES = (1.0, 0.8, 0.5, 0.1, 0.0)
 _RECOMPILE_LIMIT = 128
+_TINY_SHARE = 1e-6
 _logger = logging.getLogger(__name__)
 
 
@@ -99,10 +89,8 @@ class CompiledCode(BlockCode):
         self._backend = backend
         self._failed = set() if failed is None else failed
         self._functions: dict[object, Forward] = {}  # by structure
-        self._num_compiled: dict[object, int] = {}  # how often each structure was compiled
-        self._has_said_hooks = False
-        # The structure of a block, and the hooks within it when it was first seen.
-        self._seen: WeakKeyDictionary[nn.Module, tuple[object, list[int]]] = WeakKeyDictionary()
+        self._num_compiled: Counter[object] = Counter()  # how often each structure was compiled
+        self._structures: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
         function: Forward | None = None  # that all runs are by (See Rule 3)
@@ -134,7 +122,11 @@ class CompiledCode(BlockCode):
         Under a mode, and where the compiler fails, that is the block's own code (See Rule 4).
         """
         structure = self._structure_of(module)
-        if compiles_nothing() or structure in self._failed or self._is_given_up(module, structure):
+        too_often = self._num_compiled[structure] > _RECOMPILE_LIMIT // 2  # See Rule 5
+        if too_often and structure not in self._failed:
+            why = "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)"
+            self._fail(structure, module, f"runs as it is from now on: {why}.")
+        if compiles_nothing() or structure in self._failed:
             return _call, forward(*args, **kwargs)
         if structure not in self._functions:
             function = with_own_code(_call, f"block_{self.share:g}")
@@ -147,44 +139,26 @@ class CompiledCode(BlockCode):
             result = self._functions[structure](forward, args, kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
-            why = str(cause).strip().partition("\n")[0]
-            text = f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-            self._fail(structure, f"{text}{type(cause).__name__}: {why}")
+            why, *_ = str(cause).strip().splitlines() or [""]
+            what = f"cannot be compiled, so it is planned as it is. {type(cause).__name__}: {why}"
+            self._fail(structure, module, what)
             return _call, forward(*args, **kwargs)
         if self.num_graphs > num_graphs:
-            self._num_compiled[structure] = self._num_compiled.get(structure, 0) + 1
+            self._num_compiled[structure] += 1
             seconds = time.perf_counter() - begin
             _logger.info("%s: %s in %.1f s", type(module).__name__, self.name, seconds)
         return self._functions[structure], result
 
-    def _fail(self, structure: object, text: str) -> None:
+    def _fail(self, structure: object, module: nn.Module, what: str) -> None:
         self._failed.add(structure)
-        warnings.warn(text, stacklevel=2)
-
-    def _is_given_up(self, module: nn.Module, structure: object) -> bool:
-        """Whether a block runs by its own code, though it could be compiled (See Rule 5)."""
-        name = type(module).__name__
-        if self._num_compiled.get(structure, 0) > _RECOMPILE_LIMIT // 2:
-            why = "the compiler compiles it again and again (TORCH_LOGS=recompiles says why)"
-            self._fail(structure, f"A {name} runs as it is from now on: {why}.")
-            return True
-        if _hooks_within(module) == self._seen[module][1]:
-            return False
-        if not self._has_said_hooks:
-            self._has_said_hooks = True
-            warnings.warn(
-                f"A {name} runs as it is while hooks within it are not those with which it was "
-                "compiled, which would not see them. The step may take other bytes than planned.",
-                stacklevel=2,
-            )
-        return True
+        warnings.warn(f"A {type(module).__name__} {what}", stacklevel=2)
 
     def _structure_of(self, module: nn.Module) -> object:
-        if module not in self._seen:
+        if module not in self._structures:
             parameters = ((name, p.shape, p.dtype) for name, p in module.named_parameters())
-            kinds, hooks = (type(each) for each in module.modules()), _hooks_within(module)
-            self._seen[module] = (tuple(kinds), tuple(parameters), tuple(hooks)), hooks
-        return self._seen[module][0]
+            kinds = (type(each) for each in module.modules())
+            self._structures[module] = tuple(kinds), tuple(parameters)
+        return self._structures[module]
 
 
 class CodeByModule(BlockCode):
@@ -201,21 +175,19 @@ class CodeByModule(BlockCode):
         return self._codes.get(id(module), BlockCode()).of_call(module, forward)
 
 
-_hooks_of = attrgetter(*HOOKS)
-
-
-def _hooks_within(module: nn.Module) -> list[int]:
-    """Return the ids of the hooks of modules in a block; its own run around what is compiled."""
-    _, *parts = module.modules()
-    hooks: Iterator[dict[int, object]] = chain.from_iterable(map(_hooks_of, parts))
-    return [id(hook) for each in hooks if each for hook in each.values()]
-
-
 def _compiling(function: Forward, backend: Any) -> Forward:
-    compiler = cast("Any", torch).compile
-    has_limit = "recompile_limit" in inspect.signature(compiler).parameters  # not before torch 2.13
-    limit = {"recompile_limit": _RECOMPILE_LIMIT} if has_limit else {}
-    return compiler(function, backend=backend, **limit)
+    """Return a function that is compiled when it is called (See Rule 5)."""
+    from torch._dynamo import config as found
+
+    config: Any = found
+    compiled = cast("Any", torch).compile(function, backend=backend)
+    changes = {"skip_nnmodule_hook_guards": False, "recompile_limit": _RECOMPILE_LIMIT}
+
+    def call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
+        with config.patch(changes):
+            return compiled(forward, args, kwargs)
+
+    return call
 
 
 def _call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
@@ -255,24 +227,12 @@ def _compiled(
     """Compile a graph at a share, and count it. The compiler keeps this for longer than a code."""
     from torch._functorch import config
 
-    from recoup.planning.partitioning import TINY_SHARE
-
     graphs.append(None)
-    with config.patch(activation_memory_budget=max(share, TINY_SHARE)):
+    with config.patch(activation_memory_budget=max(share, _TINY_SHARE)):  # See Rule 2
         return _BACKENDS[name](graph, inputs)
 
 
 _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
-
-
-def recompiling(is_compiling: bool = True) -> AbstractContextManager[Any]:
-    """Return a context in which the compiler may compile a function many times (See Rule 5)."""
-    if not is_compiling:
-        return nullcontext()
-    from torch._dynamo import config as found
-
-    config: Any = found
-    return config.patch(recompile_limit=_RECOMPILE_LIMIT)
 
 
 def backend_of(compile: bool | str) -> str | None:  # noqa: A002
@@ -289,47 +249,3 @@ def backend_of(compile: bool | str) -> str | None:  # noqa: A002
             f"partitions graphs: {', '.join(map(repr, _BACKENDS))}."
         )
     return compile
-
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
-_PERIOD = 4099  # a prime number, so that rows of a tensor are nudged in different places
-
-
-class NudgedCode(BlockCode):
-    """The blocks' own code, whose outputs are off by one rounding error, up or down.
-
-    That shows what rounding grows to. In some models (deep networks with batch norms, before
-    training) two right codes of a block make gradients that differ by percents, since all that
-    follows amplifies what they round differently.
-
-    Nothing is drawn: an output is nudged alike whenever its block runs again. What a block was
-    given and passes on (a mask) is no result of it, and stays as it is.
-    """
-
-    name = "nudged"
-
-    def of_call(self, module: nn.Module, forward: Forward) -> Forward:
-        del module
-
-        def nudged(*args: Any, **kwargs: Any) -> Any:
-            given = set(storages_of(flatten((args, kwargs))[0]))
-
-            def is_made(tensor: Tensor) -> bool:
-                return given.isdisjoint(storages_of((tensor,)))
-
-            output = forward(*args, **kwargs)
-            return tree_map_only(Tensor, lambda t: _nudged(t) if is_made(t) else t, output)
-
-        return nudged
-
-
-def _nudged(tensor: Tensor) -> Tensor:
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if not is_plain or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-        return tensor
-    eps = torch.finfo(tensor.dtype).eps
-    places = torch.arange(_PERIOD, device=tensor.device, dtype=torch.float32)
-    factors = torch.where((places * _GOLDEN).frac() < 0.5, 1 - eps, 1 + eps).to(tensor.dtype)
-    num_periods = -(-tensor.numel() // _PERIOD)
-    nudged = tensor * factors.repeat(num_periods)[: tensor.numel()].view(tensor.shape)
-    return torch.where(nudged.isinf(), tensor, nudged)  # the largest number stays finite

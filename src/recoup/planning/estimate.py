@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,8 @@ from recoup.memory import format_bytes
 from recoup.planning.arguments import model_and_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import FrontierPoint, frontier_of
-from recoup.planning.options import PlanOptions, checked_budget
+from recoup.planning.options import PlanOptions, StepKeywords, checked_budget
 from recoup.planning.rehearsal import streams_restored
-from recoup.planning.search import largest_of
 
 _FEW = 4096  # entries of a tensor that has values (See Rule 2)
 
@@ -61,7 +60,6 @@ class Estimate:
         peak_bytes: the peak of the fastest step that keeps to the budget; without one, of the plain
             step.
         relative_time: the time of that step, where 1 is the plain one, by its counted work.
-        largest_size: the largest size of a batch that fits; None if it was not asked for.
         table: the plans, as they are printed.
     """
 
@@ -72,7 +70,6 @@ class Estimate:
     budget_bytes: int | None
     peak_bytes: int
     relative_time: float
-    largest_size: int | None
     table: str
 
     def __repr__(self) -> str:
@@ -82,10 +79,9 @@ class Estimate:
     def __str__(self) -> str:
         if self.budget_bytes is None:
             return self.table
-        size = "" if self.largest_size is None else f" The largest size is {self.largest_size}."
         return (
             f"{self.table}\n\nWithin {format_bytes(self.budget_bytes)}: a step of "
-            f"{format_bytes(self.peak_bytes)} in {self.relative_time:.2f} of the plain time.{size}"
+            f"{format_bytes(self.peak_bytes)} in {self.relative_time:.2f} of the plain time."
         )
 
 
@@ -93,15 +89,8 @@ def estimate(
     build: Callable[[], Any],
     budget: int | str | None = None,
     *,
-    build_batch: Callable[[int], Any] | None = None,
-    loss: Callable[[Any], Any] | None = None,
-    blocks: str | Iterable[str | nn.Module] | None = None,
-    budget_of: Literal["step", "total"] = "step",
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    holds_output: bool = True,
-    exact: bool = True,
-    num_forwards: int = 1,
-    headroom: float | None = None,
+    **options: Unpack[StepKeywords],
 ) -> Estimate:
     """Return the peak and the plans of a training step that is not run: will it fit?
 
@@ -119,17 +108,10 @@ def estimate(
             ``(model, *args)``; a dict that ends it has keyword arguments. It is called in that
             mode, so it cannot load weights from files.
         budget: a number of bytes, as an int or a string such as ``"80 GiB"``; None for all budgets.
-        build_batch: a function from a size to the arguments of the model, as for `recoup.largest`:
-            the largest size that fits in the budget is found, too.
-        loss: as for `recoup.plan`, as are the arguments that follow.
-        blocks: the modules that are kept or recomputed as a whole.
-        budget_of: "step", or "total" to count what is alive before a step.
-        optimizer: for "total", a function from the parameters to the optimizer, such as
-            ``torch.optim.AdamW``.
-        holds_output: whether the training loop holds the output of the model while backward runs.
-        exact: whether no block may be inverted.
-        num_forwards: how many times a step calls the model before one backward.
-        headroom: the part of the budget that is left for fragmentation, as for `recoup.plan`.
+        optimizer: for ``budget_of="total"``, a function from the parameters to the optimizer, such
+            as ``torch.optim.AdamW``.
+        options: those of `recoup.plan`: `loss`, `blocks`, `budget_of`, `holds_output`, `exact`,
+            `num_forwards` and `headroom`.
 
     Returns:
         The estimate, printable.
@@ -158,30 +140,21 @@ def estimate(
             "optimizer, such as torch.optim.AdamW."
         )
     budget_bytes = None if budget is None else checked_budget(budget)
-    if build_batch is not None and budget is None:
-        raise ValueError(
-            "`build_batch` is given, and no `budget` in which a size could be largest."
-        )
     with _without_values() as mode, ExitStack() as after:
         model, args, kwargs = _built(build, mode, after)
         made = None if optimizer is None else optimizer(model.parameters())
-        options = PlanOptions(
-            loss, blocks, budget_of, made, holds_output, exact=exact, num_forwards=num_forwards,
-            headroom=headroom,
-        )  # fmt: skip
-        step = options.step(model, model, args, kwargs)
-        frontier, room = frontier_of(step, options), options.room(step)
+        chosen = PlanOptions(optimizer=made, **options)
+        step = chosen.step(model, model, args, kwargs)
+        frontier, room = frontier_of(step, chosen), chosen.room(step)
         points, least = frontier.points, frontier.least_bytes
         whole, time = room.of(points[-1].peak_bytes), points[-1].relative_time
         whole += room.baseline_bytes
-        peak, size = whole, None
+        peak = whole
         if budget_bytes is not None:
             plan = frontier.plan(budget_bytes)
             peak, time = plan.rehearsed_peak_bytes, plan.predicted_time_ratio
-            if build_batch is not None:
-                size = largest_of(build_batch, model, budget_bytes, options).size
     name, table = type(model).__name__, str(frontier)
-    return Estimate(name, whole, least, points, budget_bytes, peak, time, size, table)
+    return Estimate(name, whole, least, points, budget_bytes, peak, time, table)
 
 
 def _built(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,11 +47,11 @@ from recoup.planning.called_blocks import (
     with_called_parts,
     with_modules_between,
 )
-from recoup.planning.compiling import backend_of, recompiling
+from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import suspended
-from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
+from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, draw_frontier, own_forwards
-from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole, under_policy
+from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.priced_ways import price_codes, with_inverses
 from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
@@ -199,7 +198,7 @@ class Frontier:
         (least,) = largest_among_ranks(self.model, [-budget_bytes])
         own = own_forwards(self.model)
         try:
-            with suspended(own), uncollected(), recompiling(self._is_compiling):
+            with suspended(own), uncollected():
                 plan = self._fastest(-int(least))
         except BudgetError as error:
             error.args = (f"{error} {self._remedy}".rstrip(),)
@@ -207,11 +206,6 @@ class Frontier:
         if self._reason is not None:
             warnings.warn(self._reason, stacklevel=4)
         return plan
-
-    def plan_under(self, policy: Policy) -> Plan:
-        """Return the plan that follows a policy, whatever it takes; likewise."""
-        self._kinds = [under_policy(self._kinds[0], policy)]
-        return self.plan_now(sys.maxsize)
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.
@@ -223,47 +217,40 @@ class Frontier:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        points = self.points
-        fitting = sum(point.peak_bytes <= budget_bytes for point in points)
-        most = (1 + more) * points[max(fitting - 1, 0)].relative_time
-        first = sum(point.relative_time > most for point in points)
-        if first + 1 < fitting:
+        fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
+        most = (1 + more) * min((point.relative_time for point in fitting), default=0.0)
+        quick = [point for point in fitting if point.relative_time <= most]
+        if len(quick) > 1:
             with suppress(BudgetError):
-                plan = self.plan(points[first + 1].peak_bytes - 1)
+                plan = self.plan(quick[1].peak_bytes - 1)
                 plan.budget_bytes = budget_bytes
                 return plan
         return self.plan(budget_bytes)
 
     def _fastest(self, budget_bytes: int) -> Plan:
         """Return the plan for the kind of blocks whose step is fastest (See Rules 1 and 2)."""
+        room, usable_bytes = self._room, self._room.of(budget_bytes)
+        kinds = [(k.seconds_within(usable_bytes), k.points[0].peak_bytes, k) for k in self._kinds]
         errors: list[BudgetError] = []
-        difference: DifferentStepError | None = None
+        differences: list[DifferentStepError] = []
         found: list[tuple[Plan, PricedBlocks]] = []
-        least_cost = math.inf
-        room = self._room
-        usable_bytes = room.of(budget_bytes)
-        for kind in sorted(
-            self._kinds,
-            key=lambda kind: (kind.seconds_within(usable_bytes), kind.points[0].peak_bytes),
-        ):
-            cost = kind.seconds_within(usable_bytes)
-            if found and not (self._is_compiling and cost <= _CLOSE * least_cost):
+        most = math.inf  # seconds of kinds that are planned, too, once there is a plan
+        for seconds, _, kind in sorted(kinds, key=itemgetter(0, 1)):
+            if found and (not self._is_compiling or seconds > most):
                 break
             try:
-                plan = verified(kind, budget_bytes, room)
+                found.append((verified(kind, budget_bytes, room), kind))
+                most = min(most, _CLOSE * seconds)
             except BudgetError as error:
                 errors.append(error)
             except DifferentStepError as error:
-                difference = difference or error  # other blocks, or no tiles, may make none
-            else:
-                found.append((plan, kind))
-                least_cost = min(cost, least_cost)
+                differences.append(error)  # other blocks, or no tiles, may make none
         if found:
             return faster_of(found)
-        if not errors and difference is not None:
-            raise difference
+        if not errors:
+            raise differences[0]
         error = min(errors, key=lambda error: error.least_bytes)
-        if difference is not None:
+        for difference in differences[:1]:
             error.add_note(f"Other blocks, or parts in tiles, were left alone. {difference}")
         error.frontier = self
         raise error
@@ -323,6 +310,8 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
         step = step.knowing_writes()
+        if step.written:
+            return _keeping_all(step, room)
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
@@ -332,8 +321,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         try:
             if not is_told:
                 kinds = kinds_of_blocks(step, named)
-            kinds = [each for kind in kinds if (each := step.unwritten(kind))]
-            priced = [price_blocks(step, kind, place) for kind in kinds[:1]]
+            priced = [price_blocks(step, kind, place) for kind in kinds[:1] if kind]
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
             if priced and not is_told:
                 priced += _with_modules_between(priced[0])
@@ -342,9 +330,9 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         except RuntimeError as error:
             return _keeping_all(step, room, error)
         if not priced:
-            return _keeping_all(step, room, step.explain_writes())
+            return _keeping_all(step, room)
         if guard is not None:
-            links = step.unwritten(with_links(model, named)) if blocks is None else []
+            links = with_links(model, named) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
                 priced.append(price_blocks(step, links, place, priced[0]))
         if options.tiles:
@@ -357,8 +345,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         if guard is not None:
             priced = [with_inverses(kind, guard) for kind in priced]
         if backend is not None:
-            with recompiling():
-                priced = [code for kind in priced for code in price_codes(kind, backend)]
+            priced = [code for kind in priced for code in price_codes(kind, backend)]
     return Frontier(priced, room, _remedy_for(others) if others else "")
 
 
@@ -368,7 +355,6 @@ def _with_modules_between(own: PricedBlocks) -> list[PricedBlocks]:
     if held_bytes < _SHARE_BETWEEN * own.points[-1].peak_bytes or is_sharded(own.step.model):
         return []
     blocks = with_modules_between(own.step, own.blocks, own.measured.calls)
-    blocks = own.step.unwritten(blocks)
     if len(blocks) <= len(own.blocks):
         return []
     try:
@@ -381,7 +367,7 @@ def _with_modules_between(own: PricedBlocks) -> list[PricedBlocks]:
     return [found] if found.measured.outcome.has_streams_of(own.measured.outcome) else []
 
 
-def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier:
+def _keeping_all(step: Step, room: Room, error: RuntimeError | None = None) -> Frontier:
     """Return the one plan of a model of which nothing can be run again.
 
     Raises:
@@ -393,9 +379,9 @@ def _keeping_all(step: Step, room: Room, error: RuntimeError | None) -> Frontier
         if error is None:
             raise
         raise error from None
-    why = _remedy_for([])
-    if error is not None:
-        why = f"Its blocks cannot be run again. {error} To run others again, name them as `blocks`."
+    cause, why = error or step.explain_writes(), _remedy_for([])
+    if cause is not None:
+        why = f"Its blocks cannot be run again. {cause} To run others again, name them as `blocks`."
     reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
     return Frontier([whole], room, why, reason)
 

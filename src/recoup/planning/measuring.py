@@ -96,7 +96,7 @@ def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None =
         with followed([module for _, module in blocks], meter):
             gradients = step.run(between=meter.loss_ended)
         meter.ended(line.mark())
-        outcome = outcome_of(step.model, gradients, step.written)
+        outcome = outcome_of(step.model, gradients)
     return Measured(meter.calls, meter.loss, meter.between, outcome)
 
 
@@ -120,7 +120,7 @@ class _Meter:
         # Storages that are alive before the step, or that a call was given.
         self._known = WeakSet(storages_of(flatten((step.args, step.kwargs))[0]))
         self._given: WeakSet[torch.UntypedStorage] = WeakSet()  # that calls were given
-        self.given_again: WeakSet[torch.UntypedStorage] = WeakSet()  # that several were given
+        self._given_again: WeakSet[torch.UntypedStorage] = WeakSet()  # that several were given
         self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
 
@@ -141,7 +141,7 @@ class _Meter:
         call.found = found
         call.known = self._known & taken
         self._known.update(storages_of(linked or given))
-        self.given_again |= self._given & taken
+        self._given_again |= self._given & taken
         self._given |= taken
         found.is_invertible = call.is_invertible_from(at)
         self.calls.append(found)
@@ -175,20 +175,26 @@ class _Meter:
         """Record the span of the loss."""
         self.loss = self._line.mark()
 
-    def second_run_begins(self, found: MeasuredCall) -> None:
-        """Record the span until now."""
+    def run_again(self, call: _MeasuredCall, run: Callable[[], State], given: State) -> None:
+        """Measure the second run of a call, given these tensors."""
+        found = call.found
         found.until_again = self._line.mark()
         self.ended(found.until_again)
-        self._clock = now()
-
-    def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
-        """Record the span of the second run and the one after; empties `outputs`."""
-        begin, self._clock = self._clock, now()
-        found.again_seconds = self._clock - begin
+        counter = self.counter()
+        linked = [given[place] for place in call.linked_at] or given
+        saved: WeakSet[torch.UntypedStorage] = WeakSet(storages_of(linked))
+        begin = now()
+        with counter.counting(), self._noting(saved):
+            outputs = list(run())
+        found.again_seconds = now() - begin
+        held = saved | call.known | self._given_again
+        found.unheld_bytes = _bytes_of(linked, held)
         found.again = self._line.mark()
         found.again_bytes = _bytes_of(outputs, set(storages_of(given)))
         outputs.clear()
         found.residuals = self._line.mark()
+        if len(counter.products) != len(found.products):
+            found.products = []  # the second run differed from the first one
         self._latest = found
         self._clock = now()
 
@@ -201,7 +207,7 @@ class _Meter:
             self._latest.backward_seconds = now() - self._clock
         self._latest = None
 
-    def noting(self, saved: WeakSet[torch.UntypedStorage]) -> AbstractContextManager[None]:
+    def _noting(self, saved: WeakSet[torch.UntypedStorage]) -> AbstractContextManager[None]:
         """Return a context that puts what is saved for backward into `saved` (See Rule 3)."""
         pair = pair_in_force()
         if pair is None or self._code is None or type(self._code) is BlockCode:
@@ -240,18 +246,7 @@ class _MeasuredCall(Call):
         if not self.has_run:
             self.outputs, beside = super().forward(state)
             return self.outputs, beside
-        found = self.found
-        self._meter.second_run_begins(found)
-        counter = self._meter.counter()
-        given = [state[place] for place in self.linked_at] or state
-        saved: WeakSet[torch.UntypedStorage] = WeakSet(storages_of(given))
-        with counter.counting(), self._meter.noting(saved):
-            outputs = list(super().forward(state)[0])
-        held = saved | self.known | self._meter.given_again
-        found.unheld_bytes = _bytes_of(given, held)
-        self._meter.second_run_ended(found, outputs, state)
-        if len(counter.products) != len(found.products):
-            found.products = []  # the second run differed from the first one
+        self._meter.run_again(self, lambda: super(_MeasuredCall, self).forward(state)[0], state)
         return (), None
 
 
@@ -288,8 +283,6 @@ def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:
 
 _MOST_ROUNDS = 10
 _ENOUGH_SECONDS = 2.0  # for all rounds
-_SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
-_SECONDS_OF_PRODUCT = 60e-6  # of keeping a product: its copy, and giving it to the second run
 _NUM_PARTS = 3  # of what may be kept for second runs (See Rule 6)
 
 
@@ -327,7 +320,7 @@ def times_of(
         plain_seconds: the time of the plain step, if it is known from other blocks.
     """
     planned = PlannedModel.of(step, blocks, calls)
-    runs: list[dict[int, float]] = []  # the seconds of second runs in each step that has them all
+    runs: list[dict[int, float]] = []  # the seconds of second runs in each step that reads a clock
 
     @contextmanager
     def noted(index: int) -> Generator[None]:
@@ -344,15 +337,15 @@ def times_of(
     again_all = constant([*every_way, "keep"])
 
     @contextmanager
-    def recomputing() -> Generator[None]:
+    def each() -> Generator[None]:
         runs.append({})
         with planned.followed(again_all, timed):
             yield
 
     # Steps that keep a part of the products are named by its number.
-    ways: dict[str | int, Callable[[], AbstractContextManager[Any]]] = {"again": recomputing}
-    if is_accelerator(step.device) and not is_without_values():
-        ways = {"again": partial(planned.followed, again_all), "each": recomputing}
+    ways: dict[str | int, Callable[[], AbstractContextManager[Any]]] = {
+        "again": partial(planned.followed, again_all), "each": each
+    }  # fmt: skip
     if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
     for part in range(1, _NUM_PARTS + 1) if has_room else ():
@@ -364,15 +357,12 @@ def times_of(
     shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
     again = medians_of_alike(calls, shortest)
     sum_again = sum(again)
-    around = _SECONDS_OF_REGION * len(calls)
     if plain_seconds is None:
-        plain_seconds = max(seconds["again"] - sum_again - around, sum_again)
-    plain = seconds.get("plain", plain_seconds)
-    scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
-    again = [scale * each for each in again]
+        plain_seconds = seconds.get("plain", max(seconds["again"] - sum_again, sum_again))
+    scale = max(seconds["again"] - plain_seconds, 0.5 * sum_again) / (sum_again or 1.0)
+    again = largest_among_ranks(step.model, [scale * each for each in again])
     shares = [_share(part, calls, again, seconds) for part in range(1, _NUM_PARTS + 1)]
-    again = largest_among_ranks(step.model, again)
-    return Times(plain, again, shares)
+    return Times(plain_seconds, again, shares)
 
 
 def _share(
@@ -385,11 +375,9 @@ def _share(
     chosen = [selection_of_part(call, part, _NUM_PARTS)[1] for call in calls]
     fractions = map(saved_fraction, calls, chosen)
     counted = sum(second * saved for second, saved in zip(again, fractions, strict=True))
-    num_products = sum(selection.num_products for selection in chosen if selection)
-    saved = counted - _SECONDS_OF_PRODUCT * num_products
-    if part in seconds:
-        saved = seconds["again"] - seconds[part]
-    return min(max(saved / counted, -1.0), 1.0) if counted else 0.0
+    if part not in seconds or not counted:
+        return 1.0
+    return min(max((seconds["again"] - seconds[part]) / counted, -1.0), 1.0)
 
 
 def _in_turn(

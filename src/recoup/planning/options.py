@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,10 @@ from recoup.planning.arguments import explain_call
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.step import Forwards, Step
+from recoup.planning.step import Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
-Policy = Literal["full", "every 2nd block", "save attention", "keep"]
-# What a policy leaves no choice of.
-_CHOICES = ("compile", "exact", "offload_to", "tiles", "headroom")
 _TRIAL_BYTES = 1 << 25
 # Of a budget, on an accelerator: what is needed where its segments can grow, and where they cannot
 # (tests/unit/planning/test_headroom, benchmarks/budgets.py).
@@ -55,6 +52,27 @@ def checked_budget(budget: int | str) -> int:
         ValueError: `budget` is not a number of bytes.
     """
     return parse_bytes(budget, name="budget")
+
+
+class StepKeywords(TypedDict, total=False):
+    """The options of `recoup.plan` that an estimate has, too."""
+
+    loss: Callable[[Any], Any] | None
+    blocks: str | Iterable[str | nn.Module] | None
+    budget_of: Literal["step", "total"]
+    holds_output: bool
+    exact: bool
+    num_forwards: int
+    headroom: float | None
+
+
+class PlanKeywords(StepKeywords, total=False):
+    """The options of `recoup.plan`, as keyword arguments."""
+
+    optimizer: torch.optim.Optimizer | None
+    compile: bool | str
+    offload_to: str | os.PathLike[str] | None
+    tiles: bool | int
 
 
 @dataclass(frozen=True)
@@ -124,11 +142,8 @@ class PlanOptions:
 
     def step(self, model: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Step:
         """Return a step with these options that calls the model, or a function around it."""
-        is_several = call is model and self.num_forwards > 1
-        losses = losses_from(self.loss, takes_several=is_several)
-        if is_several:
-            call = Forwards(model, self.num_forwards)
-        return Step(model, call, args, kwargs, losses, self.holds_output)
+        num = self.num_forwards if call is model else 1
+        return Step(model, call, args, kwargs, losses_from(self.loss), self.holds_output, num)
 
     def room(self, step: Step) -> Room:
         """Return the room that budgets leave for a step, on the rank that has the least."""
@@ -145,27 +160,6 @@ class PlanOptions:
             return 0
         own = bytes_of((*model.parameters(), *model.buffers()))
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
-
-    def check_policy(self, policy: str, budget: int | str | None) -> None:
-        """Raise ValueError if a policy is unknown, or beside something that it leaves no choice of.
-
-        Args:
-            policy: the policy.
-            budget: the budget; None for none.
-        """
-        check_choice(*get_args(Policy), policy=policy)
-        if budget is not None:
-            raise ValueError(
-                f"`budget` is {budget!r}, and `policy` {policy!r}, but a plan follows one of them: "
-                "the fastest that keeps to the bytes, or what the policy says, whatever it takes. "
-                "Choose one."
-            )
-        for name in _CHOICES:
-            if (given := getattr(self, name)) != getattr(PlanOptions, name):
-                raise ValueError(
-                    f"`{name}` is {given!r}, but `policy` {policy!r} says what each block does. "
-                    f"Leave `{name}` out, or give a `budget` in place of the policy."
-                )
 
     def check_replan(self, model: nn.Module | None = None) -> None:
         """Raise a ValueError if plans with these options cannot be made for other shapes.
@@ -241,36 +235,32 @@ def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, An
 
 # -- losses ----------------------------------------------------------------------------------------
 
-_Losses = Callable[[Any], Sequence[Tensor]]
+_Losses = Callable[[Sequence[Any]], Sequence[Tensor]]
 
 
 class NoOutputError(ValueError):
     """The model returned None, as a `training_step` does to leave out a batch."""
 
 
-def losses_from(loss: Callable[..., Any] | None, *, takes_several: bool = False) -> _Losses:
-    """Return a function from the output of the model to one scalar or several.
+def losses_from(loss: Callable[..., Any] | None) -> _Losses:
+    """Return a function from the outputs of all forwards of a step to one scalar or several.
 
-    Without `loss`, the loss is the attribute or entry `loss` of the output, if it is a scalar. Else
+    Without `loss`, the loss is the attribute or entry `loss` of an output, if it is a scalar. Else
     it consists of the differentiable tensors in the output: scalars as they are, and the sum of
     the absolute values of others.
 
     Args:
-        loss: a function from the output to a scalar or several; None to find the loss.
-        takes_several: whether the output is a list of outputs, one of each forward of a step.
+        loss: a function from the outputs to a scalar or several; None to find the loss.
     """
-    if loss is None and takes_several:
-        return lambda outputs: [each for output in outputs for each in _found(output)]
     if loss is None:
-        return _found
+        return lambda outputs: [each for output in outputs for each in _found(output)]
 
-    def given(output: Any) -> Sequence[Tensor]:
-        outputs = tuple(output) if takes_several else (output,)
+    def given(outputs: Sequence[Any]) -> Sequence[Tensor]:
         try:
             losses = loss(*outputs)
         except TypeError as error:
             way_out = "Give a function of the output, such as lambda output: loss(output, target)"
-            explain_call(loss, outputs, {}, error, "`loss`", way_out)
+            explain_call(loss, tuple(outputs), {}, error, "`loss`", way_out)
             raise
         several: list[Any] = [*losses] if isinstance(losses, (tuple, list)) else [losses]
         for each in several:

@@ -86,8 +86,7 @@ class Plan(PlanReport):
 
     Attributes:
         model: the model.
-        budget_bytes: the budget; `sys.maxsize` under a policy.
-        policy: the policy that it follows; None if it was found for a budget.
+        budget_bytes: the budget.
         pending: how many forwards of a pipeline wait beside a step that follows it.
         baseline_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.
@@ -339,8 +338,7 @@ def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
             last = now
         axes.plot(times, [min(b, most) / unit for b in levels], color=color, label=text)
     budget = plan.budget_bytes / unit
-    if plan.policy is None:
-        axes.axhline(budget, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), label="budget")
+    axes.axhline(budget, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), label="budget")
     axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
     axes.set_xlim(0, None)
     axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)

@@ -17,19 +17,8 @@ NOTE [ Stages of a pipeline ]
 Rule 3. Each microbatch of a pipeline ("1F1B") has a backward of its own, the first one first, while
         later forwards wait for theirs. All follow one plan, so a step takes what the others hold,
         and the gradients of the backwards before it, beside its own bytes.
-Rule 4. What is kept in the sweep then counts several times, so other schedules are the best. They
-        are searched with states and tapes of the sweep as large as those of all forwards, and
-        counted with their own.
-
-NOTE [ Policies ]
-
-Rule 5. A policy says what each block does, so there is nothing to search: its plan has one schedule
-        of the blocks that were measured, is rehearsed and compared as any plan, and has no budget.
-Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
-        blocks that a step calls several times, all calls are treated alike. Blocks through which no
-        gradient goes keep nothing in any case.
-Rule 7. To save attention is to keep products (NOTE [ Kept products ]), of which a block then has no
-        others to choose from.
+Rule 4. What is kept in the sweep then counts several times. So the schedules of a step alone, and
+        the one that holds the least (every block runs again from its input), are counted anew.
 """
 
 from __future__ import annotations
@@ -47,17 +36,16 @@ from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, meas
 from recoup.planning.compiling import CodeByModule
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
-from recoup.planning.options import OffloadPlace, Policy
+from recoup.planning.options import OffloadPlace
 from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import Measured, MeasuredCall, price, selections
+from recoup.planning.pricing import Measured, MeasuredCall, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.verification import Outcome, has_room
-from recoup.planning.work import is_attention
 from recoup.schedules import (
     Cost,
     Point,
-    SelectiveTape,
+    Schedule,
     frontier,
     linear,
     simulate,
@@ -83,7 +71,6 @@ class PricedBlocks(NamedTuple):
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
-        policy: the policy that the first of the plans follows, which is taken; None to choose.
         pending: how many other forwards of a pipeline wait for their backward; None in a step that
             has one backward (See Rule 3).
     """
@@ -100,7 +87,6 @@ class PricedBlocks(NamedTuple):
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
-    policy: str | None = None
     pending: int | None = None
 
     @property
@@ -145,8 +131,9 @@ class PricedBlocks(NamedTuple):
             points = [point for point in points if point.peak_bytes < self.plain_bytes]
         points = [*points, whole]
         if self.pending is not None:  # See Rule 4
-            points += _points_of([_held_by_all(cost, self.pending) for cost in costs], self.place)
-            points = _best([self._counted(point, costs) for point in points])
+            again = each_alone([0] * (len(costs) - 1))
+            schedules = [again, *(point.schedule for point in points)]
+            points = _best([self._point_of(schedule, costs) for schedule in schedules])
         return self._replace(costs=costs, points=points)
 
     def beside(self, pending: int) -> PricedBlocks:
@@ -169,18 +156,16 @@ class PricedBlocks(NamedTuple):
         gradients = sum(p.nbytes for p in self.step.model.parameters() if p.requires_grad)
         return peak_bytes + self.pending * held_bytes + gradients
 
-    def _counted(self, point: Point, costs: Sequence[Cost]) -> Point:
-        """Return a point with the bytes and the time of its schedule beside other forwards."""
-        found = simulate(point.schedule, costs=costs)
-        held = [each.held_bytes for each in trace(point.schedule, costs) if not each.is_backward]
+    def _point_of(self, schedule: Schedule, costs: Sequence[Cost]) -> Point:
+        """Return the bytes and the time of a schedule, beside these forwards."""
+        found = simulate(schedule, costs=costs)
+        held = [each.held_bytes for each in trace(schedule, costs) if not each.is_backward]
         peak_bytes = self.bytes_beside(found.peak_bytes, held[-1])
-        return replace(point, peak_bytes=peak_bytes, seconds=found.seconds)
+        return Point(peak_bytes, found.seconds, found.num_forwards, schedule, found.num_inverses)
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""
-        step = replace(self.step)
-        step.verification.inherit(self.step.verification)
-        return self._replace(step=step)
+        return self._replace(step=replace(self.step))
 
     def plain(self, *, is_tiled: bool = False) -> Rehearsed:
         """Run a step that keeps all residuals.
@@ -195,13 +180,13 @@ class PricedBlocks(NamedTuple):
 
     def outcome_again(self) -> Outcome:
         """Run the step that runs all blocks again, and return its outcome."""
-        codes = {id(call.module): call.code_again for call in self.calls if call.code_again}
-        code = CodeByModule(codes) if codes else None
-        return measure_blocks(self.step, self.blocks, code).outcome
+        return measure_blocks(self.step, self.blocks, codes_again(self.calls)).outcome
 
     def expect_plain(self) -> None:
         """Run the plain step, if there is room for it, and compare plans with its outcome."""
         verification = self.step.verification
+        if not self.calls:
+            return  # it is the plain step
         if not verification.is_plain and _has_room(self.step, self.points[-1].peak_bytes):
             verification.expect(self.plain().outcome, is_plain=True)
         if verification.expected is None:
@@ -214,6 +199,12 @@ class PricedBlocks(NamedTuple):
             verification.expect_again(self.plain().outcome)
         if self.is_compiled or not verification.is_plain:
             verification.expect_again(self.outcome_again())
+
+
+def codes_again(calls: Sequence[MeasuredCall]) -> CodeByModule | None:
+    """Return the codes by which compiled blocks run again; None if none are compiled."""
+    codes = {id(call.module): call.code_again for call in calls if call.code_again}
+    return CodeByModule(codes) if codes else None
 
 
 def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
@@ -233,21 +224,6 @@ def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
         found = simulate(schedule, costs=costs, in_flight_bytes=in_flight_bytes)
         points.append(replace(point, peak_bytes=found.peak_bytes, schedule=schedule))
     return _best(points)
-
-
-def _held_by_all(cost: Cost, pending: int) -> Cost:
-    """Return a cost whose states, and tapes of the sweep, are those of several forwards."""
-    num = 1 + pending
-    own = SelectiveTape(cost.tape_bytes, cost.seconds, cost.tape_run_bytes, cost.reverse_bytes)
-    again = own if cost.again is None else cost.again
-    return replace(
-        cost,
-        state_bytes=num * cost.state_bytes,
-        tape_bytes=num * cost.tape_bytes,
-        variants=tuple(replace(each, tape_bytes=num * each.tape_bytes) for each in cost.variants),
-        results=tuple(replace(each, num_bytes=num * each.num_bytes) for each in cost.results),
-        again=replace(again, tape_bytes=again.tape_bytes + pending * cost.state_bytes),
-    )
 
 
 def _best(points: Sequence[Point]) -> list[Point]:
@@ -306,8 +282,6 @@ def price_blocks(
 def price_whole(step: Step) -> PricedBlocks:
     """Run the plain step, and return the costs of a model without blocks."""
     found = rehearse(step)
-    step.verification.expect(found.outcome, is_plain=True)
-    step.verification.compares = False  # it is right by definition
     (seconds,) = largest_among_ranks(step.model, [seconds_of(step)])
     costs = [Cost(0.0, 0, 0, tape_run_bytes=found.peak_bytes, is_fixed=True)]
     measured = Measured([], Span(), Span(), found.outcome)
@@ -318,46 +292,3 @@ def price_whole(step: Step) -> PricedBlocks:
 def _has_room(step: Step, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, on all ranks."""
     return not on_any_rank(step.model, not has_room(step.device, num_bytes))
-
-
-def under_policy(kind: PricedBlocks, policy: Policy) -> PricedBlocks:
-    """Return the blocks with the one plan that follows a policy, and that which keeps everything.
-
-    Args:
-        kind: the blocks with their costs.
-        policy: the policy.
-
-    Raises:
-        ValueError: attention is to be saved, and none of the blocks has a kernel for it.
-    """
-    saves_attention = policy == "save attention"
-    if saves_attention and kind.calls:
-        calls = [_choosing_attention(call) for call in kind.measured.calls]
-        kind = kind._replace(measured=replace(kind.measured, calls=calls))
-        kind = kind.repriced(calls, price(kind.measured, None), kind.seconds)
-        if not any(each.num_products for call in calls for each in selections(call)):
-            raise ValueError(
-                f"`policy` is {policy!r}, but no block was seen to call a kernel of attention that "
-                "could be kept alone. Let the model call torch.nn.functional."
-                'scaled_dot_product_attention (`attn_implementation="sdpa"`), which has a kernel '
-                'without dropout on every device, or give "full".'
-            )
-    whole = kind.points[-1]
-    if policy == "keep" or not kind.calls:
-        return kind._replace(points=[whole], policy=policy)
-    places = {id(call.module): None for call in kind.calls}
-    again = set(list(places)[:: 2 if policy == "every 2nd block" else 1])
-    kept: list[int | None] = []
-    for call, cost in zip(kind.calls, kind.costs, strict=False):
-        runs_again = call.until_again is not None and id(call.module) in again
-        most = len(cost.results) if saves_attention else 0
-        kept.append(most if runs_again else None)
-    schedule = replace(each_alone(kept), name=policy)
-    found = simulate(schedule, costs=kind.costs)
-    point = Point(found.peak_bytes, found.seconds, found.num_forwards, schedule)
-    return kind._replace(points=[point, whole], policy=policy)
-
-
-def _choosing_attention(call: MeasuredCall) -> MeasuredCall:
-    products = [p if is_attention(p.func) else p._replace(start=math.inf) for p in call.products]
-    return replace(call, products=products)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -20,31 +20,18 @@ from recoup.planning.argument_shapes import shapes_of
 from recoup.planning.arguments import built_arguments, example_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
-from recoup.planning.options import PlanOptions, Policy, checked_budget
+from recoup.planning.options import PlanKeywords, PlanOptions, checked_budget
 from recoup.planning.plan import Plan
 from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.step import Step
 
 
 @overload
-def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
+def plan(
     model: nn.Module,
     *example_args: Any,
     budget: None = ...,
-    policy: None = ...,
-    loss: Callable[[Any], Any] | None = ...,
-    blocks: str | Iterable[str | nn.Module] | None = ...,
-    budget_of: Literal["step", "total"] = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    holds_output: bool = ...,
-    compile: bool | str = ...,
-    exact: bool = ...,
-    offload_to: str | os.PathLike[str] | None = ...,
-    tiles: bool | int = ...,
-    num_forwards: int = ...,
-    headroom: float | None = ...,
-    replan: bool = ...,
-    **example_kwargs: Any,
+    **options_and_example_kwargs: Any,
 ) -> Frontier: ...
 
 
@@ -52,8 +39,7 @@ def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is th
 def plan(
     model: nn.Module,
     *example_args: Any,
-    budget: int | str | None = ...,
-    policy: Policy | None = ...,
+    budget: int | str,
     loss: Callable[[Any], Any] | None = ...,
     blocks: str | Iterable[str | nn.Module] | None = ...,
     budget_of: Literal["step", "total"] = ...,
@@ -74,7 +60,6 @@ def plan(
     model: nn.Module,
     *example_args: Any,
     budget: int | str | None = None,
-    policy: Policy | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
@@ -107,10 +92,6 @@ def plan(
             alone has the keyword arguments, if the forward takes its entries by name.
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
-        policy: in place of a budget, what people choose by hand for all blocks, whatever it takes:
-            "full" (every block runs again: activation checkpointing), "every 2nd block", "save
-            attention" (what its kernels return is kept, and the rest runs again) or "keep". A plan
-            with the bytes of a policy as its budget is at least as fast.
         loss: a function from the output of the model to a scalar, or several. The default is the
             attribute or entry `loss` of the output, or else the sum of the output's absolute
             values. A loss that is computed outside the model takes memory too, so pass it.
@@ -190,8 +171,6 @@ def plan(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards, headroom,
     )  # fmt: skip
-    if policy is not None:
-        options.check_policy(policy, budget)
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
     check_flag(replan=replan)
     step = options.step(model, model, example_args, example_kwargs)
@@ -199,8 +178,7 @@ def plan(
         return plan_of(step, budget, options, replan=replan)
     if replan:
         raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
-    found = frontier_of(step, options)
-    return found if policy is None else found.plan_under(policy)
+    return frontier_of(step, options)
 
 
 def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool = False) -> Plan:
@@ -222,7 +200,7 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         options.check_replan(step.root)
     made = frontier_of(step, options).plan_now(budget_bytes)
     if replan:
-        maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
+        maker = PlanMaker(step.model, step.call, budget_bytes, options)
         made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
     return made
 
@@ -248,13 +226,6 @@ class Largest(NamedTuple):
     kwargs: Kwargs
 
 
-class _Probe(NamedTuple):
-    size: int
-    argument_bytes: int
-    least_bytes: int
-    plan: Plan | None
-
-
 def largest(
     build_batch: Callable[[int], Any],
     model: nn.Module,
@@ -262,17 +233,7 @@ def largest(
     budget: int | str,
     least: int = 1,
     most: int | None = None,
-    loss: Callable[[Any], Any] | None = None,
-    blocks: str | Iterable[str | nn.Module] | None = None,
-    budget_of: Literal["step", "total"] = "step",
-    optimizer: torch.optim.Optimizer | None = None,
-    holds_output: bool = True,
-    compile: bool | str = False,  # noqa: A002
-    exact: bool = True,
-    offload_to: str | os.PathLike[str] | None = None,
-    tiles: bool | int = False,
-    num_forwards: int = 1,
-    headroom: float | None = None,
+    **options: Unpack[PlanKeywords],
 ) -> Largest:
     """Return the largest batch, or the longest sequence, that a plan can train in a budget.
 
@@ -289,18 +250,9 @@ def largest(
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
         least: the smallest size to try.
         most: the largest size to try; None for no bound.
-        loss: as for `recoup.plan`, as are the arguments that follow. A loss that needs targets of
-            the size reads its size from what the model returns.
-        blocks: the modules that are kept or recomputed as a whole.
-        budget_of: "step", or "total" to count what is alive before a step.
-        optimizer: the optimizer, for "total".
-        holds_output: whether the training loop holds the output of the model while backward runs.
-        compile: whether blocks may run compiled.
-        exact: whether no block may be inverted.
-        offload_to: where the inputs of blocks may wait for backward.
-        tiles: whether the output layer and MLPs may run in tiles.
-        num_forwards: how many times a step calls the model before one backward.
-        headroom: the part of the budget that is left for fragmentation.
+        options: those of `recoup.plan`: `loss`, `blocks`, `budget_of`, `optimizer`, `holds_output`,
+            `compile`, `exact`, `offload_to`, `tiles`, `num_forwards` and `headroom`. A loss that
+            needs targets of the size reads its size from what the model returns.
 
     Returns:
         The size, the plan for it, and the arguments. Up to a hundredth more may fit.
@@ -321,23 +273,7 @@ def largest(
         >>> found.plan.apply().is_applied
         True
     """
-    budget_bytes = checked_budget(budget)
-    options = PlanOptions(
-        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
-        num_forwards, headroom,
-    )  # fmt: skip
-    return largest_of(build_batch, model, budget_bytes, options, least, most)
-
-
-def largest_of(
-    build_batch: Callable[[int], Any],
-    model: nn.Module,
-    budget_bytes: int,
-    options: PlanOptions,
-    least: int = 1,
-    most: int | None = None,
-) -> Largest:
-    """Return the largest size, as `largest` does, for a model with options."""
+    budget_bytes, chosen = checked_budget(budget), PlanOptions(**options)
     check_callable(build_batch=build_batch)
     if not is_whole(least) or (most is not None and not is_whole(most, least)):
         raise ValueError(
@@ -345,66 +281,56 @@ def largest_of(
             "`most` is at least `least`, or None."
         )
 
-    def probe(size: int, smaller: _Probe | None = None) -> _Probe:
+    argument_bytes: dict[int, int] = {}  # of each size
+
+    def probe(size: int) -> Plan | BudgetError:
         args, kwargs = built_arguments(model, _parts(build_batch, size))
         num_bytes = sum(tensor.nbytes for tensor in flatten((args, kwargs))[0])
-        if smaller is not None and num_bytes <= smaller.argument_bytes:
+        smaller = max((each for each in argument_bytes if each < size), default=size)
+        if num_bytes <= argument_bytes.get(smaller, -1):
             raise ValueError(
-                f"`build_batch` returns {smaller.argument_bytes} bytes of tensors for size "
-                f"{smaller.size} and {num_bytes} for size {size}. It must return larger arguments "
-                "for a larger size; give `most` if there are no more."
+                f"`build_batch` returns {argument_bytes[smaller]} bytes of tensors for size "
+                f"{smaller} and {num_bytes} for size {size}. It must return larger arguments for a "
+                "larger size; give `most` if there are no more."
             )
+        argument_bytes[size] = num_bytes
         try:
-            frontier = frontier_of(options.step(model, model, args, kwargs), options)
+            return plan_of(chosen.step(model, model, args, kwargs), budget_bytes, chosen)
+        except BudgetError as error:
+            return error
         except Exception as error:
             shapes = shapes_of(model, args, kwargs)
-            error.add_note(f"`build_batch` returned these arguments for size {size}: {shapes}.")
-            name = type(model).__name__
             error.add_note(
-                f"If {name} needs more than size {size} (as a batch norm does), give `least`."
-                if smaller is None
-                else f"Size {smaller.size} ran, and size {size} did not: if {name} takes no more "
-                "(positions, targets), give that bound as `most`."
+                f"`build_batch` returned these arguments for size {size}: {shapes}. If a "
+                f"{type(model).__name__} needs more (as a batch norm does), give `least`; if it "
+                "takes no more (positions, targets), give that bound as `most`."
             )
             raise
-        try:
-            plan = frontier.plan(budget_bytes)
-        except BudgetError as error:
-            return _Probe(size, num_bytes, error.least_bytes, None)
-        return _Probe(size, num_bytes, plan.least_bytes, plan)
 
-    best = probe(least)
-    if best.plan is None:
+    size, plan = least, probe(least)
+    if isinstance(plan, BudgetError):
         raise BudgetError(
             f"`budget` is {budget_bytes} bytes, but a step of size {least} takes at least "
-            f"{best.least_bytes}. Give that much, or a smaller `least`.",
-            best.least_bytes,
+            f"{plan.least_bytes}. Give that much, or a smaller `least`.",
+            plan.least_bytes,
         )
-    before: _Probe | None = None
+    growth = 0.0  # bytes for each further sample or token
     too_large = most + 1 if most is not None else None
     has_failed = False
-    while too_large is None or too_large - best.size > max(1, _NEAR * best.size):
-        size = _next(before, best, budget_bytes)
-        if too_large is not None and size >= too_large:
+    while too_large is None or too_large - size > max(1, _NEAR * size):
+        more = _MARGIN * (budget_bytes - plan.least_bytes) / growth if growth > 0 else size
+        larger = size + max(1, int(_NEAR * size), min(int(more), (_MOST_GROWTH - 1) * size))
+        if too_large is not None and larger >= too_large:
             # If the line was right, little is left; else the rest is halved.
-            size = (best.size + too_large) // 2 if has_failed else too_large - 1
-        found = probe(size, best)
-        if found.plan is None:
-            too_large, has_failed = size, True
+            larger = (size + too_large) // 2 if has_failed else too_large - 1
+        found = probe(larger)
+        if isinstance(found, BudgetError):
+            too_large, has_failed = larger, True
         else:
-            before, best = best, found
-    args, kwargs = built_arguments(model, _parts(build_batch, best.size))
-    return Largest(best.size, cast("Plan", best.plan), args, kwargs)
-
-
-def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
-    """Return the size to try next, by a line through the bytes of the last two that fit."""
-    if before is None or best.least_bytes <= before.least_bytes:
-        return 2 * best.size
-    slope = (best.least_bytes - before.least_bytes) / (best.size - before.size)
-    more = int(_MARGIN * (budget_bytes - best.least_bytes) / slope)
-    step = max(1, int(_NEAR * best.size))
-    return min(best.size + max(more, step), _MOST_GROWTH * best.size)
+            growth = (found.least_bytes - plan.least_bytes) / (larger - size)
+            size, plan = larger, found
+    args, kwargs = built_arguments(model, _parts(build_batch, size))
+    return Largest(size, plan, args, kwargs)
 
 
 def _parts(build_batch: Callable[[int], Any], size: int) -> Sequence[Any]:

@@ -20,10 +20,8 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import is_without_values
-from recoup.errors import ReplayError
 from recoup.memory.timeline import Span, Timeline, most_of, timeline
 from recoup.planning.arguments import explain_model
-from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks, on_any_rank
 from recoup.planning.rehearsal import (
@@ -34,7 +32,13 @@ from recoup.planning.rehearsal import (
     without_gradients,
 )
 from recoup.planning.tiled_parts import TiledParts
-from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
+from recoup.planning.verification import (
+    TURNED_OVER,
+    DifferentStepError,
+    Outcome,
+    Verification,
+    outcome_of,
+)
 from recoup.planning.work import counted_seconds, timed_by_work
 
 
@@ -52,20 +56,6 @@ AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 @dataclass(frozen=True)
-class Forwards:
-    """A call of a model several times, with the same arguments."""
-
-    model: nn.Module
-    num: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        # Each call has containers of its own: a model may write its output into a dict that it got.
-        tensors, tree = flatten((args, kwargs))
-        calls: list[Any] = [tree.unflatten(tensors) for _ in range(self.num)]
-        return [self.model(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
-
-
-@dataclass(frozen=True)
 class Step:
     """A training step (forward, loss, backward) on copies of the arguments that share their memory.
 
@@ -74,11 +64,13 @@ class Step:
         call: the model itself, or a function that calls it.
         args: its arguments.
         kwargs: its keyword arguments.
-        losses: a function from its output to one scalar or several.
-        holds_output: whether the output is alive until backward has ended.
+        losses: a function from the outputs of all calls to one scalar or several.
+        holds_output: whether the outputs are alive until backward has ended.
+        num_forwards: how often it is called before backward, with the same arguments.
         seed: the seed of its random draws; None to leave the random streams as they are.
         tiled: the parts of the model that run in tiles; None if none do.
         written: the parameters that its forward writes to, which rehearsals restore.
+        has_compiled_code: whether blocks run by compiled code, which rounds differently.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
@@ -86,16 +78,20 @@ class Step:
     call: Callable[..., Any]
     args: Args
     kwargs: Kwargs
-    losses: Callable[[Any], Sequence[Tensor]]
+    losses: Callable[[Sequence[Any]], Sequence[Tensor]]
     holds_output: bool = True
+    num_forwards: int = 1
     seed: int | None = None
     tiled: TiledParts | None = None
     written: tuple[nn.Parameter, ...] = ()
+    has_compiled_code: bool = False
     verification: Verification = field(default_factory=Verification, init=False)
 
     def __post_init__(self) -> None:
         if self.tiled is not None:
             self.verification.allow_other_sums(self.tiled.eps)
+        if self.has_compiled_code:
+            self.verification.allow_other_sums(spread=TURNED_OVER)
 
     @property
     def device(self) -> torch.device:
@@ -103,14 +99,9 @@ class Step:
         return device_of(self.model)
 
     @property
-    def num_forwards(self) -> int:
-        """The number of forwards of the model, if it calls nothing else."""
-        return self.call.num if isinstance(self.call, Forwards) else 1
-
-    @property
     def root(self) -> nn.Module | None:
         """The model, if the step calls nothing else."""
-        return self.model if isinstance(self.call, Forwards) or self.call is self.model else None
+        return self.model if self.call is self.model else None
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
@@ -142,51 +133,48 @@ class Step:
     def _restoring(self, undo: list[Undo]) -> AbstractContextManager[None]:
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses), undo)
 
-    def unwritten(self, blocks: Sequence[Block]) -> list[Block]:
-        """Return the blocks that may run again: forward writes to none of their parameters."""
-        written = set(map(id, self.written))
-        return [each for each in blocks if written.isdisjoint(map(id, each[1].parameters()))]
-
-    def explain_writes(self) -> ReplayError | None:
+    def explain_writes(self) -> str | None:
         """Return why no blocks may run again, if forward writes to parameters."""
+        if not self.written:
+            return None
         written = set(map(id, self.written))
         names = [f"`{name}`" for name, p in self.model.named_parameters() if id(p) in written]
-        if not names:
-            return None
-        return ReplayError(
-            f"The forward writes to parameters in them ({', '.join(names[:3])}), and would do so "
-            "again. If only the first one does (a data-dependent initialization), run a forward "
+        return (
+            f"The forward writes to parameters ({', '.join(names[:3])}), and would do so again. If "
+            "only the first one does (a data-dependent initialization), run a forward "
             "before recoup.plan; otherwise make them buffers, which count once."
         )
 
     def run(
-        self, seconds: list[float] | None = None, between: Callable[[], object] = bool
+        self, mark: Callable[[], object] = bool, between: Callable[[], object] = bool
     ) -> list[Tensor | None]:
         """Run the step, and return the gradients of the arguments that require them.
 
         Args:
-            seconds: a list to which the times of forward and of backward are appended.
+            mark: what to call at the beginning and the end of forward, and of backward.
             between: what to call before backward begins.
         """
-        args, kwargs = self._arguments()
-        given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
+        calls = self._calls()
+        given = [t for t in flatten(calls[0])[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
         parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
         clock = timed_by_work() if is_without_values() else nullcontext()
         with grad_mode(True), parts, clock:
-            with _timing(seconds):
-                output = self._called(args, kwargs)
-                losses = self.losses(output)
+            mark()
+            outputs = self._outputs_of(calls)
+            losses = self.losses(outputs)
+            mark()
             if not self.holds_output:
-                output = None
+                outputs.clear()
             torch.clear_autocast_cache()  # as a training loop does: it leaves autocast here
             between()
             with without_gradients(foreign_leaves(self.model, losses)) as leaves:
-                with _timing(seconds):
-                    self._reverse(losses)
+                mark()
+                torch.autograd.backward(losses)
+                mark()
                 gradients = {id(leaf): leaf.grad for leaf in leaves}
-        del output
+        del outputs
         return [gradients.get(id(value)) for value in given]
 
     def observe_forward(
@@ -225,27 +213,25 @@ class Step:
                     module.register_forward_hook(ends, with_kwargs=True),
                 ):
                     hooks.callback(handle.remove)
-            args, kwargs = self._arguments()
+            calls = self._calls()
             if seed is not None:
                 _seed_all(seed)
-            self._called(args, kwargs)
+            self._outputs_of(calls)
         return observer
 
-    def _called(self, args: Args, kwargs: Kwargs) -> Any:
+    def _outputs_of(self, calls: list[tuple[Args, Kwargs]]) -> list[Any]:
         try:
-            return self.call(*args, **kwargs)
+            return [self.call(*args, **kwargs) for args, kwargs in calls]
         except Exception as error:
             if self.root is not None:
-                explain_model(self.root, args, kwargs, error)
+                explain_model(self.root, *calls[0], error)
             raise
 
-    def _reverse(self, losses: Sequence[Tensor]) -> None:
-        torch.autograd.backward(losses)
+    def _calls(self) -> list[tuple[Args, Kwargs]]:
+        """Return the arguments of each call, with tensors without their history.
 
-    def _arguments(self) -> Any:
-        """Return copies of the containers in the arguments, with tensors without their history.
-
-        A leaf that requires a gradient stays itself: a loss may ask for its gradient (forces).
+        A leaf that requires a gradient stays itself: a loss may ask for its gradient (forces). Each
+        call has containers of its own: a model may write its output into a dict that it got.
         """
         tensors, tree = flatten((self.args, self.kwargs))
         # A tensor that is there twice is one tensor: code may ask (an attention does).
@@ -254,7 +240,8 @@ class Step:
             else t.detach().requires_grad_(t.requires_grad)
             for t in tensors
         }  # fmt: skip
-        return tree.unflatten(tuple(own[id(t)] for t in tensors))
+        copies = tuple(own[id(t)] for t in tensors)
+        return [tree.unflatten(copies) for _ in range(self.num_forwards)]
 
 
 class Rehearsed(NamedTuple):
@@ -279,7 +266,7 @@ def rehearse(step: Step) -> Rehearsed:
         marks: list[Span] = []
         gradients = step.run(between=lambda: marks.append(line.mark()))
         marks.append(line.mark())  # before the outcome is summed up, which takes memory, too
-        outcome = outcome_of(step.model, gradients, step.written)
+        outcome = outcome_of(step.model, gradients)
         del gradients
     own = most_of(marks)
     found = [own.requested, own.allocated, own.reserved or 0, marks[0].end_bytes]
@@ -307,19 +294,11 @@ def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
 
 def seconds_of(step: Step) -> float:
     """Return the seconds of a step of the model, which must have run once before."""
-    seconds: list[float] = []
+    marks: list[float] = []
     with step.rehearsed():
-        step.run(seconds)
-    return sum(seconds)
-
-
-@contextmanager
-def _timing(seconds: list[float] | None) -> Generator[None]:
-    """Return a context whose time is appended to `seconds`, if that is a list."""
-    begin = 0.0 if seconds is None else now()
-    yield
-    if seconds is not None:
-        seconds.append(now() - begin)
+        step.run(lambda: marks.append(now()))
+    begin, end, backward_begins, backward_ends = marks
+    return end - begin + backward_ends - backward_begins
 
 
 def now() -> float:
@@ -394,16 +373,10 @@ class _WriteWatch(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for storage in storages_of(_written_by(func, args, kwargs)):
+        writes = traits_of(func).writes if has_schema(func) else ()
+        given = (*enumerate(args), *kwargs.items())
+        for storage in storages_of(tensors_in([each for key, each in given if key in writes])):
             for parameter in self._untouched.pop(storage, ()):
                 self.written.append(parameter)
                 self.undo.append(restoring(parameter))
         return func(*args, **kwargs)
-
-
-def _written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of an operator that it writes to."""
-    writes = traits_of(func).writes if has_schema(func) else ()
-    return tensors_in(
-        [value for key, value in (*enumerate(args), *kwargs.items()) if key in writes]
-    )

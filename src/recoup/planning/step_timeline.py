@@ -19,7 +19,6 @@ from recoup.memory.step_recorder import PHASES, StepLine, StepRecorder
 from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import check_page, page_of
 from recoup.planning.arguments import example_arguments
-from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import Args, Kwargs, suspended
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan, applied_plans, own_forwards
@@ -209,7 +208,7 @@ def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine
 
     following = nullcontext() if plan is None else plan.planned.followed(plan.schedule, told)
     observed = replace(step, losses=recorder.observed(step.losses))
-    with recompiling(is_compiled), following, observed.counted(line):
+    with following, observed.counted(line):
         with recorder.recording():
             gradients = observed.run()
         del gradients

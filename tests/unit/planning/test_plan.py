@@ -1,9 +1,8 @@
-"""What a plan does, says and draws, for bytes or by a policy."""
+"""What a plan does, says and draws, for bytes."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 from collections import Counter
@@ -15,7 +14,6 @@ from xml.etree.ElementTree import fromstring
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import recoup
 from recoup.errors import BudgetError
@@ -24,8 +22,6 @@ from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
 from recoup.planning.report import what_can_be_inverted
 from recoup.schedules import Offload, simulate
-from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
-from tests.oracle import Operators
 from tests.plan_oracle import (
     Made,
     Residual,
@@ -254,70 +250,3 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
     assert before == sorted(before)
     assert after == sorted(after)
     assert after[-1] == pytest.approx(float(place)) == pytest.approx(made.predicted_time_ratio)
-
-
-# -- policies: what people choose by hand for all blocks -------------------------------------------
-
-
-def attends(width: int) -> nn.Module:
-    """A block with a kernel of attention."""
-
-    def forward(block, x):
-        q, k, v = block.given(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + F.gelu(block.made(y.transpose(1, 2).flatten(2)))
-
-    return Made(forward, given=nn.Linear(width, 3 * width), made=nn.Linear(width, width))
-
-
-def of_net(block=Block):
-    """A model, its input, and a step."""
-    torch.manual_seed(0)
-    model, x = Net(32, 6, block), torch.randn(8, 64, 32)
-    model.stem = nn.Linear(32, 32)
-    return model, x, lambda: loss_of(model(x)).backward()
-
-
-def counted(model, step):
-    """What a step makes, its peak, and the runs of each block."""
-    runs = Counter()
-    for index, block in enumerate(model.blocks):
-        first = next(block.children())
-        first.register_forward_pre_hook(lambda *_, i=index: runs.update([i]))
-    made = result_of(model, step)
-    runs, forwards = Counter(), runs
-    return made, peak_of(model, step), sorted(forwards.items())
-
-
-@pytest.mark.parametrize(("policy", "every"), [("full", 1), ("every 2nd block", 2), ("keep", 7)])
-def test_a_policy_is_what_people_do_by_hand(policy, every):
-    hand, _, step = of_net()
-    for block in list(hand.blocks)[::every] if every < 7 else []:
-        block.forward = functools.partial(recoup.checkpoint, block.forward)
-    wanted, most, runs = counted(hand, step)
-    model, x, step = of_net()
-    plan = recoup.plan(model, x, policy=policy, loss=loss_of)
-    with plan.applied():
-        found, peak, own_runs = counted(model, step)
-    assert_same(found, wanted)
-    assert own_runs == runs
-    assert abs(peak - most) <= 0.005 * most  # of one region, or of several, are random states
-    assert peak <= plan.rehearsed_peak_bytes
-    with plan.applied():
-        loss_of(model(x) + model(x)).backward()  # it has no budget, and so no bound
-    assert f'Net: 6 blocks, policy "{policy}" (step)' in str(plan)
-    assert "least feasible" not in str(plan)
-
-
-def test_attention_is_kept_and_the_rest_runs_again():
-    model, x, step = of_net(attends)
-    wanted = result_of(model, step)
-    plan = recoup.plan(model, x, policy="save attention", loss=loss_of)
-    assert ways_of(plan) == {"keep products"}
-    kept = x.nbytes + 4 * x.shape[0] * 4 * x.shape[1]  # its result, and a number a row and head
-    assert {row.keeps_bytes for row in plan.blocks} == {x.nbytes + kept}
-    with plan.applied(), Operators() as ran:
-        found = result_of(model, step)
-    assert_same(found, wanted)
-    assert ran.of("_scaled_dot_product_flash_attention_for_cpu") == 6
-    assert ran.of("addmm") >= 2 * 6 + 2
