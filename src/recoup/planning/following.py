@@ -186,6 +186,8 @@ class PlanFollower:
             return self._tiled.called(module, forward, args, kwargs)
         passes = self._of_thread.passes
         now = passes[-1] if passes else self._of_thread.outside
+        if id(module) not in self._names:
+            return forward(*args, **kwargs)  # a block of another plan for the model
         if now.checkpoints != enclosing_checkpoints() or (not passes and is_in_backward()):
             return forward(*args, **kwargs)  # See Rule 5
         index = self._next_index(module, now)

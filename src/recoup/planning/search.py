@@ -22,7 +22,7 @@ from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanOptions, Policy, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.replanning import PlanMaker, PlansByShape
+from recoup.planning.replanning import PlansByShape
 from recoup.planning.step import Step
 
 
@@ -222,8 +222,7 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         options.check_replan(step.root)
     made = frontier_of(step, options).plan_now(budget_bytes)
     if replan:
-        maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
-        made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
+        made.replanner = PlansByShape(made, step, budget_bytes, options)
     return made
 
 
