@@ -216,7 +216,7 @@ class PlanFollower:
             self._arguments.warn_if_larger(self._model, args, kwargs)
             self._warn_of_drift()
         if bound is not None and is_counted and not pending:
-            bound.pending.watch(bound, cast("nn.Module", self._model))
+            bound.pending.watch(cast("nn.Module", self._model), bound.step_bytes)
         own = pending[len(pending) - len(pending) % self._num_forwards :]
         now = _Pass(max((each.latest for each in own), default=-1))  # See Rule 6
         passes.append(now)

@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import PlanReport
-from recoup.schedules import Advance, Tape, trace
+from recoup.schedules import trace
 
 _logger = logging.getLogger(__name__)
 
@@ -182,23 +181,13 @@ class Plan(PlanReport):
         Args:
             pending: the forwards of the model whose backward is pending.
         """
+        num = self.planned.num_forwards  # together they hold what was measured
+        held = [self._held_bytes // num] * (num if num > 1 else 1 + (self.pending or 0))
         return StepBound(
-            self.budget_bytes, self._room, self._rehearsed_bytes, self._held_by_forwards(),
+            self._room.of(self.budget_bytes), self._room, self._rehearsed_bytes, held,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
             self.modes if self.planned.root else (), pending,
         )  # fmt: skip
-
-    def _held_by_forwards(self) -> list[int]:
-        """Return the bytes that each forward of a step holds until its backward."""
-        num = self.planned.num_forwards
-        if num == 1:
-            return [self._held_bytes] * (1 + (self.pending or 0))
-        size = len(self.planned.calls) // num
-        moments = trace(self.schedule, self.costs)
-        held = [each.held_bytes for each in moments if isinstance(each.action, Advance | Tape)]
-        levels = [0, *(held[(place + 1) * size - 1] for place in range(num))]
-        shares = [max(after - before, 0) for before, after in pairwise(levels)]
-        return [self._held_bytes * share // (sum(shares) or 1) for share in shares]
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:
         """Return a follower of the plan, which warns once of larger arguments.

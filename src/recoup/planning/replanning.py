@@ -96,7 +96,7 @@ class _Entry(NamedTuple):
         if self.shapes.trained != shapes.trained or not self.shapes.cover(shapes):
             return math.inf  # where less is trained, another plan may need less time
         entries = self.shapes.share_of(shapes)
-        is_near = entries >= _NEAR or self.bound.num_forwards > 1  # See Rule 8
+        is_near = entries >= _NEAR or self.plan.planned.num_forwards > 1  # See Rule 8
         return 0.0 if is_near else self.plan.most_lost(self.share * entries**2)
 
     def distance_to(self, shapes: ArgumentShapes) -> float:
@@ -221,7 +221,7 @@ class PlansByShape:
     def _served(self, group: WrappedForwards, args: Args, kwargs: Kwargs) -> _Entry:
         shapes, own = shapes_of(self._model, args, kwargs), self._entry
         pending = own.bound.waiting()
-        is_beside = len(pending) % own.bound.num_forwards > 0  # another forward of its step
+        is_beside = len(pending) % own.plan.planned.num_forwards > 0  # another forward of its step
         lost, best = self._least([each.lost(shapes) for each in self._entries], self._entries)
         if pending and (lost < math.inf or not is_beside):
             return best if lost < math.inf and best.bound.fits(pending) else own

@@ -122,7 +122,6 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     step, budget = kind.step, room.of(budget_bytes)
     last: dict[int, Rehearsed] = {}  # of each point
     planned = PlannedModel.of(step, kind.blocks, kind.calls, kind.guard)
-    is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
         point = kind.points[index]
@@ -133,9 +132,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
                 if found.peak_bytes > budget:  # See Rule 3 of ranks.py
                     found = min(found, rehearse_planned(step, tolerance), key=itemgetter(0))
         last[index] = found
-        # Other forwards call more blocks than the rehearsal did.
-        taken = kind.bytes_beside(found.peak_bytes, found.held_bytes)
-        return max(taken, point.peak_bytes if is_partly_estimated else 0)
+        return kind.bytes_beside(found.peak_bytes, found.held_bytes)
 
     # The plain step has shown that there is room for it (See Rule 3).
     within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
