@@ -232,28 +232,17 @@ def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_pla
     assert made.step_seconds > 0
 
 
-def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
-    """The picture of the step ends where the picture of all plans has this one."""
-    give_times(monkeypatch, plain=3.5, again=[0.5] * 6)  # runs again pay more than first
+def test_the_figure_keeps_to_the_peaks_and_tells_time_in_whole_steps(monkeypatch, tmp_path):
     _, _, made = planned()
-    assert made.predicted_time_ratio > 1
-    drawn: list[Any] = []
-
-    def rendered(draw, *args, **kwargs):
-        panels = [MagicMock(), MagicMock()]
-        draw(panels)
-        drawn.extend(panels)
-        return b""
-
-    monkeypatch.setattr("recoup.planning.plan.rendered", rendered)
+    axes = MagicMock()
+    monkeypatch.setattr("recoup.planning.plan.rendered", lambda draw, *_, **__: draw([axes]) or b"")
     monkeypatch.setattr("recoup.planning.plan.finish", lambda *args: None)
     made.figure(tmp_path / "plan.png")
-    before, after = (call.args[0] for call in drawn[0].plot.call_args_list)
-    (place,) = (call.args[1] for call in drawn[1].plot.call_args_list)
-    assert before[-1] == pytest.approx(1.0)
-    assert before == sorted(before)
-    assert after == sorted(after)
-    assert after[-1] == pytest.approx(float(place)) == pytest.approx(made.predicted_time_ratio)
+    before, after = (call.args for call in axes.plot.call_args_list)
+    assert before[0][-1] == pytest.approx(1.0)
+    assert after[0][-1] > 1
+    assert before[0] == sorted(before[0])
+    assert max(after[1]) / max(before[1]) == made.predicted_peak_bytes / made.most_bytes
 
 
 # -- policies: what people choose by hand for all blocks -------------------------------------------
