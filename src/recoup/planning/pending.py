@@ -48,10 +48,10 @@ from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
 from recoup.planning.argument_shapes import tensors_within
-from recoup.planning.lazy_logits import LazyLogits
 from recoup.planning.options import Room
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
+from recoup.planning.tiled_head import LazyLogits
 
 
 class _Forward:

@@ -140,10 +140,9 @@ def plan(
             whose speed is measured. None for host memory on an accelerator, and for no place on
             the CPU.
         tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
-            logits are never there as a whole (an int says in how many), and MLPs within blocks
-            along the sequence. The loss and the gradients are then those of the model to rounding,
-            not to the bit; where the output layer is in tiles, they cannot be differentiated again,
-            and logits that the model returns are computed when they are read.
+            logits are never there as a whole (an int says in how many). The loss and the gradients
+            are then those of the model to rounding, not to the bit; they cannot be differentiated
+            again, and logits that the model returns are computed when they are read.
         num_forwards: how many times a step calls the model before one backward (2 for SimCSE and
             R-Drop). Each call is planned with the example arguments, and `loss` is given all
             outputs: ``lambda a, b: ...``. A step that calls the model more often raises a
@@ -297,7 +296,7 @@ def largest(
         compile: whether blocks may run compiled.
         exact: whether no block may be inverted.
         offload_to: where the inputs of blocks may wait for backward.
-        tiles: whether the output layer and MLPs may run in tiles.
+        tiles: whether the output layer may run in tiles.
         num_forwards: how many times a step calls the model before one backward.
         headroom: the part of the budget that is left for fragmentation.
 

@@ -39,7 +39,7 @@ from recoup.planning.rehearsal import (
     restoring,
     without_gradients,
 )
-from recoup.planning.tiled_parts import TiledParts
+from recoup.planning.tiled_head import TiledHead
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
 
@@ -83,7 +83,7 @@ class Step:
         losses: a function from its output to one scalar or several.
         holds_output: whether the output is alive until backward has ended.
         seed: the seed of its random draws; None to leave the random streams as they are.
-        tiled: the parts of the model that run in tiles; None if none do.
+        tiled: the output layer of the model, if it runs in tiles; None if not.
         written: the parameters that its forward writes to, which rehearsals restore.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
@@ -95,7 +95,7 @@ class Step:
     losses: Callable[[Any], Sequence[Tensor]]
     holds_output: bool = True
     seed: int | None = None
-    tiled: TiledParts | None = None
+    tiled: TiledHead | None = None
     written: tuple[nn.Parameter, ...] = ()
     verification: Verification = field(default_factory=Verification, init=False)
 
@@ -178,7 +178,7 @@ class Step:
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
-        parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
+        parts = nullcontext() if self.tiled is None else followed([self.tiled.module], self.tiled)
         clock = timed_by_work() if is_without_values() else nullcontext()
         with grad_mode(True), parts, clock:
             with _timing(seconds):

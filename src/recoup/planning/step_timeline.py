@@ -216,5 +216,5 @@ def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine
     if plan is None:
         return StepLine("as it is", recorder.stretches(), baseline_bytes, recorder.peaks)
     calls = [BlockCall(block.name, block.way) for block in plan.blocks]
-    tiled = () if step.tiled is None else step.tiled.modules
+    tiled = () if step.tiled is None else [step.tiled.module]
     return StepLine("planned", recorder.stretches(calls, tiled), baseline_bytes, recorder.peaks)
