@@ -99,8 +99,6 @@ class Plan(PlanReport):
         least_bytes: the smallest budget known to suffice: for the rehearsal that took the least
             bytes.
         most_bytes: the predicted peak of a step that keeps every residual.
-        collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
-        collectives_again: those of them that second runs repeat.
         step_seconds: the time of a step that followed the plan.
         costs: the costs of the calls of blocks, and of the code after them, in seconds.
         frontier: the plans that are best for some budget, from the least bytes to the most. The

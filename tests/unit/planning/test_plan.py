@@ -10,7 +10,6 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 from unittest.mock import MagicMock
-from xml.etree.ElementTree import fromstring
 
 import pytest
 import torch
@@ -19,10 +18,8 @@ from torch.nn import functional as F
 
 import recoup
 from recoup.errors import BudgetError
-from recoup.flows import NICE
 from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
-from recoup.planning.report import what_can_be_inverted
 from recoup.schedules import Offload, simulate
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
 from tests.oracle import Operators
@@ -191,15 +188,6 @@ def test_the_report_the_repr_and_the_html_name_blocks_ways_and_bytes():
     assert repr(made).endswith("; not applied)")
     assert all(f" {ways.count(way)} {way};" in repr(made) for way in set(ways))
     assert repr(made).index(" keep") < repr(made).index(" recompute")
-    assert fromstring(made._repr_html_()).text == text
-
-
-def test_what_runs_inverted_already_is_not_proposed_for_it():
-    assert what_can_be_inverted(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []) == []
-    flow = NICE((1, 4, 4), levels=None, width=16)
-    assert what_can_be_inverted(flow, []) != []
-    flow.memory = "constant"
-    assert what_can_be_inverted(flow, []) == []
 
 
 @pytest.mark.parametrize("share", [0.0, None])
