@@ -256,6 +256,11 @@ def long_sequences() -> Iterator[dict]:
             "plan, tiles, offload_to": {"tiles": True, "offload_to": folder},
         }.items():
             given = batch(10 * length)
+            for layer in model.model.layers if "tiles" in options else ():
+                mlp = vars(layer.mlp)
+                mlp["forward"] = recoup.tiled(
+                    type(layer.mlp).forward.__get__(layer.mlp), dim=1, tiles=8
+                )
             plans = recoup.plan(model, **given, holds_output=False, **options)
             with plans.plan(max(plans.least_bytes, fits["peak_bytes"])).applied():
                 yield row(way, 10 * length, plain["seconds"])

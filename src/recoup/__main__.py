@@ -261,7 +261,7 @@ def _parser() -> _Parser:
     add("--figure", help="draw the plan, or all: .png, .svg or .pdf", **file)
     add("--html", help="a page of the memory of a step, event by event: .html", **file)
     add("--compile", action="store_true", help="let blocks run compiled where that pays")
-    add("--tiles", action="store_true", help="let the output layer and MLPs run in tiles")
+    add("--tiles", action="store_true", help="let the output layer run in tiles")
     add("--estimate", action="store_true", help="run nothing, and take no memory")
 
     add = command(

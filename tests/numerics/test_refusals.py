@@ -269,4 +269,3 @@ def test_transforms_of_torch_say_so(way):
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
             call(x)
     assert hooks_in_force() is None
-

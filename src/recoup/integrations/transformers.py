@@ -41,7 +41,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         compile: as for `recoup.plan`: whether blocks may run compiled.
         exact: as for `recoup.plan`: whether no block may be inverted.
         offload_to: as for `recoup.plan`: where the inputs of blocks may wait for backward.
-        tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
+        tiles: as for `recoup.plan`: whether the output layer may run in tiles.
         num_forwards: as for `recoup.plan`: how many times a step calls the model before a backward.
         headroom: as for `recoup.plan`: the part of the budget that is left for fragmentation.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.

@@ -28,16 +28,14 @@ class ArgumentShapes(NamedTuple):
             their flags and strings, the types of their tensors, and the autocast in force.
         shapes: the shape of each tensor, by its place.
         inputs: the places of the tensors that require gradients.
-        parameters: which parameters require gradients.
-        sizes: the bytes of each parameter.
+        trained: the bytes of the gradient of each parameter; 0 if it requires none.
         training: which modules are in training mode; a plan for them serves evaluation, too.
     """
 
     family: tuple[object, ...]
     shapes: dict[str, Shape]
     inputs: frozenset[str]
-    parameters: tuple[bool, ...]
-    sizes: tuple[int, ...]
+    trained: tuple[int, ...]
     training: tuple[bool, ...]
 
     def cover(self, other: ArgumentShapes) -> bool:
@@ -45,30 +43,23 @@ class ArgumentShapes(NamedTuple):
         return (
             self.family == other.family
             and self.inputs >= other.inputs
-            and _cover(self.parameters, other.parameters)
-            and _cover(self.sizes, other.sizes)
+            and _cover(self.trained, other.trained)
             and _cover(self.training, other.training)
-            and all(_covers(*pair) for pair in self._pairs(other))
-        )
-
-    def is_like(self, other: ArgumentShapes) -> bool:
-        """Whether they differ in shapes and modes alone; else one may need less time, too."""
-        return (
-            self.family == other.family
-            and self.inputs == other.inputs
-            and self.parameters == other.parameters
-            and self.sizes == other.sizes
+            and all(_cover(*pair) for pair in self._pairs(other))
         )
 
     @property
     def has_backward(self) -> bool:
         """Whether an input or a parameter requires a gradient."""
-        return bool(self.inputs) or any(self.parameters)
+        return bool(self.inputs) or any(self.trained)
 
-    def _pairs(self, other: ArgumentShapes) -> list[tuple[Shape, Shape]]:
-        """Return the shapes of each tensor that both have."""
-        theirs = other.shapes
-        return [(own, theirs[place]) for place, own in self.shapes.items() if place in theirs]
+    def _pairs(self, other: ArgumentShapes) -> Iterator[tuple[Shape, Shape]]:
+        """Yield the shapes of each tensor that both have; of other dimensions, how many entries."""
+        for place, own in self.shapes.items():
+            theirs = other.shapes.get(place)
+            if theirs is not None:
+                is_alike = len(own) == len(theirs)
+                yield (own, theirs) if is_alike else ((math.prod(own),), (math.prod(theirs),))
 
     def share_of(self, other: ArgumentShapes) -> float:
         """Return the least number of entries of a tensor of `other`, relative to the own one."""
@@ -93,51 +84,40 @@ class ArgumentShapes(NamedTuple):
             model: the model.
             room: how many times its bytes a step may take, for shapes that have as many entries.
         """
-        if excess := self._excess_of_model(other, model):
-            return excess
-        others = [shape for place, shape in other.shapes.items() if place not in self.shapes]
-        if others:
-            return f"with an argument of {_shown(others[0])} that it was not planned with"
-        larger = [pair for pair in self._pairs(other) if not _covers(*pair)]
-        if larger and self.growth_to(other) > room:
-            own, theirs = larger[0]
-            return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
-        return ""
-
-    def _excess_of_model(self, other: ArgumentShapes, model: nn.Module) -> str:
-        """Return what a step needs more bytes for, of the parameters and modes of a model."""
-        if _num_of(self) != _num_of(other):
-            grows = sum(other.sizes) > sum(self.sizes)
-            return "with more parameters than it was planned with" if grows else ""
+        if len(self.trained) != len(other.trained):
+            is_more = sum(other.trained) > sum(self.trained)
+            return "with more parameters than it was planned with" if is_more else ""
         modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))
         names = [f"{own}.{key}".lstrip(".") for own, m in modules.items() for key in m._parameters]
-        trained = _first_more(self.parameters, other.parameters)
-        if trained is not None:
-            name = names[trained]
-            return f"with `{name}` requiring a gradient, which it did not when it was planned"
-        grown = _first_more(self.sizes, other.sizes)
-        if grown is not None:
-            return f"with a `{names[grown]}` of more bytes than when it was planned"
-        switched = _first_more(self.training, other.training)
-        if switched is not None:
-            name = [*modules][switched]
-            return f"with `{name}` in training mode, in which it was not when it was planned"
+        for name, was, is_now in zip(names, self.trained, other.trained, strict=True):
+            if is_now > was > 0:
+                return f"with a `{name}` of more bytes than when it was planned"
+            if is_now > was:
+                return f"with `{name}` requiring a gradient, which it did not when it was planned"
+        for name, was, is_now in zip(modules, self.training, other.training, strict=True):
+            if is_now > was:
+                return f"with `{name}` in training mode, in which it was not when it was planned"
+        for place, shape in other.shapes.items():
+            if place not in self.shapes:
+                return f"with an argument of {_shown(shape)} that it was not planned with"
+        larger = (pair for pair in self._pairs(other) if not _cover(*pair))
+        own, theirs = next(larger, ((), ()))
+        if theirs and self.growth_to(other) > room:
+            return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
         return ""
-
-
-def _num_of(shapes: ArgumentShapes) -> tuple[int, int]:
-    """Return the numbers of parameters and of modules."""
-    return len(shapes.sizes), len(shapes.training)
 
 
 def _cover(own: Sequence[int], others: Sequence[int]) -> bool:
     return len(own) == len(others) and all(map(ge, own, others))
 
 
-def _first_more(own: Sequence[int], others: Sequence[int]) -> int | None:
-    """Return the first place where `others` have more, or a flag; None if there is none."""
-    pairs = zip(own, others, strict=True)
-    return next((place for place, (was, is_now) in enumerate(pairs) if is_now > was), None)
+def _growth(own: Shape, theirs: Shape) -> float:
+    ratios = [b / max(a, 1) for a, b in zip(own, theirs, strict=True)]
+    return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
+
+
+def _shown(shape: Shape) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> ArgumentShapes:
@@ -158,10 +138,9 @@ def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> Argume
             family.append((place, leaf))
     modules: list[Any] = list(model.modules())
     own = [each for module in modules for each in module._parameters.values()]
-    parameters = tuple([each is not None and each.requires_grad for each in own])
-    sizes = tuple([0 if each is None else each.nbytes for each in own])
+    trained = tuple([0 if p is None or not p.requires_grad else p.nbytes for p in own])
     training = tuple([each.training for each in modules])
-    return ArgumentShapes(tuple(family), shapes, frozenset(inputs), parameters, sizes, training)
+    return ArgumentShapes(tuple(family), shapes, frozenset(inputs), trained, training)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -181,25 +160,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _as_many_dims(own: Shape, theirs: Shape) -> tuple[Shape, Shape]:
-    """Return two shapes, or their numbers of entries if they have not as many dimensions."""
-    is_alike = len(own) == len(theirs)
-    return (own, theirs) if is_alike else ((math.prod(own),), (math.prod(theirs),))
-
-
-def _covers(own: Shape, theirs: Shape) -> bool:
-    return all(map(ge, *_as_many_dims(own, theirs)))
-
-
-def _growth(own: Shape, theirs: Shape) -> float:
-    ratios = [b / max(a, 1) for a, b in zip(*_as_many_dims(own, theirs), strict=True)]
-    return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
-
-
-def _shown(shape: Shape) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
 
 
 class PlannedArguments:

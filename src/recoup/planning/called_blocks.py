@@ -5,30 +5,27 @@ NOTE [ Blocks that are left out ]
 Rule 1. A plan is for the forward that calls the most blocks. If the measured step skipped some
         blocks, a few forwards are run with other seeds. The one that calls the most blocks is
         then measured instead, and rehearsed.
-Rule 2. A block that one of these forwards called, but the measured one did not, is a stage of the
-        plan, too: it takes its place in the order, with the cost of the nearest block of its
-        class. As no rehearsal calls it, the plan must also be predicted to fit.
-Rule 3. A block that none of them called is not a stage. If it is called later, it is recomputed
+Rule 2. A block that this one does not call is not a stage. If it is called later, it is recomputed
         from its arguments (See NOTE [ Following a plan ]).
 
 NOTE [ Stages ]
 
-Rule 4. A stage is a block whose forward passes its input from one submodule to the next and
+Rule 3. A stage is a block whose forward passes its input from one submodule to the next and
         returns the output of the last one. All of these submodules can be blocks in its place (the
         layers of a Swin stage and its downsampling), if several of them that have submodules are
         of one class.
-Rule 5. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
+Rule 4. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
         but none receives the output of the one before; and a residual connection around a list of
         layers belongs to none of the layers. Such a block is not divided.
-Rule 6. If a stage is divided, its other computations, such as further outputs, are outside blocks.
+Rule 5. If a stage is divided, its other computations, such as further outputs, are outside blocks.
 
 NOTE [ Modules between blocks ]
 
-Rule 7. What runs before the first block (the convolution and pooling of a ResNet) or between two
+Rule 6. What runs before the first block (the convolution and pooling of a ResNet) or between two
         (the pooling of a GoogLeNet), and holds much, is blocks of its own, in a second kind of
         plans beside those without it. Modules that are called once are taken, from the first that
         has parameters on: nothing before it has a gradient.
-Rule 8. It is not where it cannot run again, nor of a model of which ranks hold parts, since they
+Rule 7. It is not where it cannot run again, nor of a model of which ranks hold parts, since they
         must find the same.
 """
 
@@ -60,14 +57,12 @@ from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Observer, Step
-from recoup.schedules import Cost
 
-Sequences = list[list[nn.Module]]
-_MOST_TRIES = 32
+_MOST_TRIES = 64
 _ENOUGH_ALIKE = 3
 
 
-def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, Sequences]:
+def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured]:
     """Measure the step that calls the most blocks (See Rule 1).
 
     Args:
@@ -75,22 +70,23 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, S
         blocks: the names and modules of the blocks.
 
     Returns:
-        The step with the seed under which it was measured, the measurements, and for each forward
-        that was tried the blocks that it called, in order.
+        The step with the seed under which it was measured, and the measurements.
     """
-    measured = measure_blocks(step, blocks)
-    modules = [module for _, module in blocks]
-    called = [call.module for call in measured.calls]
-    if len(_distinct(called)) == len(modules):
-        return step, measured, [called]
-    sequences = _sequences_of(step, modules)
-    best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))
-    if len(_distinct(sequences[best])) > len(_distinct(called)):
-        other = replace(step, seed=best)
-        again = measure_blocks(other, blocks)
-        if len(again.calls) > len(called):
-            step, measured = other, again
-    return step, measured, [called, *sequences]
+    measured, modules = measure_blocks(step, blocks), [module for _, module in blocks]
+    called = {call.module for call in measured.calls}
+    if len(called) == len(modules):
+        return step, measured
+    found: list[set[nn.Module]] = []
+    with step.rehearsed():
+        while len(found) < _MOST_TRIES and all(len(each) < len(modules) for each in found):
+            found.append(set(_sequence(step, modules, seed=len(found))))
+            if len(found) == _ENOUGH_ALIKE and all(each == found[0] for each in found):
+                break
+    seed = max(range(len(found)), key=lambda seed: len(found[seed]))
+    if len(found[seed]) > len(called):
+        step = replace(step, seed=seed)
+        measured = measure_blocks(step, blocks)
+    return step, measured
 
 
 def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
@@ -129,7 +125,7 @@ def with_called_parts(step: Step, blocks: list[Block]) -> list[Block]:
         for block in replaced
         for _, part in outermost_of(called, block) or outermost_of(parts, block)
     }
-    left_out = _distinct(replaced)
+    left_out = set(map(id, replaced))
     alone = [(name, module) for name, module in named_modules(step.model) if id(module) in taken]
     return [each for each in blocks if id(each[1]) not in left_out] + alone
 
@@ -144,7 +140,7 @@ def _called_as(block: nn.Module) -> nn.Module | None:
 def with_modules_between(
     step: Step, blocks: list[Block], calls: Sequence[MeasuredCall]
 ) -> list[Block]:
-    """Return blocks with the modules that run before them and between them (See Rules 7 and 8).
+    """Return blocks with the modules that run before them and between them (See Rules 6 and 7).
 
     Args:
         step: the step, with the seed under which it was measured.
@@ -176,79 +172,8 @@ def with_modules_between(
     return [*once, *blocks] if once else []
 
 
-def _sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
-    """Return which of `modules` a forward calls, in order, for one seed after another.
-
-    The search ends with a forward that calls all modules, when the first few forwards are equal, or
-    after 32 of them.
-    """
-    sequences: Sequences = []
-    with step.rehearsed():
-        for seed in range(_MOST_TRIES):
-            sequences.append(_sequence(step, modules, seed))
-            alike = all(each == sequences[0] for each in sequences)
-            found = _distinct([module for each in sequences for module in each])
-            if len(sequences) >= _ENOUGH_ALIKE and (
-                alike or len(_distinct(sequences[-1])) == len(found) == len(modules)
-            ):
-                break
-    return sequences
-
-
-def _distinct(modules: Sequence[nn.Module]) -> set[int]:
-    return set(map(id, modules))
-
-
 def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None) -> list[nn.Module]:
     return step.observe_forward(modules, _CallObserver, seed).called
-
-
-def blocks_of_any_forward(
-    measured: Sequence[MeasuredCall],
-    costs: Sequence[Cost],
-    sequences: Sequences,
-    blocks: Sequence[Block],
-) -> tuple[list[MeasuredCall], list[Cost]]:
-    """Return the calls and costs of a forward that calls the blocks of all forwards (See Rule 2).
-
-    Args:
-        measured: the calls of the measured forward.
-        costs: the costs of these calls, and of the code after them.
-        sequences: the blocks that each forward called, in order.
-        blocks: the names and modules of the blocks.
-    """
-    names = {id(module): name for name, module in blocks}
-    pairs = list(zip(measured, costs, strict=False))
-    before: dict[int, set[int]] = {}
-    for sequence in sequences:
-        for place, module in enumerate(sequence):
-            before.setdefault(id(module), set()).update(map(id, sequence[:place]))
-    for module in {id(module): module for each in sequences for module in each}.values():
-        if all(call.module is not module for call, _ in pairs):
-            earlier = before[id(module)]
-            places = [at for at, (call, _) in enumerate(pairs) if id(call.module) in earlier]
-            _insert(pairs, places[-1] + 1 if places else 0, names[id(module)], module)
-    return [call for call, _ in pairs], [*(cost for _, cost in pairs), costs[-1]]
-
-
-def _insert(
-    pairs: list[tuple[MeasuredCall, Cost]], place: int, name: str, module: nn.Module
-) -> None:
-    def distance(at: int) -> tuple[bool, bool, int]:
-        call = pairs[at][0]
-        return type(call.module) is not type(module), not call.is_linked, abs(at - place)
-
-    call, cost = pairs[min(range(len(pairs)), key=distance)]
-    if place and (call.is_linked or not pairs[place - 1][0].is_linked):
-        made = replace(call, name=name, module=module, is_estimated=True)
-        pairs.insert(place, (made, cost))
-        return
-    # The new call begins a chain: it gets the input of the call after it, which is now linked.
-    place = min(place, len(pairs) - 1)
-    first, its_cost = pairs[place]
-    pairs[place] = (replace(call, name=first.name, module=first.module), cost)
-    made = replace(first, name=name, module=module, is_estimated=True)
-    pairs.insert(place, (made, its_cost))
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:

@@ -51,7 +51,7 @@ from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedStage, planned_stages
 from recoup.planning.pricing import MeasuredCall
 from recoup.planning.step import Step
-from recoup.planning.tiled_parts import TiledParts
+from recoup.planning.tiled_head import TiledHead
 from recoup.schedules import Schedule
 
 Run = Literal["call", "first", "again", "inverse"]
@@ -166,7 +166,6 @@ class PlanFollower:
         self._model, self._tiled = planned.root, planned.tiled
         self._num_forwards, self._bound, self._watching = planned.num_forwards, bound, watching
         self._pending = PendingForwards() if bound is None else bound.pending
-        self._parts = set[int]() if self._tiled is None else set(map(id, self._tiled.modules))
         self._names = {id(module): name for name, module in planned.blocks}
         self._arguments = arguments
         self._stages = planned_stages(schedule, planned.calls, planned.guard)
@@ -182,10 +181,12 @@ class PlanFollower:
         """Run the model, or one of its blocks."""
         if module is self._model:
             return self._run_model(forward, args, kwargs)
-        if self._tiled is not None and id(module) in self._parts:
+        if self._tiled is not None and module is self._tiled.module:
             return self._tiled.called(module, forward, args, kwargs)
         passes = self._of_thread.passes
         now = passes[-1] if passes else self._of_thread.outside
+        if id(module) not in self._names:
+            return forward(*args, **kwargs)  # a block of another plan for the model
         if now.checkpoints != enclosing_checkpoints() or (not passes and is_in_backward()):
             return forward(*args, **kwargs)  # See Rule 5
         index = self._next_index(module, now)
@@ -214,7 +215,7 @@ class PlanFollower:
             self._arguments.warn_if_larger(self._model, args, kwargs)
             self._warn_of_drift()
         if bound is not None and is_counted and not pending:
-            bound.pending.watch(bound, cast("nn.Module", self._model))
+            bound.pending.watch(cast("nn.Module", self._model), bound.step_bytes)
         own = pending[len(pending) - len(pending) % self._num_forwards :]
         now = _Pass(max((each.latest for each in own), default=-1))  # See Rule 6
         passes.append(now)
@@ -317,7 +318,7 @@ class PlannedModel(NamedTuple):
         root: the module whose forward is one pass; None if the step does not call the model itself.
         blocks: the names and modules of the blocks.
         calls: the calls of blocks that were seen, in order.
-        tiled: the parts of the model that run in tiles; None if none do.
+        tiled: the output layer of the model, if it runs in tiles; None if not.
         guard: the drift guard of inverted blocks; None if no schedule inverts any.
         num_forwards: the number of forwards of the root that the calls are of.
     """
@@ -326,7 +327,7 @@ class PlannedModel(NamedTuple):
     root: nn.Module | None
     blocks: Sequence[Block]
     calls: Sequence[MeasuredCall]
-    tiled: TiledParts | None = None
+    tiled: TiledHead | None = None
     guard: DriftGuard | None = None
     num_forwards: int = 1
 
@@ -344,11 +345,11 @@ class PlannedModel(NamedTuple):
     @property
     def followed_modules(self) -> list[nn.Module]:
         """The modules whose forwards go through the follower."""
-        return [*self.whole_modules, *([] if self.tiled is None else self.tiled.modules)]
+        return [*self.whole_modules, *([] if self.tiled is None else [self.tiled.module])]
 
     @property
     def whole_modules(self) -> list[nn.Module]:
-        """The same without the parts that run in tiles."""
+        """The same without an output layer that runs in tiles."""
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def rehearsing(self, schedule: Schedule, watching: Watching | None = None) -> PlanFollower:

@@ -74,7 +74,7 @@ class FrontierPoint(NamedTuple):
             no block.
         num_forwards: the runs of blocks in a step, inverses included.
         is_compiled: whether blocks are compiled.
-        is_tiled: whether parts run in tiles: the output layer with its loss, or MLPs.
+        is_tiled: whether the output layer runs in tiles with its loss.
     """
 
     peak_bytes: int
@@ -336,11 +336,10 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
             if links and all(kind.blocks != links for kind in priced):
                 priced.append(price_blocks(step, links, place, priced[0]))
         if options.tiles:
-            only_head = backend is not None  # blocks are compiled as a whole
             priced = [
                 tiled._replace(may_tile=True)
                 for kind in priced
-                for tiled in with_tiles(kind, options.tiles, only_head=only_head)
+                for tiled in with_tiles(kind, options.tiles)
             ]
         if guard is not None:
             priced = [with_inverses(kind, guard) for kind in priced]

@@ -19,39 +19,39 @@ NOTE [ The first step ]
 
 Rule 5. A plan is rehearsed with the loss that it was given. What a training loop computes outside
         of the model (a loss, label smoothing, another model) shows in a step of that loop alone. So
-        the first step is measured, from its first forward to the end of its backward.
+        the first step is measured, from its first forward to the end of its backward. That is done
+        on the CPU: an accelerator has its backward in another thread, and counts for the user.
 Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
         as well if the forward or the backward fails, if the graph is freed without a backward, and
         with the next forward. A backward in another thread says nothing, and cannot end it: the
         next forward does.
-Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On an accelerator the
-        statistics of the allocator are read, and not reset, since they may be the user's.
+Rule 7. No step is watched within a profiler, a backward, or a rehearsal.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from recoup._core.devices import is_accelerator, memory_counts
+from recoup._core.devices import is_accelerator
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup._core.storage_tracking import can_follow
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
 from recoup.planning.argument_shapes import tensors_within
-from recoup.planning.lazy_logits import LazyLogits
 from recoup.planning.options import Room
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
+from recoup.planning.tiled_head import LazyLogits
 
 
 class _Forward:
@@ -65,7 +65,7 @@ class _Forward:
 
     __slots__ = ("__weakref__", "_watch", "held_bytes", "is_over", "latest")
 
-    def __init__(self, held_bytes: int, latest: int, watch: StepWatch | None) -> None:
+    def __init__(self, held_bytes: int, latest: int, watch: _StepWatch | None) -> None:
         self.held_bytes = held_bytes
         self.latest = latest
         self.is_over = False
@@ -83,14 +83,14 @@ class PendingForwards(threading.local):
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[_Forward]] = []
-        self._watch: StepWatch | None = None
+        self._watch: _StepWatch | None = None
 
-    def watch(self, bound: StepBound, model: nn.Module) -> None:
-        """Watch the step that begins, if it is the first one."""
+    def watch(self, model: nn.Module, most_bytes: int) -> None:
+        """Watch the step that begins, if it is the first one, and warn if it takes more."""
         self.unwatch()
-        if self._watch is None or not self._watch.is_done:
-            device = device_of(model)
-            self._watch = StepWatch(type(model).__name__, device, bound.step_bytes)
+        is_first = self._watch is None or not self._watch.is_done
+        if is_first and not is_accelerator(device_of(model)):
+            self._watch = _StepWatch(type(model).__name__, most_bytes)
 
     def unwatch(self) -> None:
         """End the watch on a step that has no backward in this thread."""
@@ -127,13 +127,13 @@ class PendingForwards(threading.local):
             self.unwatch()
 
 
-@dataclasses.dataclass
+@dataclass
 class StepBound:
     """The bound that a plan sets to each step of a model.
 
     Args:
-        budget_bytes: the budget of the plan.
-        room: the room that it leaves for a step.
+        step_bytes: the bytes that a step may take.
+        room: the room that the budget leaves for a step.
         peak_bytes: the peak of the step that was rehearsed.
         held: the bytes that each of its forwards holds until its backward.
         gradient_bytes: the bytes of the gradients of the parameters.
@@ -141,7 +141,7 @@ class StepBound:
         pending: the forwards whose backward is pending.
     """
 
-    budget_bytes: int
+    step_bytes: int
     room: Room
     peak_bytes: int
     held: Sequence[int]
@@ -149,24 +149,13 @@ class StepBound:
     modes: Sequence[tuple[nn.Module, bool]]
     pending: PendingForwards
 
-    @property
-    def step_bytes(self) -> int:
-        """The bytes that a step may take."""
-        return self.room.of(self.budget_bytes)
-
-    @property
-    def num_forwards(self) -> int:
-        """The number of its forwards."""
-        return len(self.held)
-
-    def bytes_with(self, pending: Iterable[_Forward]) -> int:
+    def bytes_with(self, pending: Sequence[_Forward]) -> int:
         """Return the bytes that a step with one more forward than these takes (See Rule 3)."""
-        others = [each.held_bytes for each in pending]
-        own = sum(self.held[: min(len(others), self.num_forwards - 1)])
-        first_gradients = self.gradient_bytes if others and self.num_forwards == 1 else 0
-        return sum(others) - own + self.peak_bytes + first_gradients
+        own = sum(self.held[: min(len(pending), len(self.held) - 1)])
+        first_gradients = self.gradient_bytes if pending and len(self.held) == 1 else 0
+        return sum(e.held_bytes for e in pending) - own + self.peak_bytes + first_gradients
 
-    def fits(self, pending: Iterable[_Forward]) -> bool:
+    def fits(self, pending: Sequence[_Forward]) -> bool:
         """Whether a step with one more forward than these keeps to the budget."""
         return self.bytes_with(pending) <= self.step_bytes
 
@@ -192,35 +181,27 @@ class StepBound:
                     "recoup.plan, or give `replan=True`."
                 )
         pending = self.waiting()
-        if not self.fits(pending):
-            raise self.error(model, pending)
-        return pending
-
-    def error(self, model: nn.Module, pending: Sequence[_Forward]) -> BudgetError:
-        """Return the error for a step with one more forward than these."""
         found, num = self.bytes_with(pending), len(pending) + 1
+        if found <= self.step_bytes:
+            return pending
+        ordinal = {2: "second", 3: "third"}.get(num, f"{num}th")
         held = sum(each.held_bytes for each in pending)
-        return BudgetError(
-            f"A {type(model).__name__} was called for the {_ordinal(num)} time before a backward, "
-            f"and its plan is for {self.num_forwards}: the calls before hold up to "
-            f"{format_bytes(held)}, and with this one the step takes up to {format_bytes(found)} "
-            f"({found} bytes) of the {format_bytes(self.step_bytes)} that its budget leaves to a "
-            f"step. Plan with `num_forwards={num}`, call it in torch.no_grad() where no gradient "
-            "is needed, or let go of outputs that are not needed.",
+        raise BudgetError(
+            f"A {type(model).__name__} was called for the {ordinal} time before a backward, and "
+            f"its plan is for {len(self.held)}: the calls before hold up to {format_bytes(held)}, "
+            f"and with this one the step takes up to {format_bytes(found)} ({found} bytes) of the "
+            f"{format_bytes(self.step_bytes)} that its budget leaves to a step. Plan with "
+            f"`num_forwards={num}`, call it in torch.no_grad() where no gradient is needed, or let "
+            "go of outputs that are not needed.",
             self.room.budget_for(found),
         )
 
 
-def _ordinal(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")
-
-
-class StepWatch:
+class _StepWatch:
     """A watch on a step, from now to the end of its backward.
 
     Args:
         name: the class of the model.
-        device: the device whose bytes are counted.
         most_bytes: the most that its plan leaves to a step.
 
     Attributes:
@@ -228,18 +209,14 @@ class StepWatch:
         is_ending: whether that backward, once it is freed, ends the watch.
     """
 
-    def __init__(self, name: str, device: torch.device, most_bytes: int) -> None:
+    def __init__(self, name: str, most_bytes: int) -> None:
         self._name = name
         self._most_bytes = most_bytes
         self._thread = threading.get_ident()
-        self._line: Timeline | _DevicePeak | None = None
+        self._line: Timeline | None = None
         self.is_done = self.is_ending = False
-        if not is_in_backward() and not is_in_rehearsal():
-            if is_accelerator(device):
-                self._line = _DevicePeak(device)
-            elif can_follow():
-                self._line = timeline(device)
-        if self._line is not None:
+        if can_follow() and not is_in_backward() and not is_in_rehearsal():
+            self._line = timeline(torch.device("cpu"))
             self._line.__enter__()
 
     def backward_begins(self) -> None:
@@ -260,16 +237,7 @@ class StepWatch:
         return line.peak_bytes
 
     def _say(self) -> None:
-        line, peak = self._line, self.end()
-        if isinstance(line, _DevicePeak) and line.num_retries:
-            warnings.warn(
-                f"The first step of a {self._name} under its plan found room only when the "
-                f"allocator had given cached memory back ({line.num_retries} times), which takes "
-                "long: free memory is in pieces that are too small. Let recoup.plan leave more "
-                "`headroom`, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch "
-                "starts.",
-                stacklevel=2,
-            )
+        peak = self.end()
         if peak > self._most_bytes:
             warnings.warn(
                 f"The first step of a {self._name} under its plan took {format_bytes(peak)} of the "
@@ -280,20 +248,3 @@ class StepWatch:
                 "several forwards have a backward each, run that of the last one first.",
                 stacklevel=2,
             )
-
-
-class _DevicePeak:
-    """The peak on an accelerator, if it is higher than any before (See Rule 7); otherwise 0."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.peak_bytes = self.num_retries = 0
-
-    def __enter__(self) -> None:
-        self._before = memory_counts(self._device)
-
-    def __exit__(self, *exc_info: object) -> None:
-        before, now = self._before, memory_counts(self._device)
-        self.num_retries = now.num_retries - before.num_retries
-        if now.peaks.allocated > before.peaks.allocated:
-            self.peak_bytes = now.peaks.allocated - before.allocated

@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import PlanReport
-from recoup.schedules import Advance, Tape, trace
+from recoup.schedules import trace
 
 _logger = logging.getLogger(__name__)
 
@@ -99,8 +98,6 @@ class Plan(PlanReport):
         least_bytes: the smallest budget known to suffice: for the rehearsal that took the least
             bytes.
         most_bytes: the predicted peak of a step that keeps every residual.
-        collectives: the collectives of a step that follows it, in a model whose ranks hold parts.
-        collectives_again: those of them that second runs repeat.
         step_seconds: the time of a step that followed the plan.
         costs: the costs of the calls of blocks, and of the code after them, in seconds.
         frontier: the plans that are best for some budget, from the least bytes to the most. The
@@ -181,23 +178,13 @@ class Plan(PlanReport):
         Args:
             pending: the forwards of the model whose backward is pending.
         """
+        num = self.planned.num_forwards  # together they hold what was measured
+        held = [self._held_bytes // num] * (num if num > 1 else 1 + (self.pending or 0))
         return StepBound(
-            self.budget_bytes, self._room, self._rehearsed_bytes, self._held_by_forwards(),
+            self._room.of(self.budget_bytes), self._room, self._rehearsed_bytes, held,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
             self.modes if self.planned.root else (), pending,
         )  # fmt: skip
-
-    def _held_by_forwards(self) -> list[int]:
-        """Return the bytes that each forward of a step holds until its backward."""
-        num = self.planned.num_forwards
-        if num == 1:
-            return [self._held_bytes] * (1 + (self.pending or 0))
-        size = len(self.planned.calls) // num
-        moments = trace(self.schedule, self.costs)
-        held = [each.held_bytes for each in moments if isinstance(each.action, Advance | Tape)]
-        levels = [0, *(held[(place + 1) * size - 1] for place in range(num))]
-        shares = [max(after - before, 0) for before, after in pairwise(levels)]
-        return [self._held_bytes * share // (sum(shares) or 1) for share in shares]
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:
         """Return a follower of the plan, which warns once of larger arguments.
@@ -240,7 +227,9 @@ class Plan(PlanReport):
                     each._apply(is_held=True)
 
     def figure(self, path: str | Path) -> Path:
-        """Draw memory over a step before and after, and time against bytes of all plans.
+        """Draw memory over a step, with and without the plan, as its costs predict it.
+
+        How long steps take for other budgets is drawn by `Frontier.figure`.
 
         Args:
             path: the path of the picture, ending in .png, .svg or .pdf.
@@ -258,8 +247,6 @@ class Plan(PlanReport):
 # -- pictures --------------------------------------------------------------------------------------
 
 _BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
-
-
 # The plans over one kind of blocks: its name, and for each plan the peak of a step, in bytes, and
 # its time, where 1 is a step with everything kept.
 Line = tuple[str, Sequence[tuple[int, float]]]
@@ -268,34 +255,55 @@ Line = tuple[str, Sequence[tuple[int, float]]]
 def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
     """Draw the plans over each kind of blocks into a file, and return the path."""
     unit, name = _unit(max(size for _, points in lines for size, _ in points))
+    times = [time for _, points in lines for _, time in points]
+    low, height = min(times), (max(times) - min(times)) or 0.1
 
     def draw_panel(panels: Sequence[Any]) -> None:
-        _frontier(panels[0], lines, unit, name)
+        axes, colors = panels[0], (_AFTER, _BEFORE, *(QUIET for _ in lines))
+        for (text, points), color in zip(lines, colors, strict=False):
+            sizes = [size / unit for size, _ in points]
+            own = [time for _, time in points]
+            axes.step(sizes, own, where="post", color=color, linewidth=2.2, label=text)
+        axes.set_ylim(low - 0.05 * height, low + 1.25 * height)  # room for the legend
+        axes.set_xlim(0, None)
+        axes.legend(loc="upper right", frameon=False, fontsize=9.5)
+        finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({name})")
 
     path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
     return path
 
 
 def draw(plan: PlanReport, path: Path) -> Path:
-    """Draw a plan into a file, and return the path."""
+    """Draw the memory of a step into a file, and return the path."""
     unit, name = _unit(plan.most_bytes)
 
-    def draw_panels(panels: Sequence[Any]) -> None:
-        _over_a_step(panels[0], plan, unit, name)
-        least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
-        points = [
-            (plan.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
-            for each in plan.frontier
-        ]
-        _frontier(panels[1], [("all plans", points)], unit, name)
-        size, time = points[plan.frontier.index(plan.point)]
-        panels[1].plot(
-            size / unit, time, "o", color=_AFTER, markersize=9,
-            markeredgecolor="white", zorder=5, clip_on=False, label="this plan",
-        )  # fmt: skip
-        panels[1].legend(loc="upper right", frameon=False, fontsize=9.5)
+    def draw_panel(panels: Sequence[Any]) -> None:
+        axes = panels[0]
+        whole = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds or 1.0
+        for point, color, text in (
+            (plan.frontier[-1], _BEFORE, "everything kept"),
+            (plan.point, _AFTER, "this plan"),
+        ):
+            times, levels, last = [0.0], [0], 0.0
+            for moment in trace(point.schedule, plan.costs):  # its peak is at its middle
+                times += [(last + moment.seconds) / 2, moment.seconds]
+                levels += [moment.peak_bytes, moment.held_bytes]
+                last = moment.seconds
+            # The costs bound a peak from above; the point has what was measured.
+            sizes = [plan.baseline_bytes + min(each, point.peak_bytes) for each in levels]
+            axes.plot(
+                [each / whole for each in times], [each / unit for each in sizes],
+                color=color, label=text,
+            )  # fmt: skip
+        if plan.policy is None:
+            budget, dashes = plan.budget_bytes / unit, (0, (5, 3))
+            axes.axhline(budget, color=INK, linewidth=1.0, linestyle=dashes, label="budget")
+        axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
+        axes.set_xlim(0, None)
+        axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
+        finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
 
-    path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
+    path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
     return path
 
 
@@ -304,42 +312,3 @@ def _unit(num_bytes: int) -> tuple[int, str]:
         if num_bytes >= 2 * size:
             return size, name
     return 1, "bytes"
-
-
-def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> None:
-    colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
-    for (name, points), color in zip(lines, colors, strict=False):
-        sizes, times = [size / unit for size, _ in points], [time for _, time in points]
-        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name)
-    times = [time for _, points in lines for _, time in points]
-    low, high = min(times), max(times)
-    height = (high - low) or 0.1
-    axes.set_ylim(low - 0.05 * height, high + 0.25 * height)  # room for the legend
-    axes.set_xlim(0, None)
-    axes.legend(loc="upper right", frameon=False, fontsize=9.5)
-    finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({unit_name})")
-
-
-def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
-    again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
-    first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
-    whole = plan.kept_seconds or 1.0
-    for point, color, text in (
-        (plan.frontier[-1], _BEFORE, "everything kept"),
-        (plan.point, _AFTER, "this plan"),
-    ):
-        # The costs bound a peak from above; the point has what was measured.
-        most = plan.baseline_bytes + point.peak_bytes
-        times, levels, last = [0.0], [plan.baseline_bytes], 0.0
-        for moment in trace(point.schedule, plan.costs, first):  # its peak is at its middle
-            now = moment.seconds / whole
-            times += [(last + now) / 2, now]
-            levels += [plan.baseline_bytes + b for b in (moment.peak_bytes, moment.held_bytes)]
-            last = now
-        axes.plot(times, [min(b, most) / unit for b in levels], color=color, label=text)
-    budget = plan.budget_bytes / unit
-    axes.axhline(budget, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), label="budget")
-    axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
-    axes.set_xlim(0, None)
-    axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
-    finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")

@@ -32,7 +32,7 @@ from recoup._arguments import is_whole
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
-from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
+from recoup.planning.called_blocks import measure_most
 from recoup.planning.compiling import CodeByModule
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
@@ -63,7 +63,6 @@ class PricedBlocks(NamedTuple):
         place: where the inputs of blocks may wait.
         blocks: the names and modules of the blocks.
         measured: the measurements of the step.
-        sequences: the blocks that each forward that was tried called, in order.
         calls: the calls of blocks that were seen, in order.
         costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
@@ -79,7 +78,6 @@ class PricedBlocks(NamedTuple):
     place: OffloadPlace
     blocks: list[Block]
     measured: Measured
-    sequences: Sequences
     calls: list[MeasuredCall]
     costs: list[Cost]
     points: list[Point]
@@ -97,8 +95,7 @@ class PricedBlocks(NamedTuple):
     @property
     def kept_seconds(self) -> float:
         """The time of a step in which all blocks keep their whole tapes."""
-        unseen = sum(call.work for call in self.calls if call.is_estimated)
-        return self.seconds + 3 * unseen  # backward takes twice a forward
+        return self.seconds
 
     def seconds_of(self, point: Point) -> float:
         """Return the time of a step of the blocks that follows a plan."""
@@ -119,7 +116,6 @@ class PricedBlocks(NamedTuple):
         self, calls: list[MeasuredCall], costs: list[Cost], seconds: float
     ) -> PricedBlocks:
         """Return the same blocks with other costs of the measured calls."""
-        calls, costs = blocks_of_any_forward(calls, costs, self.sequences, self.blocks)
         costs = largest_costs_among_ranks(self.step.model, costs)
         return self._replace(calls=calls, seconds=seconds).with_costs(costs)
 
@@ -249,7 +245,7 @@ def price_blocks(
     Raises:
         ValueError: no forward calls them.
     """
-    step, measured, sequences = measure_most(step, blocks)
+    step, measured = measure_most(step, blocks)
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(
@@ -257,7 +253,7 @@ def price_blocks(
             "checkpoint of the model's own. Name other `blocks`, or turn that checkpointing off."
         )
     step.verification.expect(measured.outcome, is_plain=False)
-    kind = PricedBlocks(step, place, blocks, measured, sequences, [], [], [])
+    kind = PricedBlocks(step, place, blocks, measured, [], [], [])
     plain_bytes = None if before is None else before.plain_bytes
     plain_seconds = None if before is None else before.seconds
     costs = price(measured, None)
@@ -285,7 +281,7 @@ def price_whole(step: Step) -> PricedBlocks:
     (seconds,) = largest_among_ranks(step.model, [seconds_of(step)])
     costs = [Cost(0.0, 0, 0, tape_run_bytes=found.peak_bytes, is_fixed=True)]
     measured = Measured([], Span(), Span(), found.outcome)
-    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], [], seconds)
+    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], seconds)
     return kind.with_costs(costs)
 
 

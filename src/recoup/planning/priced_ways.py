@@ -307,7 +307,6 @@ def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[in
         if kind.calls[index].is_invertible
         and (index + 1 < stop or stop == len(kind.calls))
         and not any(map(is_compiled, kind.calls[index].module.modules()))
-        and not any(call.is_estimated for call in kind.calls[start:stop])
     }
 
 

@@ -95,7 +95,6 @@ class MeasuredCall:
         products: the costly operators in its forward.
         listed: its residuals, in the order in which they are saved.
         is_invertible: whether its input can be made from its output, by `inverse` of the block.
-        is_estimated: whether the call was not measured, but is estimated from another one.
         again_seconds: the time of its second run.
         backward_seconds: the time from there to the next second run, or to the end.
         codes: the code of each tape of the cost of the call; none if all are the block's own.
@@ -125,7 +124,6 @@ class MeasuredCall:
     products: list[Product] = field(default_factory=list[Product])
     listed: list[Residual] = field(default_factory=list[Residual])
     is_invertible: bool = False
-    is_estimated: bool = False
     again_seconds: float = 0.0
     backward_seconds: float = 0.0
     codes: tuple[BlockCode, ...] = ()

@@ -10,9 +10,8 @@ Rule 3. The backend may free a buffer in a thread of its own, a moment after the
         ended. The allocator does not report this, and the buffer counts until the step ends.
         So a rehearsal that exceeded the budget is repeated a few times, and the least peak counts.
 Rule 4. A block whose forward has collectives (tensor parallelism) repeats them where it runs again.
-        Their time is in the measured times of the block, if there is a network to measure. They are
-        counted in one step that follows the plan, so that the plan says so; FSDP2 gathers outside
-        of blocks, for backward in any case.
+        Their time is in the measured times of the block, if there is a network to measure. FSDP2
+        gathers outside of blocks, for backward in any case.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recoup._core.compile import never_compiled
-from recoup._core.operators import DispatchMode
-from recoup._core.pytree import tensors_in
-from recoup._core.rng import draws_here
 from recoup.schedules import Cost
-
-_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -78,35 +71,6 @@ def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[C
     if len({tuple((len(c.variants), len(c.results)) for c in each) for each in found}) > 1:
         found = [tuple(replace(c, variants=(), results=()) for c in each) for each in found]
     return list(_largest(found))
-
-
-class CollectiveCounter(DispatchMode):
-    """A mode that counts the collectives of a step (See Rule 4).
-
-    Attributes:
-        num_all: the collectives.
-        num_again: those of second runs.
-        bytes_again: the bytes that second runs give them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_all = self.num_again = self.bytes_again = 0
-
-    @never_compiled
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operator, and count it if it is a collective."""
-        if any(hasattr(kind, "from_local") for kind in types):
-            return NotImplemented  # a DTensor, which calls operators on its local tensors
-        name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
-            self.num_all += 1
-            if draws_here.num_replayed:
-                self.num_again += 1
-                self.bytes_again += sum(tensor.nbytes for tensor in tensors_in(args))
-        return func(*args, **(kwargs or {}))
 
 
 def _largest(values: Sequence[Any]) -> Any:

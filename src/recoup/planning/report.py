@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,12 +14,11 @@ from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
 from recoup.memory.size import aligned, shown_beside
 from recoup.planning.argument_shapes import PlannedArguments
-from recoup.planning.blocks import find_links, kind_of, modules_of
+from recoup.planning.blocks import kind_of, modules_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.pricing import MeasuredCall, selections
-from recoup.planning.ranks import CollectiveCounter
 from recoup.planning.step import Rehearsed
 from recoup.schedules import (
     Advance,
@@ -72,7 +70,6 @@ class PlanReport:
         least_bytes: the fewest bytes that a step was seen to take.
         budget_bytes: the budget.
         room: the room that it leaves for a step.
-        collectives: those of a step that followed it.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class PlanReport:
         least_bytes: int,
         budget_bytes: int,
         room: Room,
-        collectives: CollectiveCounter,
     ) -> None:
         self.model = planned.model
         self.planned = planned
@@ -110,20 +106,7 @@ class PlanReport:
         spare = self.usable_bytes / max(self.rehearsed_peak_bytes, 1)
         step = kind.step
         self.sizes = PlannedArguments(planned.model, step.args, step.kwargs, spare)
-        self.collectives = collectives.num_all
-        self.collectives_again = collectives.num_again
-        self._collective_bytes_again = collectives.bytes_again
         self.held_by_others = tuple(_held_by_others(planned.model, planned.calls))
-        self._advice = list(self.held_by_others)
-        if planned.guard is None:
-            self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
-        elif point.num_inverses:
-            tolerance = f"{planned.guard.tolerance:g} of their norm"
-            self._advice.insert(
-                0,
-                f"inverted blocks round: gradients are equal to {tolerance}, of which the drift "
-                "guard takes care (`plan.drift`)",
-            )
 
     @property
     def drift(self) -> DriftGuard | None:
@@ -179,10 +162,6 @@ class PlanReport:
         table = aligned(self._table(), left=range(3))
         return "\n".join([self._title(), self._peaks(), "", *table, *self._notes()])
 
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: what ``print`` shows as text."""
-        return f"<pre>{escape(str(self))}</pre>"
-
     def headline(self) -> str:
         """Return the plan in one line, without the class of the model."""
         ways = Counter(row.way for row in self.blocks)
@@ -225,12 +204,12 @@ class PlanReport:
             )
         if self.planned.tiled is not None:
             notes.append(self.planned.tiled.described)
-        notes += self._advice
-        if self.collectives_again:
+        if self.drift is not None:
             notes.append(
-                f"second runs repeat {self.collectives_again} of the {self.collectives} "
-                f"collectives of a step, with {format_bytes(self._collective_bytes_again)}"
+                f"inverted blocks round: gradients are equal to {self.drift.tolerance:g} of their "
+                "norm, of which the drift guard takes care (`plan.drift`)"
             )
+        notes += self.held_by_others
         if self.headroom:
             notes.append(f"left for fragmentation: {self.headroom:.3g} of the budget")
         if self.baseline_bytes:
@@ -317,32 +296,3 @@ def _held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator
             f"held by attributes: `{names[0]}`{more}, a tensor with its graph, which holds its "
             "step until the next one; return it instead, or store `.detach()` of it"
         )
-    if model.training and any(
-        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
-    ):
-        yield (
-            "`gradient_checkpointing` is on: the model runs its layers again itself, and the plan "
-            "leaves them to it; call `gradient_checkpointing_disable()` and plan again"
-        )
-
-
-def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
-    """Return a sentence that names the modules which a plan could invert if it may round.
-
-    Args:
-        model: the model.
-        calls: the measured calls of its blocks.
-    """
-    constant = {
-        id(part)
-        for module in model.modules()
-        if getattr(module, "memory", None) == "constant"
-        for part in module.modules()
-    }
-    names = [name for name, link in find_links(model) if id(link) not in constant]
-    names = names or [call.name for call in calls if call.is_invertible]
-    return [
-        f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{name}` first): "
-        "a plan with exact=False may take less, and rounds."
-        for name in names[:1]
-    ]

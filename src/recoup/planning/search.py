@@ -22,7 +22,7 @@ from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanKeywords, PlanOptions, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.replanning import PlanMaker, PlansByShape
+from recoup.planning.replanning import PlansByShape
 from recoup.planning.step import Step
 
 
@@ -121,10 +121,9 @@ def plan(
             whose speed is measured. None for host memory on an accelerator, and for no place on
             the CPU.
         tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
-            logits are never there as a whole (an int says in how many), and MLPs within blocks
-            along the sequence. The loss and the gradients are then those of the model to rounding,
-            not to the bit; where the output layer is in tiles, they cannot be differentiated again,
-            and logits that the model returns are computed when they are read.
+            logits are never there as a whole (an int says in how many). The loss and the gradients
+            are then those of the model to rounding, not to the bit; they cannot be differentiated
+            again, and logits that the model returns are computed when they are read.
         num_forwards: how many times a step calls the model before one backward (2 for SimCSE and
             R-Drop). Each call is planned with the example arguments, and `loss` is given all
             outputs: ``lambda a, b: ...``. A step that calls the model more often raises a
@@ -200,8 +199,7 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         options.check_replan(step.root)
     made = frontier_of(step, options).plan_now(budget_bytes)
     if replan:
-        maker = PlanMaker(step.model, step.call, budget_bytes, options)
-        made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
+        made.replanner = PlansByShape(made, step, budget_bytes, options)
     return made
 
 

@@ -31,7 +31,7 @@ from recoup.planning.rehearsal import (
     restoring,
     without_gradients,
 )
-from recoup.planning.tiled_parts import TiledParts
+from recoup.planning.tiled_head import TiledHead
 from recoup.planning.verification import (
     TURNED_OVER,
     DifferentStepError,
@@ -68,7 +68,7 @@ class Step:
         holds_output: whether the outputs are alive until backward has ended.
         num_forwards: how often it is called before backward, with the same arguments.
         seed: the seed of its random draws; None to leave the random streams as they are.
-        tiled: the parts of the model that run in tiles; None if none do.
+        tiled: the output layer of the model, if it runs in tiles; None if not.
         written: the parameters that its forward writes to, which rehearsals restore.
         has_compiled_code: whether blocks run by compiled code, which rounds differently.
         verification: the comparison of its runs with an expected outcome; each step has its own.
@@ -82,7 +82,7 @@ class Step:
     holds_output: bool = True
     num_forwards: int = 1
     seed: int | None = None
-    tiled: TiledParts | None = None
+    tiled: TiledHead | None = None
     written: tuple[nn.Parameter, ...] = ()
     has_compiled_code: bool = False
     verification: Verification = field(default_factory=Verification, init=False)
@@ -158,7 +158,7 @@ class Step:
         given = [t for t in flatten(calls[0])[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
-        parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
+        parts = nullcontext() if self.tiled is None else followed([self.tiled.module], self.tiled)
         clock = timed_by_work() if is_without_values() else nullcontext()
         with grad_mode(True), parts, clock:
             mark()

@@ -22,15 +22,13 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
-from recoup._core.compile import is_compiled
 from recoup.errors import BudgetError, ChangedError, ReplayError
 from recoup.memory import format_bytes
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room
 from recoup.planning.plan import Plan
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.ranks import CollectiveCounter, is_sharded, largest_among_ranks
-from recoup.planning.report import what_can_be_inverted
+from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.step import Rehearsed, rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
@@ -120,7 +118,6 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     step, budget = kind.step, room.of(budget_bytes)
     last: dict[int, Rehearsed] = {}  # of each point
     planned = PlannedModel.of(step, kind.blocks, kind.calls, kind.guard)
-    is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
         point = kind.points[index]
@@ -131,9 +128,7 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
                 if found.peak_bytes > budget:  # See Rule 3 of ranks.py
                     found = min(found, rehearse_planned(step, tolerance), key=itemgetter(0))
         last[index] = found
-        # Other forwards call more blocks than the rehearsal did.
-        taken = kind.bytes_beside(found.peak_bytes, found.held_bytes)
-        return max(taken, point.peak_bytes if is_partly_estimated else 0)
+        return kind.bytes_beside(found.peak_bytes, found.held_bytes)
 
     # The plain step has shown that there is room for it (See Rule 3).
     within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
@@ -144,16 +139,10 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)  # where a block may repeat its first run by turns
-        collectives = CollectiveCounter()
-        # Under a dispatch mode the compiler gives up what it meets.
-        compiles = kind.is_compiled or any(map(is_compiled, step.model.modules()))
-        if is_sharded(step.model) and not compiles:
-            with step.rehearsed(), collectives:
-                step.run()
     return Plan(
         kind, planned, point, last[choice.point_index]._replace(peak_bytes=choice.peak_bytes),
         step_seconds=step_seconds, least_bytes=choice.least_bytes, budget_bytes=budget_bytes,
-        room=room, collectives=collectives,
+        room=room,
     )  # fmt: skip
 
 
@@ -167,12 +156,10 @@ def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: in
         )
     alive = f", {format_bytes(baseline)} of which are alive before a step" if baseline else ""
     alive += f", with a headroom of {room.headroom:.3g} of it" if room.headroom else ""
-    advice = [] if kind.guard else what_can_be_inverted(kind.step.model, kind.calls)
     return BudgetError(
         f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
         f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
-        f"Give that much, a smaller batch, or smaller `blocks`.{tiling}"
-        + "".join(f" {line}" for line in advice),
+        f"Give that much, a smaller batch, or smaller `blocks`.{tiling}",
         least,
     )
 

@@ -53,10 +53,10 @@ def assert_keeps(plan, change, step, num):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_layers", "rate", "scale", "share"),
-    [(5, 0.3, 1.0, 0.0), (6, 0.6, 1.0, 0.4), (5, 0.3, 1.5, 0.0)],
+    [(5, 0.3, 1.0, 0.0), (4, 0.5, 1.0, 0.4), (5, 0.3, 1.5, 0.0)],
 )
 def test_layers_that_are_left_out_keep_to_the_budget(num_layers, rate, scale, share):
-    """Also where the steps call all of the layers, though hardly any forward does."""
+    """Also where the steps call all of the layers, though few forwards do."""
     model, x = LayerDrop(num_layers, rate, scale), torch.randn(256, 64)
     frontier = recoup.plan(model, x, loss=square)
     plan = frontier.plan(between(frontier, share))
@@ -72,10 +72,10 @@ def test_layers_that_are_left_out_keep_to_the_budget(num_layers, rate, scale, sh
 
 
 def test_a_first_forward_that_leaves_all_layers_out():
-    model, x = LayerDrop(4, 0.7), torch.randn(64, 64)
+    model, x = LayerDrop(4, 0.5), torch.randn(64, 64)
     for seed in range(100):  # until one leaves them all out
         torch.manual_seed(seed)
-        if all(torch.rand(()) <= 0.7 for _ in range(4)):
+        if all(torch.rand(()) <= 0.5 for _ in range(4)):
             break
     torch.manual_seed(seed)
     plan = recoup.plan(model, x, budget="1 GiB", loss=square)

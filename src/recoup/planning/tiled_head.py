@@ -1,18 +1,30 @@
-"""Logits that are computed when somebody reads them, and in pieces by a cross entropy.
+"""The output layer of a model with its cross entropy, in tiles: logits that are made when read.
+
+NOTE [ A head in tiles ]
+
+Rule 1. A head is an `nn.Linear` that is called once, after all blocks, and whose output is large.
+        Its weight may be computed (a parametrization, weight dropout). What it returns is not
+        computed before somebody reads it; a cross entropy is computed in pieces, whose gradients
+        are taken at once (See NOTE [ Gradients of a sum ]).
+Rule 2. Within a checkpoint that runs the model again, where the compiler looks at frames, and in
+        transforms of torch.func the head runs as it is.
+Rule 3. A mean is a sum whose summands are divided by their number before they are differentiated,
+        as torch does it, so that the gradient of the hidden states has its bits where kernels
+        compute rows alike. In float16, where that may underflow, the sums are divided afterwards.
 
 NOTE [ Lazy logits ]
 
-Rule 1. `LazyLogits` are a tensor without memory that knows the rows that it is computed from. What
+Rule 4. `LazyLogits` are a tensor without memory that knows the rows that it is computed from. What
         only moves rows (a slice of all but the last token, `view(-1, C)`), converts or scales is
         done to these rows, or written down for later. A cross entropy runs in pieces, and never
         sees the whole.
-Rule 2. For every other function the whole is computed, in grad mode and under the autocast of the
+Rule 5. For every other function the whole is computed, in grad mode and under the autocast of the
         call. If the function changes it, shares memory with it, or returns no tensor (a hook was
         set), it stays: views, writes and graphs are then those of an ordinary tensor. Otherwise it
         is freed. What was derived before a write is an error to read.
-Rule 3. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
+Rule 6. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
         the gradient. The value is the output of a node whose backward is an error, so it does not.
-Rule 4. The rows and the weights must be unchanged when it is read, and require gradients as they
+Rule 7. The rows and the weights must be unchanged when it is read, and require gradients as they
         did. A tensor that indexed it is copied, since the user may write to that tensor before the
         value is read.
 """
@@ -20,19 +32,137 @@ Rule 4. The rows and the weights must be unchanged when it is read, and require 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import GetSetDescriptorType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from recoup._core.compile import is_watched
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import grad_mode, storage_id, version_of, without_pairs
+from recoup._core.saved_tensors import (
+    grad_mode,
+    is_transformed,
+    storage_id,
+    version_of,
+    without_pairs,
+)
 from recoup._core.settings import settings_as_now
 from recoup._core.storage_tracking import bytes_of
+from recoup._core.summed_gradients import summed_loss
 from recoup.errors import ChangedError, GradientError
+from recoup.memory import format_bytes
+from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward
+
+_TINY = 1e-30  # numbers as small as a gradient over the number of targets
+_modules = nn.modules.module
+_BACKWARD_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)  # fmt: skip
+
+
+@dataclass
+class TiledHead:
+    """The output layer of a model in tiles, which a follower calls in place of its forward.
+
+    Args:
+        name: its qualified name.
+        module: the layer.
+        num_rows: the rows of its output in the step that is planned.
+        num_bytes: the bytes of that output.
+        tile_rows: how many rows a tile has at most.
+
+    Attributes:
+        eps: the largest machine epsilon of what was computed in tiles.
+    """
+
+    name: str
+    module: nn.Module
+    num_rows: int
+    num_bytes: int
+    tile_rows: int
+    eps: float = 0.0
+
+    @property
+    def described(self) -> str:
+        """A line that says in how many tiles it runs."""
+        return (
+            f"tile: `{self.name}` with its cross entropy, "
+            f"{math.ceil(self.num_rows / self.tile_rows)} tiles of at most {self.tile_rows} rows; "
+            f"its output of {format_bytes(self.num_bytes)} is computed when it is read"
+        )
+
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
+        """Return the output, which is computed when somebody reads it."""
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if not is_plain or is_watched() or is_transformed():
+            return forward(*args, **kwargs)
+        rows: Tensor = args[0]
+        # Hooks want the gradient of what it returns.
+        hooks = [vars(each).get(name) for each in (module, _modules) for name in _BACKWARD_HOOKS]
+        is_whole = rows.dim() < 2 or rows.numel() == 0 or any(hooks)
+        if is_whole or enclosing_checkpoints() != (0, None) or not is_linear(module, forward):
+            return forward(rows)
+        # The weight of this call: `functional_call` puts others in its place for a while.
+        own: Any = module
+        return LinearCall(
+            f"`{self.name}`", rows, own.weight, own.bias, self._cross_entropy
+        ).logits()
+
+    def _cross_entropy(
+        self,
+        logits: LazyLogits,
+        target: Any,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        """Return the loss, computed in tiles, or NotImplemented for the one of the whole."""
+        is_plain = weight is None and size_average is None and reduce is None
+        is_of_rows = isinstance(target, Tensor) and logits.dim() == 2 and target.dim() == 1
+        if not is_plain or reduction not in ("mean", "sum") or not is_of_rows:
+            return NotImplemented
+        num_rows = logits.shape[0]
+        if not num_rows == target.shape[0] > self.tile_rows:
+            return NotImplemented
+        logits.call.check()
+        parts = cast("Sequence[Tensor]", target.split(self.tile_rows))
+        counts = torch.stack([(part != ignore_index).sum() for part in parts])
+        weights, divisor = [float(n > 0) for n in cast("list[int]", counts.tolist())], 1.0
+        if not any(weights):
+            return NotImplemented  # a mean or sum of nothing is what torch makes of it
+        if reduction == "mean":
+            divisor = float(counts.sum())
+            if torch.finfo(logits.call.dtype).smallest_normal < _TINY:  # See Rule 3
+                weights, divisor = [each / divisor for each in weights], 1.0
+        types = (logits.dtype, logits.call.dtype)
+        self.eps = max(self.eps, *(torch.finfo(dtype).eps for dtype in types))
+
+        def loss(piece: list[Tensor]) -> Tensor:
+            options: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+            return F.cross_entropy(logits.piece(piece[0]), piece[1], reduction="sum", **options)
+
+        name, sizes = f"the loss of `{self.name}` in tiles", [len(part) for part in parts]
+        return summed_loss(
+            name, loss, [logits.rows, target], sizes, 0, weights, divisor,
+            logits.call.weights, "Plan without `tiles`.",
+        )  # fmt: skip
+
+
+def is_linear(module: nn.Module, forward: Forward) -> bool:
+    """Whether a module's forward is that of `nn.Linear`, with the weight that it has then."""
+    own = getattr(own_forward(forward), "__func__", None)
+    return isinstance(module, nn.Linear) and own is nn.Linear.forward
+
+
+# -- logits that are computed when they are read ---------------------------------------------------
 
 _torch: Any = torch
 _plainly: Any = _torch._C.DisableTorchFunctionSubclass
@@ -105,7 +235,7 @@ class LinearCall:
         ]
 
     def check(self) -> None:
-        """Raise if it would compute something else now (See Rule 4)."""
+        """Raise if it would compute something else now (See Rule 7)."""
         if self._marks_now() != self._marks:
             raise ChangedError(
                 f"The output of {self.name} is computed when it is read, but what it is computed "
@@ -203,11 +333,11 @@ class LazyLogits(Tensor):
         for each, version in zip(unread, versions, strict=True):
             whole = each.whole()
             if made and version_of(whole) == version and storage_id(whole) not in storages:
-                each._whole = each.call.whole = None  # See Rule 2
+                each._whole = each.call.whole = None  # See Rule 5
         return result
 
     def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a function makes of it without the whole, or NotImplemented (See Rule 1)."""
+        """Return what a function makes of it without the whole, or NotImplemented (See Rule 4)."""
         if func is F.cross_entropy:
             found = self.call.cross_entropy(self, *args, **kwargs)
             self.call.was_cut |= found is not NotImplemented
@@ -225,7 +355,7 @@ class LazyLogits(Tensor):
                 rows = self.rows.reshape(*made.shape[:-1], -1) if is_whole else None
         if rows is None:
             return NotImplemented
-        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 4
+        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 7
         return LazyLogits.made(self.call, rows, (*self.path, (func, own, kwargs)), width, dtype)
 
     @classmethod
@@ -237,7 +367,7 @@ class LazyLogits(Tensor):
 
 
 class _Node(torch.autograd.Function):
-    """The node that made lazy logits, through which no gradient goes (See Rule 3)."""
+    """The node that made lazy logits, through which no gradient goes (See Rule 6)."""
 
     @staticmethod
     def forward(
