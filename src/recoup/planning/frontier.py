@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -49,7 +50,7 @@ from recoup.planning.called_blocks import (
 )
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import suspended
-from recoup.planning.options import PlanOptions, Room, checked_budget, place_of
+from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
 from recoup.planning.plan import Plan, draw_frontier, own_forwards
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.priced_ways import price_codes, with_inverses
@@ -206,6 +207,11 @@ class Frontier:
         if self._reason is not None:
             warnings.warn(self._reason, stacklevel=4)
         return plan
+
+    def plan_under(self, policy: Policy) -> Plan:
+        """Return the plan that follows a policy, whatever it takes; likewise."""
+        self._kinds = [self._kinds[0].under_policy(policy)]
+        return self.plan_now(sys.maxsize)
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from recoup.planning.step import Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
+Policy = Literal["full", "every 2nd block", "keep"]
+# What a policy leaves no choice of.
+_CHOICES = ("compile", "exact", "offload_to", "tiles", "headroom")
 _TRIAL_BYTES = 1 << 25
 # Of a budget, on an accelerator: what is needed where its segments can grow, and where they cannot
 # (tests/unit/planning/test_headroom, benchmarks/budgets.py).
@@ -160,6 +163,24 @@ class PlanOptions:
             return 0
         own = bytes_of((*model.parameters(), *model.buffers()))
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
+
+    def check_policy(self, policy: str, budget: int | str | None) -> None:
+        """Raise ValueError if a policy is unknown, or beside something that it leaves no choice of.
+
+        Args:
+            policy: the policy.
+            budget: the budget; None for none.
+        """
+        check_choice(*get_args(Policy), policy=policy)
+        others = {name: getattr(self, name) for name in _CHOICES}
+        given = {} if budget is None else {"budget": budget}
+        given |= {k: v for k, v in others.items() if v != getattr(PlanOptions, k)}
+        for name, value in given.items():
+            raise ValueError(
+                f"`{name}` is {value!r}, but `policy` {policy!r} says what each block does, "
+                f"whatever it takes. Choose one: leave `{name}` out, or give a `budget` in place "
+                "of the policy."
+            )
 
     def check_replan(self, model: nn.Module | None = None) -> None:
         """Raise a ValueError if plans with these options cannot be made for other shapes.

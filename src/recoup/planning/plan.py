@@ -85,7 +85,8 @@ class Plan(PlanReport):
 
     Attributes:
         model: the model.
-        budget_bytes: the budget.
+        budget_bytes: the budget; `sys.maxsize` under a policy.
+        policy: the policy that it follows; None if it was found for a budget.
         pending: how many forwards of a pipeline wait beside a step that follows it.
         baseline_bytes: the part of it that is alive before a step.
         headroom: the part of it that is left for fragmentation.

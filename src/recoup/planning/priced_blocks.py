@@ -19,6 +19,14 @@ Rule 3. Each microbatch of a pipeline ("1F1B") has a backward of its own, the fi
         and the gradients of the backwards before it, beside its own bytes.
 Rule 4. What is kept in the sweep then counts several times. So the schedules of a step alone, and
         the one that holds the least (every block runs again from its input), are counted anew.
+
+NOTE [ Policies ]
+
+Rule 5. A policy says what each block does, so there is nothing to search: its plan has one schedule
+        of the blocks that were measured, is rehearsed and compared as any plan, and has no budget.
+Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
+        blocks that a step calls several times, all calls are treated alike. Blocks through which no
+        gradient goes keep nothing in any case.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ from recoup.planning.called_blocks import measure_most
 from recoup.planning.compiling import CodeByModule
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
-from recoup.planning.options import OffloadPlace
+from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import Measured, MeasuredCall, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
@@ -70,6 +78,7 @@ class PricedBlocks(NamedTuple):
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
+        policy: the policy that the first of the plans follows, which is taken; None to choose.
         pending: how many other forwards of a pipeline wait for their backward; None in a step that
             has one backward (See Rule 3).
     """
@@ -85,6 +94,7 @@ class PricedBlocks(NamedTuple):
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
+    policy: str | None = None
     pending: int | None = None
 
     @property
@@ -153,11 +163,25 @@ class PricedBlocks(NamedTuple):
         return peak_bytes + self.pending * held_bytes + gradients
 
     def _point_of(self, schedule: Schedule, costs: Sequence[Cost]) -> Point:
-        """Return the bytes and the time of a schedule, beside these forwards."""
+        """Return the bytes and the time of a schedule, beside other forwards if there are some."""
         found = simulate(schedule, costs=costs)
         held = [each.held_bytes for each in trace(schedule, costs) if not each.is_backward]
         peak_bytes = self.bytes_beside(found.peak_bytes, held[-1])
         return Point(peak_bytes, found.seconds, found.num_forwards, schedule, found.num_inverses)
+
+    def under_policy(self, policy: Policy) -> PricedBlocks:
+        """Return the blocks with the plan that follows a policy, and the one that keeps all."""
+        whole = self.points[-1]
+        if policy == "keep" or not self.calls:
+            return self._replace(points=[whole], policy=policy)
+        places = list(dict.fromkeys(id(call.module) for call in self.calls))
+        again = set(places[:: 2 if policy == "every 2nd block" else 1])
+        kept = [
+            0 if call.until_again is not None and id(call.module) in again else None
+            for call in self.calls
+        ]
+        schedule = replace(each_alone(kept), name=policy)
+        return self._replace(points=[self._point_of(schedule, self.costs), whole], policy=policy)
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""

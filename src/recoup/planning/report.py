@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -89,7 +90,7 @@ class PlanReport:
         self.num_blocks = len(planned.blocks)
         self.num_seen = len({id(call.module) for call in planned.calls})
         self.point, self.schedule, self.actions = point, point.schedule, point.schedule.actions
-        self.pending = kind.pending
+        self.policy, self.pending = kind.policy, kind.pending
         self.costs = tuple(kind.costs)
         self.frontier = tuple(kind.points)
         self.kept_seconds = kind.kept_seconds
@@ -104,6 +105,7 @@ class PlanReport:
         self.most_bytes = self.baseline_bytes + self.frontier[-1].peak_bytes
         self.least_bytes, self._room = room.budget_for(least_bytes), room
         spare = self.usable_bytes / max(self.rehearsed_peak_bytes, 1)
+        spare = math.inf if self.policy is not None else spare
         step = kind.step
         self.sizes = PlannedArguments(planned.model, step.args, step.kwargs, spare)
         self.held_by_others = tuple(_held_by_others(planned.model, planned.calls))
@@ -173,6 +175,8 @@ class PlanReport:
 
     def _size(self) -> str:
         num, budget = len(self.planned.calls), "total" if self.baseline_bytes else "step"
+        if self.policy is not None:
+            return f'{num} blocks, policy "{self.policy}" ({budget})'
         return f"{num} blocks in {format_bytes(self.budget_bytes)} ({budget})"
 
     def _peaks(self) -> str:
@@ -181,7 +185,7 @@ class PlanReport:
         return (
             f"predicted peak {format_bytes(self.predicted_peak_bytes)}, rehearsed "
             f"{format_bytes(self.rehearsed_peak_bytes)}{beside}; everything kept "
-            f"{format_bytes(self.most_bytes)}, {least}"
+            f"{format_bytes(self.most_bytes)}" + (f", {least}" if self.policy is None else "")
         )
 
     def _table(self) -> list[tuple[str, ...]]:

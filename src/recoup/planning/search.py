@@ -20,17 +20,40 @@ from recoup.planning.argument_shapes import shapes_of
 from recoup.planning.arguments import built_arguments, example_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
-from recoup.planning.options import PlanKeywords, PlanOptions, checked_budget
+from recoup.planning.options import PlanKeywords, PlanOptions, Policy, checked_budget
 from recoup.planning.plan import Plan
 from recoup.planning.replanning import PlansByShape
 from recoup.planning.step import Step
 
 
 @overload
-def plan(
+def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
     model: nn.Module,
     *example_args: Any,
     budget: None = ...,
+    policy: None = ...,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    exact: bool = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
+    num_forwards: int = ...,
+    headroom: float | None = ...,
+    replan: bool = ...,
+    **example_kwargs: Any,
+) -> Frontier: ...
+
+
+@overload
+def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
+    model: nn.Module,
+    *example_args: Any,
+    budget: None = ...,
+    policy: None = ...,
     **options_and_example_kwargs: Any,
 ) -> Frontier: ...
 
@@ -39,7 +62,8 @@ def plan(
 def plan(
     model: nn.Module,
     *example_args: Any,
-    budget: int | str,
+    budget: int | str | None = ...,
+    policy: Policy | None = ...,
     loss: Callable[[Any], Any] | None = ...,
     blocks: str | Iterable[str | nn.Module] | None = ...,
     budget_of: Literal["step", "total"] = ...,
@@ -60,6 +84,7 @@ def plan(
     model: nn.Module,
     *example_args: Any,
     budget: int | str | None = None,
+    policy: Policy | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
@@ -92,6 +117,9 @@ def plan(
             alone has the keyword arguments, if the forward takes its entries by name.
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
+        policy: in place of a budget, what people choose by hand for all blocks, whatever it takes:
+            "full" (every block runs again: activation checkpointing), "every 2nd block" or "keep".
+            A plan with the bytes of a policy as its budget is at least as fast.
         loss: a function from the output of the model to a scalar, or several. The default is the
             attribute or entry `loss` of the output, or else the sum of the output's absolute
             values. A loss that is computed outside the model takes memory too, so pass it.
@@ -170,6 +198,8 @@ def plan(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
         num_forwards, headroom,
     )  # fmt: skip
+    if policy is not None:
+        options.check_policy(policy, budget)
     example_args, example_kwargs = example_arguments(model, example_args, example_kwargs)
     check_flag(replan=replan)
     step = options.step(model, model, example_args, example_kwargs)
@@ -177,7 +207,8 @@ def plan(
         return plan_of(step, budget, options, replan=replan)
     if replan:
         raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
-    return frontier_of(step, options)
+    found = frontier_of(step, options)
+    return found if policy is None else found.plan_under(policy)
 
 
 def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool = False) -> Plan:

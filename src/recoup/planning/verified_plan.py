@@ -77,6 +77,8 @@ def _planned(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
 def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
     """Yield the same blocks with fewer ways, and what plans for them do."""
+    if kind.policy is not None:
+        return
     if kind.guard is not None:
         kind = _without_inverses(kind)._replace(guard=None)
         yield "inverts nothing", kind
@@ -132,7 +134,8 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
     # The plain step has shown that there is room for it (See Rule 3).
     within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
-    peaks = [point.peak_bytes for point in kind.points]
+    points = kind.points if kind.policy is None else kind.points[:1]
+    peaks = [point.peak_bytes for point in points]
     choice = choose(peaks, budget, rehearse, fastest_within=within)
     if choice.point_index is None:
         raise _too_small(kind, budget_bytes, room, choice.least_bytes)

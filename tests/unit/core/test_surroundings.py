@@ -94,8 +94,7 @@ COUNTS += [(Codebook, "assign parameter", 0)]
 
 
 def planned(model, x):
-    frontier = recoup.plan(model, x)
-    frontier.plan(frontier.least_bytes).apply()
+    recoup.plan(model, x, policy="full").apply()
     return model
 
 
@@ -112,7 +111,6 @@ def counts_of(model):
 @pytest.mark.filterwarnings("ignore:The plan for a Sequential keeps everything")
 @pytest.mark.parametrize(("kind", "count", "first_step"), COUNTS)
 @pytest.mark.parametrize("way", [planned, checkpointed])
-@pytest.mark.filterwarnings("ignore:A planned Sequential was called with more parameters")
 def test_what_a_forward_counts_is_counted_once_in_each_step(way, kind, count, first_step):
     torch.manual_seed(0)
     count = (AT_ANY_TIME | FROM_THE_FIRST_STEP)[count]
@@ -287,7 +285,7 @@ def test_a_plan_keeps_such_blocks_and_says_so():
     x, state = torch.randn(4, 4), State()
     words = r"keeps everything.*`blocks\.0` changes a tensor in place"
     with pytest.warns(UserWarning, match=words):
-        plan = recoup.plan(net, x, State(), budget="1 GiB")
+        plan = recoup.plan(net, x, State(), policy="full")
     with plan.applied():
         net(x, state).sum().backward()
     assert state.seen == 16

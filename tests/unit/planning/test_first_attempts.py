@@ -140,7 +140,7 @@ def test_every_option_of_a_plan_has_its_default():
     parameters = inspect.signature(recoup.plan).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert {name: own.pop(name) for name in OPTIONS} == OPTIONS
-    assert own == {"budget": None, "replan": False}
+    assert own == {"budget": None, "policy": None, "replan": False}
     assert PlanKeywords.__annotations__.keys() == OPTIONS.keys()  # those of `largest`
 
 
@@ -221,6 +221,14 @@ ATTEMPTS = {
     ),
     "replan without a budget": (of(X, replan=True), "`replan` is True without a `budget`"),
     "offload to a host": (of(X, offload_to="host"), 'is "host", but the model is on the cpu'),
+    **{
+        f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
+        for options, message in (
+            ({"budget": "1 GiB"}, "`budget` is '1 GiB', but .* Choose one"),
+            ({"tiles": True}, "`tiles` is True, but .* leave `tiles` out"),
+            ({"replan": True}, "`replan` is True without a `budget`"),
+        )
+    },
     "least and most": (largest(least=3, most=2), "`least` is 3 and `most` is 2"),
     "a batch of nothing": (largest(lambda size: None), "`build_batch` returned None for size 2"),
     "a batch that does not grow": (

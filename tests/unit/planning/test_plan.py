@@ -1,8 +1,9 @@
-"""What a plan does, says and draws, for bytes."""
+"""What a plan does, says and draws, for bytes or by a policy."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 from collections import Counter
@@ -19,6 +20,7 @@ from recoup.errors import BudgetError
 from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
 from recoup.schedules import Offload, simulate
+from tests.neighbours.planned import Net, assert_same, loss_of, result_of
 from tests.plan_oracle import (
     Made,
     Residual,
@@ -227,3 +229,45 @@ def test_the_figure_keeps_to_the_peaks_and_tells_time_in_whole_steps(monkeypatch
     assert after[0][-1] > 1
     assert before[0] == sorted(before[0])
     assert max(after[1]) / max(before[1]) == made.predicted_peak_bytes / made.most_bytes
+
+
+# -- policies: what people choose by hand for all blocks -------------------------------------------
+
+
+def of_net():
+    """A model, its input, and a step."""
+    torch.manual_seed(0)
+    model, x = Net(32, 6), torch.randn(8, 64, 32)
+    model.stem = nn.Linear(32, 32)
+    return model, x, lambda: loss_of(model(x)).backward()
+
+
+def counted(model, step):
+    """What a step makes, its peak, and the runs of each block."""
+    runs = Counter()
+    for index, block in enumerate(model.blocks):
+        first = next(block.children())
+        first.register_forward_pre_hook(lambda *_, i=index: runs.update([i]))
+    made = result_of(model, step)
+    runs, forwards = Counter(), runs
+    return made, peak_of(model, step), sorted(forwards.items())
+
+
+@pytest.mark.parametrize(("policy", "every"), [("full", 1), ("every 2nd block", 2), ("keep", 7)])
+def test_a_policy_is_what_people_do_by_hand(policy, every):
+    hand, _, step = of_net()
+    for block in list(hand.blocks)[::every] if every < 7 else []:
+        block.forward = functools.partial(recoup.checkpoint, block.forward)
+    wanted, most, runs = counted(hand, step)
+    model, x, step = of_net()
+    plan = recoup.plan(model, x, policy=policy, loss=loss_of)
+    with plan.applied():
+        found, peak, own_runs = counted(model, step)
+    assert_same(found, wanted)
+    assert own_runs == runs
+    assert abs(peak - most) <= 0.005 * most  # of one region, or of several, are random states
+    assert peak <= plan.rehearsed_peak_bytes
+    with plan.applied():
+        loss_of(model(x) + model(x)).backward()  # it has no budget, and so no bound
+    assert f'Net: 6 blocks, policy "{policy}" (step)' in str(plan)
+    assert "least feasible" not in str(plan)

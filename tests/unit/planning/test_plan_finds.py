@@ -285,10 +285,11 @@ def test_blocks_are_found_and_a_step_of_the_least_bytes_is_the_plain_one(name):
 
 
 @pytest.mark.parametrize("name", ["layers that are nested", "a potential"])
-def test_an_estimate_finds_the_same_blocks(name):
+def test_an_estimate_and_a_policy_find_the_same_blocks(name):
     model, x = built(name)
     num_blocks = len(MODELS[name].names)
     assert recoup.estimate(lambda: (model, x)).points[-1].num_forwards == num_blocks
+    assert len(recoup.plan(model, x, policy="full", loss=square).blocks) == num_blocks
 
 
 class Counting(nn.Module):
