@@ -38,7 +38,7 @@ from recoup.planning.step import Step
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
-Policy = Literal["full", "every 2nd block", "keep"]
+Policy = Literal["full", "every 2nd block", "save attention", "keep"]
 # What a policy leaves no choice of.
 _CHOICES = ("compile", "exact", "offload_to", "tiles", "headroom")
 _TRIAL_BYTES = 1 << 25

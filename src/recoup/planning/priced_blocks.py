@@ -27,6 +27,8 @@ Rule 5. A policy says what each block does, so there is nothing to search: its p
 Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
         blocks that a step calls several times, all calls are treated alike. Blocks through which no
         gradient goes keep nothing in any case.
+Rule 7. To save attention is to keep products (NOTE [ Kept products ]), of which a block then has no
+        others to choose from.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import Measured, MeasuredCall, price
+from recoup.planning.pricing import Measured, MeasuredCall, price, selections
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.verification import Outcome, has_room
+from recoup.planning.work import is_attention
 from recoup.schedules import (
     Cost,
     Point,
@@ -170,18 +173,44 @@ class PricedBlocks(NamedTuple):
         return Point(peak_bytes, found.seconds, found.num_forwards, schedule, found.num_inverses)
 
     def under_policy(self, policy: Policy) -> PricedBlocks:
-        """Return the blocks with the plan that follows a policy, and the one that keeps all."""
-        whole = self.points[-1]
+        """Return the blocks with the plan that follows a policy, and the one that keeps all.
+
+        Raises:
+            ValueError: attention is to be saved, and none of the blocks has a kernel for it.
+        """
+        whole, saves_attention = self.points[-1], policy == "save attention"
         if policy == "keep" or not self.calls:
             return self._replace(points=[whole], policy=policy)
-        places = list(dict.fromkeys(id(call.module) for call in self.calls))
+        kind = self._with_attention_alone() if saves_attention else self
+        places = list(dict.fromkeys(id(call.module) for call in kind.calls))
         again = set(places[:: 2 if policy == "every 2nd block" else 1])
         kept = [
-            0 if call.until_again is not None and id(call.module) in again else None
-            for call in self.calls
+            len(cost.results) * saves_attention
+            if call.until_again is not None and id(call.module) in again
+            else None
+            for call, cost in zip(kind.calls, kind.costs, strict=False)
         ]
         schedule = replace(each_alone(kept), name=policy)
-        return self._replace(points=[self._point_of(schedule, self.costs), whole], policy=policy)
+        return kind._replace(points=[kind._point_of(schedule, kind.costs), whole], policy=policy)
+
+    def _with_attention_alone(self) -> PricedBlocks:
+        """Return the blocks with kernels of attention as all that they may keep (See Rule 7)."""
+        calls: list[MeasuredCall] = []
+        for call in self.measured.calls:
+            products = [
+                each if is_attention(each.func) else each._replace(start=math.inf)
+                for each in call.products
+            ]
+            calls.append(replace(call, products=products))
+        if not any(each.num_products for call in calls for each in selections(call)):
+            raise ValueError(
+                '`policy` is "save attention", but no block was seen to call a kernel of attention '
+                "that could be kept alone. Let the model call torch.nn.functional."
+                'scaled_dot_product_attention (`attn_implementation="sdpa"`), which has a kernel '
+                'without dropout on every device, or give "full".'
+            )
+        kind = self._replace(measured=replace(self.measured, calls=calls))
+        return kind.repriced(calls, price(kind.measured, None), kind.seconds)
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""

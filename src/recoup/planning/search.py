@@ -118,8 +118,9 @@ def plan(
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
         policy: in place of a budget, what people choose by hand for all blocks, whatever it takes:
-            "full" (every block runs again: activation checkpointing), "every 2nd block" or "keep".
-            A plan with the bytes of a policy as its budget is at least as fast.
+            "full" (every block runs again: activation checkpointing), "every 2nd block", "save
+            attention" (what its kernels return is kept, and the rest runs again) or "keep". A plan
+            with the bytes of a policy as its budget is at least as fast.
         loss: a function from the output of the model to a scalar, or several. The default is the
             attribute or entry `loss` of the output, or else the sum of the output's absolute
             values. A loss that is computed outside the model takes memory too, so pass it.

@@ -227,6 +227,7 @@ ATTEMPTS = {
             ({"budget": "1 GiB"}, "`budget` is '1 GiB', but .* Choose one"),
             ({"tiles": True}, "`tiles` is True, but .* leave `tiles` out"),
             ({"replan": True}, "`replan` is True without a `budget`"),
+            ({"policy": "save attention"}, "'save attention', but no block was seen to call a ker"),
         )
     },
     "least and most": (largest(least=3, most=2), "`least` is 3 and `most` is 2"),

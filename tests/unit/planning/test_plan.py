@@ -14,13 +14,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning import options, priced_blocks
 from recoup.planning.measuring import Times
 from recoup.schedules import Offload, simulate
-from tests.neighbours.planned import Net, assert_same, loss_of, result_of
+from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+from tests.oracle import Operators
 from tests.plan_oracle import (
     Made,
     Residual,
@@ -234,10 +236,21 @@ def test_the_figure_keeps_to_the_peaks_and_tells_time_in_whole_steps(monkeypatch
 # -- policies: what people choose by hand for all blocks -------------------------------------------
 
 
-def of_net():
+def attends(width: int) -> nn.Module:
+    """A block with a kernel of attention."""
+
+    def forward(block, x):
+        q, k, v = block.given(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.gelu(block.made(y.transpose(1, 2).flatten(2)))
+
+    return Made(forward, given=nn.Linear(width, 3 * width), made=nn.Linear(width, width))
+
+
+def of_net(block=Block):
     """A model, its input, and a step."""
     torch.manual_seed(0)
-    model, x = Net(32, 6), torch.randn(8, 64, 32)
+    model, x = Net(32, 6, block), torch.randn(8, 64, 32)
     model.stem = nn.Linear(32, 32)
     return model, x, lambda: loss_of(model(x)).backward()
 
@@ -271,3 +284,17 @@ def test_a_policy_is_what_people_do_by_hand(policy, every):
         loss_of(model(x) + model(x)).backward()  # it has no budget, and so no bound
     assert f'Net: 6 blocks, policy "{policy}" (step)' in str(plan)
     assert "least feasible" not in str(plan)
+
+
+def test_attention_is_kept_and_the_rest_runs_again():
+    model, x, step = of_net(attends)
+    wanted = result_of(model, step)
+    plan = recoup.plan(model, x, policy="save attention", loss=loss_of)
+    assert ways_of(plan) == {"keep products"}
+    kept = x.nbytes + 4 * x.shape[0] * 4 * x.shape[1]  # its result, and a number a row and head
+    assert {row.keeps_bytes for row in plan.blocks} == {x.nbytes + kept}
+    with plan.applied(), Operators() as ran:
+        found = result_of(model, step)
+    assert_same(found, wanted)
+    assert ran.of("_scaled_dot_product_flash_attention_for_cpu") == 6
+    assert ran.of("addmm") >= 2 * 6 + 2
