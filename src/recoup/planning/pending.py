@@ -19,13 +19,13 @@ NOTE [ The first step ]
 
 Rule 5. A plan is rehearsed with the loss that it was given. What a training loop computes outside
         of the model (a loss, label smoothing, another model) shows in a step of that loop alone. So
-        the first step is measured, from its first forward to the end of its backward. That is done
-        on the CPU: an accelerator has its backward in another thread, and counts for the user.
+        the first step is measured, from its first forward to the end of its backward.
 Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
         as well if the forward or the backward fails, if the graph is freed without a backward, and
         with the next forward. A backward in another thread says nothing, and cannot end it: the
         next forward does.
-Rule 7. No step is watched within a profiler, a backward, or a rehearsal.
+Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On an accelerator the
+        statistics of the allocator are read, and not reset, since they may be the user's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup._core.devices import is_accelerator
+from recoup._core.devices import is_accelerator, memory_counts
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup._core.storage_tracking import can_follow
 from recoup.errors import BudgetError
@@ -88,9 +88,8 @@ class PendingForwards(threading.local):
     def watch(self, model: nn.Module, most_bytes: int) -> None:
         """Watch the step that begins, if it is the first one, and warn if it takes more."""
         self.unwatch()
-        is_first = self._watch is None or not self._watch.is_done
-        if is_first and not is_accelerator(device_of(model)):
-            self._watch = _StepWatch(type(model).__name__, most_bytes)
+        if self._watch is None or not self._watch.is_done:
+            self._watch = _StepWatch(type(model).__name__, device_of(model), most_bytes)
 
     def unwatch(self) -> None:
         """End the watch on a step that has no backward in this thread."""
@@ -202,6 +201,7 @@ class _StepWatch:
 
     Args:
         name: the class of the model.
+        device: the device whose bytes are counted.
         most_bytes: the most that its plan leaves to a step.
 
     Attributes:
@@ -209,14 +209,18 @@ class _StepWatch:
         is_ending: whether that backward, once it is freed, ends the watch.
     """
 
-    def __init__(self, name: str, most_bytes: int) -> None:
+    def __init__(self, name: str, device: torch.device, most_bytes: int) -> None:
         self._name = name
         self._most_bytes = most_bytes
         self._thread = threading.get_ident()
-        self._line: Timeline | None = None
+        self._line: Timeline | _DevicePeak | None = None
         self.is_done = self.is_ending = False
-        if can_follow() and not is_in_backward() and not is_in_rehearsal():
-            self._line = timeline(torch.device("cpu"))
+        if not is_in_backward() and not is_in_rehearsal():
+            if is_accelerator(device):
+                self._line = _DevicePeak(device)
+            elif can_follow():
+                self._line = timeline(device)
+        if self._line is not None:
             self._line.__enter__()
 
     def backward_begins(self) -> None:
@@ -237,7 +241,16 @@ class _StepWatch:
         return line.peak_bytes
 
     def _say(self) -> None:
-        peak = self.end()
+        line, peak = self._line, self.end()
+        if isinstance(line, _DevicePeak) and line.num_retries:
+            warnings.warn(
+                f"The first step of a {self._name} under its plan found room only when the "
+                f"allocator had given cached memory back ({line.num_retries} times), which takes "
+                "long: free memory is in pieces that are too small. Let recoup.plan leave more "
+                "`headroom`, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch "
+                "starts.",
+                stacklevel=2,
+            )
         if peak > self._most_bytes:
             warnings.warn(
                 f"The first step of a {self._name} under its plan took {format_bytes(peak)} of the "
@@ -248,3 +261,20 @@ class _StepWatch:
                 "several forwards have a backward each, run that of the last one first.",
                 stacklevel=2,
             )
+
+
+class _DevicePeak:
+    """The peak on an accelerator, if it is higher than any before (See Rule 7); otherwise 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak_bytes = self.num_retries = 0
+
+    def __enter__(self) -> None:
+        self._before = memory_counts(self._device)
+
+    def __exit__(self, *exc_info: object) -> None:
+        before, now = self._before, memory_counts(self._device)
+        self.num_retries = now.num_retries - before.num_retries
+        if now.peaks.allocated > before.peaks.allocated:
+            self.peak_bytes = now.peaks.allocated - before.allocated

@@ -300,3 +300,10 @@ def _held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator
             f"held by attributes: `{names[0]}`{more}, a tensor with its graph, which holds its "
             "step until the next one; return it instead, or store `.detach()` of it"
         )
+    if model.training and any(
+        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+    ):
+        yield (
+            "`gradient_checkpointing` is on: the model runs its layers again itself, and the plan "
+            "leaves them to it; call `gradient_checkpointing_disable()` and plan again"
+        )
