@@ -5,8 +5,8 @@ NOTE [ A sketch ]
 Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 columns. A sketch is the
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
         its place does. It costs about as much as the plain sum. A few entries are their own sketch.
-        Of integers, which must be told apart exactly, sums are in double precision; of few on the
-        CPU, the sketch is a hash of their bits.
+        Of integers, which must be told apart exactly, sums are in double precision (which is exact
+        below 2**53); of few on the CPU, the sketch is a hash of their bits.
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.
@@ -44,7 +44,6 @@ _FEW = 64  # entries, which are a sketch themselves
 _FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
-_MANY = _OFHALVES * _MOST_ROWS  # entries
 _PIECE = 8 * _OFHALVES * _ROWS  # of tensors that are converted first, which stays in a cache
 _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
 _DEVICE_ROWS = 2**13  # of a tensor at most
@@ -55,7 +54,6 @@ _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
 HALVES = frozenset((torch.float16, torch.bfloat16))
-_NUMBERS = _OWN | HALVES
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 # On CPU the numbers are read at once; elsewhere a read would wait for the device.
@@ -69,7 +67,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         tensor: the tensor. Its graph, modes, and autocast have no part in it.
     """
     if type(tensor) is Tensor:
-        if tensor.is_cpu and tensor.is_contiguous() and not _num_modes():  # the common ways
+        if tensor.is_cpu and tensor.is_contiguous() and not _num_modes():  # the common way
             # FSDP2 frees the memory of a gathered parameter; a derivative of zero has none.
             num = tensor.numel() if tensor.data_ptr() else 0
             dtype = tensor.dtype
@@ -83,11 +81,6 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
                     return cast("Any", _sums(tensor.view(-1))).tolist()
             if dtype in _EXACT and num and tensor.nbytes <= _FEW_BYTES:
                 return _hash_of_few(tensor)
-        elif tensor.is_cuda and tensor.is_contiguous() and not _num_modes():
-            num = tensor.numel() if tensor.data_ptr() else 0
-            if num > _MANY and tensor.dtype in _NUMBERS and not tensor.is_neg():
-                with _alone():
-                    return _sums_of_rows(tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
