@@ -187,7 +187,7 @@ class ArgumentShapes(NamedTuple):
             their flags and strings, the types of their tensors, and the autocast in force.
         shapes: the shape of each tensor, by its place.
         inputs: the places of the tensors that require gradients.
-        trained: the bytes of the gradient of each parameter; 0 if it requires none.
+        trained: the bytes of each parameter that requires a gradient, at least 1; 0 of others.
         training: which modules are in training mode; a plan for them serves evaluation, too.
     """
 
@@ -297,7 +297,7 @@ def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> Argume
             family.append((place, leaf))
     modules: list[Any] = list(model.modules())
     own = [each for module in modules for each in module._parameters.values()]
-    trained = tuple([0 if p is None or not p.requires_grad else p.nbytes for p in own])
+    trained = tuple([0 if p is None or not p.requires_grad else max(p.nbytes, 1) for p in own])
     training = tuple([each.training for each in modules])
     return ArgumentShapes(tuple(family), shapes, frozenset(inputs), trained, training)
 
