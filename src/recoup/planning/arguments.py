@@ -1,24 +1,29 @@
-"""The arguments that a model is planned with: what its forward takes.
+"""The arguments that a model is planned with: what its forward takes, and what memory they need.
 
-NOTE [ What a call refuses ]
-
-Rule 1. A signature does not say what a call takes: a decorator, a hook or a `__call__` may give the
-        forward other arguments. So nothing is refused before the call. Where a call fails, and the
-        signature does not fit what it was given, the error says what to type.
-Rule 2. A dict alone is an argument, as in a call, unless its entries can be the keyword arguments
-        and have the name of at least one parameter.
+A signature does not say what a call takes: a decorator, a hook or a `__call__` may give the forward
+other arguments. So nothing is refused before the call; an error of the call gets a note.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import ge
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from recoup._core.devices import autocast_kinds
+from recoup._core.pytree import flatten
 from recoup.planning.forwards import Args, Kwargs
+
+_MOST_VALUES = 1024  # that are looked at within the objects of an argument
+Shape = tuple[int, ...]
 
 
 def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -111,7 +116,7 @@ def check_plannable(model: Any) -> None:
 
 
 def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception) -> None:
-    """Raise ValueError if a model has failed because it does not take the arguments.
+    """Add to an error what to type, if a model may not take what it was called with.
 
     Args:
         model: the model.
@@ -119,54 +124,15 @@ def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
         kwargs: its keyword arguments.
         error: what it has raised.
     """
-    kind = type(model).__name__
-    # As torch says it; a forward that is inherited may pass it on (that of a LightningModule).
-    if str(error) == f'Module [{kind}] is missing the required "forward" function':
-        raise ValueError(
-            f"`model` is a {kind} without a `forward`. Plan a module that training calls; the "
+    if isinstance(error, (TypeError, NotImplementedError)):
+        given = ", ".join([*(type(each).__name__ for each in args), *kwargs]) or "nothing"
+        error.add_note(
+            f"The forward of {type(model).__name__} was given: {given}. Give its arguments as in "
+            "training, after the model (a dict alone has keyword arguments where the forward can "
+            "be called with all of its entries by name); the bytes of a plan are `budget`. The "
             "`training_step` of a LightningModule is planned by the trainer's callback "
             "recoup.integrations.lightning.MemoryBudget."
-        ) from error
-    way_out = "Give its arguments as in training, after the model; the bytes of a plan are `budget`"
-    explain_call(model, args, kwargs, error, f"The forward of {kind}", way_out)
-    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-        names = next(_names_in(model), set[str]())
-        if not names.isdisjoint(cast("Mapping[Any, Any]", args[0])):
-            error.add_note(
-                f"The dict was given to the forward of {kind} as its one argument. It has the "
-                "keyword arguments where the forward can be called with all of its entries by name "
-                f"(it takes {', '.join(sorted(names))})."
-            )
-
-
-def explain_call(
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    error: Exception,
-    name: str,
-    way_out: str,
-) -> None:
-    """Raise ValueError if a call has failed because of its arguments (See Rule 1).
-
-    Args:
-        function: the function or module.
-        args: the arguments.
-        kwargs: the keyword arguments.
-        error: what it has raised.
-        name: what begins the error.
-        way_out: what ends it.
-    """
-    signature = _signature(function)
-    if signature is None or not isinstance(error, TypeError):
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as why:
-        takes = ", ".join(map(str, signature.parameters.values())) or "nothing"
-        num, plural = len(args), "" if len(args) == 1 else "s"
-        given = ", ".join(([f"{num} argument{plural}"] if args else []) + list(kwargs)) or "nothing"
-        raise ValueError(f"{name} takes ({takes}), but got {given}: {why}. {way_out}.") from error
+        )
 
 
 def _takes_entries(model: nn.Module, entries: dict[Any, Any]) -> bool:
@@ -208,3 +174,219 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+# -- what the memory of a step depends on ----------------------------------------------------------
+
+
+class ArgumentShapes(NamedTuple):
+    """What the memory of a step depends on: the shapes of a call's arguments, gradients and modes.
+
+    Args:
+        family: what is the same for all calls that one plan may serve: the names of the arguments,
+            their flags and strings, the types of their tensors, and the autocast in force.
+        shapes: the shape of each tensor, by its place.
+        inputs: the places of the tensors that require gradients.
+        trained: the bytes of each parameter that requires a gradient, at least 1; 0 of others.
+        training: which modules are in training mode; a plan for them serves evaluation, too.
+    """
+
+    family: tuple[object, ...]
+    shapes: dict[str, Shape]
+    inputs: frozenset[str]
+    trained: tuple[int, ...]
+    training: tuple[bool, ...]
+
+    def cover(self, other: ArgumentShapes) -> bool:
+        """Whether a step of `other` takes no more bytes."""
+        return (
+            self.family == other.family
+            and self.inputs >= other.inputs
+            and _cover(self.trained, other.trained)
+            and _cover(self.training, other.training)
+            and all(_cover(*pair) for pair in self._pairs(other))
+        )
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether an input or a parameter requires a gradient."""
+        return bool(self.inputs) or any(self.trained)
+
+    def _pairs(self, other: ArgumentShapes) -> Iterator[tuple[Shape, Shape]]:
+        """Yield the shapes of each tensor that both have; of other dimensions, how many entries."""
+        for place, own in self.shapes.items():
+            theirs = other.shapes.get(place)
+            if theirs is not None:
+                is_alike = len(own) == len(theirs)
+                yield (own, theirs) if is_alike else ((math.prod(own),), (math.prod(theirs),))
+
+    def share_of(self, other: ArgumentShapes) -> float:
+        """Return the least number of entries of a tensor of `other`, relative to the own one."""
+        shares = (math.prod(theirs) / max(math.prod(own), 1) for own, theirs in self._pairs(other))
+        return min(shares, default=1.0)
+
+    def growth_to(self, other: ArgumentShapes) -> float:
+        """Return how many times as many bytes a step of `other` may take, roughly.
+
+        They grow with the square of a dimension that is larger (attention).
+        """
+        return max((_growth(*pair) for pair in self._pairs(other)), default=math.inf)
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(map(_shown, self.shapes.values())))
+
+    def excess_of(self, other: ArgumentShapes, model: nn.Module, room: float) -> str:
+        """Return what a step of `other` needs more bytes for; empty if it is nothing that is known.
+
+        Args:
+            other: those of another call.
+            model: the model.
+            room: how many times its bytes a step may take, for shapes that have as many entries.
+        """
+        if len(self.trained) != len(other.trained):
+            is_more = sum(other.trained) > sum(self.trained)
+            return "with more parameters than it was planned with" if is_more else ""
+        modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))
+        names = [f"{own}.{key}".lstrip(".") for own, m in modules.items() for key in m._parameters]
+        for name, was, is_now in zip(names, self.trained, other.trained, strict=True):
+            if is_now > was > 0:
+                return f"with a `{name}` of more bytes than when it was planned"
+            if is_now > was:
+                return f"with `{name}` requiring a gradient, which it did not when it was planned"
+        for name, was, is_now in zip(modules, self.training, other.training, strict=True):
+            if is_now > was:
+                return f"with `{name}` in training mode, in which it was not when it was planned"
+        for place, shape in other.shapes.items():
+            if place not in self.shapes:
+                return f"with an argument of {_shown(shape)} that it was not planned with"
+        larger = (pair for pair in self._pairs(other) if not _cover(*pair))
+        own, theirs = next(larger, ((), ()))
+        if theirs and self.growth_to(other) > room:
+            return f"with an argument of {_shown(theirs)} where the plan is for {_shown(own)}"
+        return ""
+
+
+def _cover(own: Sequence[int], others: Sequence[int]) -> bool:
+    return len(own) == len(others) and all(map(ge, own, others))
+
+
+def _growth(own: Shape, theirs: Shape) -> float:
+    ratios = [b / max(a, 1) for a, b in zip(own, theirs, strict=True)]
+    return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
+
+
+def _shown(shape: Shape) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> ArgumentShapes:
+    """Return the shapes of the arguments of a call of `model`.
+
+    Numbers are left out, since they count steps and batches.
+    """
+    family: list[object] = [*map(_autocast, autocast_kinds())]
+    shapes: dict[str, Shape] = {}
+    inputs: list[str] = []
+    for place, leaf in _leaves("", {**dict(enumerate(args)), **kwargs}):
+        if isinstance(leaf, Tensor):
+            family.append((place, leaf.dtype, leaf.device, leaf.ndim))
+            shapes[place] = tuple(leaf.shape)
+            if leaf.requires_grad:
+                inputs.append(place)
+        elif isinstance(leaf, (bool, str, type(None))):
+            family.append((place, leaf))
+    modules: list[Any] = list(model.modules())
+    own = [each for module in modules for each in module._parameters.values()]
+    trained = tuple([0 if p is None or not p.requires_grad else max(p.nbytes, 1) for p in own])
+    training = tuple([each.training for each in modules])
+    return ArgumentShapes(tuple(family), shapes, frozenset(inputs), trained, training)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested value with their places, in one order however a dict is made."""
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        for key in sorted(entries, key=str):
+            yield from _leaves(f"{name}[{key!r}]", entries[key])
+    elif isinstance(value, (tuple, list)):
+        for place, each in enumerate(cast("Sequence[Any]", value)):
+            yield from _leaves(f"{name}[{place}]", each)
+    else:
+        others = flatten(value)[1].others()
+        for place, each in enumerate([*tensors_within(value), *others]):
+            yield f"{name}.{place}", each
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class PlannedArguments:
+    """The shapes of the arguments that a plan was made with, to warn of larger ones.
+
+    It holds no model: whoever holds it (a follower) must not keep one alive.
+
+    Args:
+        model: the model.
+        args: the arguments.
+        kwargs: the keyword arguments.
+        room: how many times the bytes of the planned step the budget leaves to a step; infinite if
+            there is no budget.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Args, kwargs: Mapping[str, Any], room: float
+    ) -> None:
+        self._room = room
+        self._shapes = [shapes_of(model, args, kwargs)]
+        self._has_warned = False
+
+    def include(self, shapes: ArgumentShapes) -> None:
+        """Let the plan be made for these arguments, too."""
+        self._shapes = [*(each for each in self._shapes if not shapes.cover(each)), shapes]
+
+    def warn_if_larger(self, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Warn once if a step with the arguments may take more bytes than the planned one."""
+        if self._has_warned or self._room == math.inf:
+            return
+        shapes = shapes_of(model, args, kwargs)
+        if any(each.cover(shapes) for each in self._shapes):
+            return
+        excesses = [each.excess_of(shapes, model, self._room) for each in self._shapes]
+        if all(excesses):
+            self._has_warned = True
+            warnings.warn(
+                f"A planned {type(model).__name__} was called {excesses[-1]}. Gradients are "
+                "right, but this step may take more than the budget. Make the plan with the "
+                "largest batch, the longest rows and the parameters that are trained, or give "
+                "`replan=True`.",
+                stacklevel=5,
+            )
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value, and those in attributes of objects in it."""
+    tensors, tree = flatten(value)
+    found, waiting, seen = [*tensors], tree.others(), set[int]()
+    for each in waiting:  # which grows
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif id(each) not in seen and len(waiting) < _MOST_VALUES:
+            seen.add(id(each))
+            waiting += _entries_of(each)
+    return found
+
+
+def _entries_of(value: Any) -> Iterable[Any]:
+    """Return the values in a container, or the attributes of an object, without code of its own."""
+    if isinstance(value, (nn.Module, type, FunctionType, ModuleType)):
+        return ()
+    entries: Any = value
+    if not isinstance(value, (dict, list, tuple)):
+        try:
+            entries = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return ()
+    if len(entries) > _MOST_VALUES:
+        return ()
+    return cast("dict[Any, Any]", entries).values() if isinstance(entries, dict) else entries

@@ -132,17 +132,11 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def find_links(model: nn.Module) -> list[Block]:
-    """Return the modules of the chains of invertible modules, outermost chains first.
-
-    A chain is a module whose children all have an inverse (or are densities without one). For a
-    chain within a chain, its modules are returned in its place.
-    """
-    return _links_of_chains(model, "")
-
-
 def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     """Return `blocks` with the modules of invertible chains in place of those that they contain.
+
+    A chain is a module whose children all have an inverse (or are densities without one). For a
+    chain within a chain, its modules are taken in its place.
 
     Args:
         model: the model.
@@ -151,7 +145,7 @@ def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     Returns:
         The blocks, in the order of the model; none if there is no such chain.
     """
-    links = find_links(model)
+    links = _links_of_chains(model, "")
     within = {id(part) for _, link in links for part in link.modules()}
     others = [
         (name, module) for name, module in blocks if within.isdisjoint(map(id, module.modules()))

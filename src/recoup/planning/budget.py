@@ -30,7 +30,7 @@ from recoup._core.executor import Executor, executor_for
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
-from recoup.planning.argument_shapes import ArgumentShapes, shapes_of
+from recoup.planning.arguments import ArgumentShapes, shapes_of
 from recoup.planning.forwards import Args
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions

@@ -37,7 +37,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
-from recoup.planning.argument_shapes import PlannedArguments
+from recoup.planning.arguments import PlannedArguments
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
     Args,

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -126,13 +125,11 @@ class _WrappedForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module and not _fits(self.__wrapped__, args, kwargs):
-            args = args[1:]  # accelerate has bound what it took for a function
         follower = self.follower
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return uncompiled(_follow_in_a_graph)(self, follower, args, kwargs)
+            return uncompiled(_follow)(self, follower, args, kwargs, _COMPILED_AROUND)
         return _follow(self, follower, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,14 +148,6 @@ class _WrappedForward:
 
     def __reduce__(self) -> Any:
         return getattr, (partial(self.__wrapped__), "func")  # that is what it wraps (See Rule 3)
-
-
-def _fits(forward: Forward, args: Args, kwargs: Kwargs) -> bool:
-    try:
-        inspect.signature(forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # it takes others, or says nothing of what it takes
-        return False
-    return True
 
 
 class _OwnForward:
@@ -202,20 +191,16 @@ def own_forward(forward: Forward) -> Forward:
     return forward
 
 
-def _follow_in_a_graph(
-    forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs
+def _follow(
+    forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs, message: str = ""
 ) -> Any:
-    if forward.group is not None:
-        forward.group.warn_once(_COMPILED_AROUND)
-    return _follow(forward, follower, args, kwargs)
-
-
-def _follow(forward: _WrappedForward, follower: Follower, args: Args, kwargs: Kwargs) -> Any:
     run = forward.__wrapped__
     if forward.parts and are_groups_of(forward.parts, forward.module):
         run = partial(run_groups, forward.parts)
-    elif forward.parts and forward.group is not None:
-        forward.group.warn_once(_OTHER_MODULES)
+    elif forward.parts:
+        message = _OTHER_MODULES
+    if message and forward.group is not None:
+        forward.group.warn_once(message)
     if not forward.is_followed:
         return run(*args, **kwargs)
     return follower.called(forward.module, run, args, kwargs)

@@ -30,7 +30,6 @@ from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensors import is_without_values
 from recoup._core.tiers import existing_folder, tier_for
 from recoup.memory import parse_bytes
-from recoup.planning.arguments import explain_call
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.ranks import largest_among_ranks
@@ -280,8 +279,10 @@ def losses_from(loss: Callable[..., Any] | None) -> _Losses:
         try:
             losses = loss(*outputs)
         except TypeError as error:
-            way_out = "Give a function of the output, such as lambda output: loss(output, target)"
-            explain_call(loss, tuple(outputs), {}, error, "`loss`", way_out)
+            error.add_note(
+                f"`loss` was called with what the model returned ({len(outputs)} arguments): give "
+                "a function of that, such as lambda output: loss(output, target)."
+            )
             raise
         several: list[Any] = [*losses] if isinstance(losses, (tuple, list)) else [losses]
         for each in several:

@@ -47,7 +47,7 @@ from recoup._core.storage_tracking import can_follow
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
-from recoup.planning.argument_shapes import tensors_within
+from recoup.planning.arguments import tensors_within
 from recoup.planning.options import Room
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of

@@ -12,12 +12,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from recoup._core.tensors import check_modules
-from recoup.memory.figures import COLORS, INK, QUIET, finish, path_of, rendered
+from recoup.memory.figures import COLORS, QUIET, finish, path_of, rendered
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import PlanReport
-from recoup.schedules import trace
 
 _logger = logging.getLogger(__name__)
 
@@ -73,10 +72,6 @@ class PlanFamily(Follower, Protocol):
 
     def serve(self, args: Args, kwargs: Kwargs) -> None:
         """Choose the plan for the next call, or make one."""
-        ...
-
-    def plan_for(self, args: Args, kwargs: Kwargs) -> Plan | None:
-        """Return the plan that serves a call with these arguments; None if there is none."""
         ...
 
 
@@ -228,9 +223,9 @@ class Plan(PlanReport):
                     each._apply(is_held=True)
 
     def figure(self, path: str | Path) -> Path:
-        """Draw memory over a step, with and without the plan, as its costs predict it.
+        """Draw the time of a step against its bytes, for this plan and the others over its blocks.
 
-        How long steps take for other budgets is drawn by `Frontier.figure`.
+        `recoup.timeline` shows the memory over a step, with the plan and without it.
 
         Args:
             path: the path of the picture, ending in .png, .svg or .pdf.
@@ -242,67 +237,48 @@ class Plan(PlanReport):
             ImportError: matplotlib is missing.
             ValueError: `path` is none, or has another ending.
         """
-        return draw(self, path_of(path))
+        least, whole = self.frontier[-1].seconds, self.kept_seconds or 1.0
+        points = [
+            (self.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
+            for each in self.frontier
+        ]
+        mark = points[self.frontier.index(self.point)]
+        return draw_frontier([("all plans", points)], path_of(path), mark)
 
 
 # -- pictures --------------------------------------------------------------------------------------
 
-_BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
 # The plans over one kind of blocks: its name, and for each plan the peak of a step, in bytes, and
 # its time, where 1 is a step with everything kept.
 Line = tuple[str, Sequence[tuple[int, float]]]
 
 
-def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the plans over each kind of blocks into a file, and return the path."""
+def draw_frontier(
+    lines: Sequence[Line], path: Path, mark: tuple[float, float] | None = None
+) -> Path:
+    """Draw the plans over each kind of blocks into a file, and return the path.
+
+    Args:
+        lines: the plans.
+        path: the path of the file.
+        mark: the bytes and the time of a plan that is marked; None for none.
+    """
     unit, name = _unit(max(size for _, points in lines for size, _ in points))
     times = [time for _, points in lines for _, time in points]
     low, height = min(times), (max(times) - min(times)) or 0.1
 
     def draw_panel(panels: Sequence[Any]) -> None:
-        axes, colors = panels[0], (_AFTER, _BEFORE, *(QUIET for _ in lines))
+        axes, colors = panels[0], (COLORS["sqrt"], COLORS["linear"], *(QUIET for _ in lines))
         for (text, points), color in zip(lines, colors, strict=False):
-            sizes = [size / unit for size, _ in points]
-            own = [time for _, time in points]
+            sizes, own = zip(*points, strict=True)
+            sizes = [size / unit for size in sizes]
             axes.step(sizes, own, where="post", color=color, linewidth=2.2, label=text)
+        if mark is not None:
+            axes.plot(mark[0] / unit, mark[1], "o", markersize=9, clip_on=False, label="this plan")
         axes.set_ylim(low - 0.05 * height, low + 1.25 * height)  # room for the legend
         axes.set_xlim(0, None)
         axes.legend(loc="upper right", frameon=False, fontsize=9.5)
         finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({name})")
-
-    path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
-    return path
-
-
-def draw(plan: PlanReport, path: Path) -> Path:
-    """Draw the memory of a step into a file, and return the path."""
-    unit, name = _unit(plan.most_bytes)
-
-    def draw_panel(panels: Sequence[Any]) -> None:
-        axes = panels[0]
-        whole = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds or 1.0
-        for point, color, text in (
-            (plan.frontier[-1], _BEFORE, "everything kept"),
-            (plan.point, _AFTER, "this plan"),
-        ):
-            times, levels, last = [0.0], [0], 0.0
-            for moment in trace(point.schedule, plan.costs):  # its peak is at its middle
-                times += [(last + moment.seconds) / 2, moment.seconds]
-                levels += [moment.peak_bytes, moment.held_bytes]
-                last = moment.seconds
-            # The costs bound a peak from above; the point has what was measured.
-            sizes = [plan.baseline_bytes + min(each, point.peak_bytes) for each in levels]
-            axes.plot(
-                [each / whole for each in times], [each / unit for each in sizes],
-                color=color, label=text,
-            )  # fmt: skip
-        if plan.policy is None:
-            budget, dashes = plan.budget_bytes / unit, (0, (5, 3))
-            axes.axhline(budget, color=INK, linewidth=1.0, linestyle=dashes, label="budget")
-        axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
-        axes.set_xlim(0, None)
-        axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
-        finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
 
     path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
     return path

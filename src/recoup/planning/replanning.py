@@ -47,7 +47,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup.errors import RecoupError
-from recoup.planning.argument_shapes import ArgumentShapes, shapes_of
+from recoup.planning.arguments import ArgumentShapes, shapes_of
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import (
     Args,
@@ -211,12 +211,6 @@ class PlansByShape:
                         "loop updates before it calls the model."
                     )
                 raise
-
-    def plan_for(self, args: Args, kwargs: Kwargs) -> Plan | None:
-        """Return the plan that serves a call with these arguments; None if there is none yet."""
-        shapes = shapes_of(self._model, args, kwargs)
-        lost, entry = self._least([e.lost(shapes) for e in self._entries], self._entries)
-        return entry.plan if lost < math.inf else None
 
     def _served(self, group: WrappedForwards, args: Args, kwargs: Kwargs) -> _Entry:
         shapes, own = shapes_of(self._model, args, kwargs), self._entry

@@ -14,7 +14,7 @@ from recoup._core.devices import Peaks
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
 from recoup.memory.size import aligned, shown_beside
-from recoup.planning.argument_shapes import PlannedArguments
+from recoup.planning.arguments import PlannedArguments
 from recoup.planning.blocks import kind_of, modules_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.options import Room

@@ -19,7 +19,7 @@ from recoup.memory.step_recorder import PHASES, StepLine, StepRecorder
 from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import check_page, page_of
 from recoup.planning.arguments import example_arguments
-from recoup.planning.forwards import Args, Kwargs, suspended
+from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan, applied_plans, own_forwards
 from recoup.planning.rehearsal import uncollected
@@ -128,7 +128,8 @@ def timeline(
     Args:
         model: any module.
         example_args: its arguments as in training.
-        plan: a plan for `model`; None for the one that it follows, if any.
+        plan: a plan for `model`, such as one of a `Plan.family`; None for the one that it follows,
+            if any.
         loss: a function from the output of the model to a scalar, or several, as for `recoup.plan`.
         holds_output: whether the training loop holds the output of the model while backward runs.
         example_kwargs: keyword arguments of the model.
@@ -157,7 +158,6 @@ def timeline(
     options = PlanOptions(loss, holds_output=holds_output)
     if plan is None:
         plan = next((each for each in applied_plans(model) if each.model is model), None)
-        plan = plan and _serving(plan, example_args, example_kwargs)
     else:
         check_type(Plan, "a plan, such as recoup.plan returns for a `budget`", plan=plan)
     if plan is not None and plan.model is not model:
@@ -176,19 +176,6 @@ def timeline(
             plain = _line_of(step, None, baseline)
         planned = _line_of(step, plan, baseline)
     return StepTimeline(name, plain, planned, plan.budget_bytes, str(plan))
-
-
-def _serving(plan: Plan, args: Args, kwargs: Kwargs) -> Plan:
-    """Return the plan of a family that a call follows; the plan itself if it is no family."""
-    if plan.replanner is None:
-        return plan
-    found = plan.replanner.plan_for(args, kwargs)
-    if found is None:
-        raise ValueError(
-            "No plan of the family serves arguments of these shapes. Run a training forward with "
-            "them before, which makes one, or give `plan`."
-        )
-    return found
 
 
 def _line_of(step: Step, plan: Plan | None, baseline_bytes: int = 0) -> StepLine:

@@ -168,12 +168,9 @@ def in_inference_mode():
 
 
 ATTEMPTS = {
-    "no arguments": (of(budget=BUDGET), r"Sequential takes \(input\), but got nothing: .* Give i"),
-    "too many": (of(X, X, budget=BUDGET), "but got 2 arguments: too many"),
-    "memory": (
-        of(X, memory=BUDGET),
-        "but got 1 argument, memory: .*unexpected keyword argument 'memory'.* are `budget`",
-    ),
+    "no arguments": (of(budget=BUDGET), r"Sequential was given: nothing\. Give its arguments as i"),
+    "too many": (of(X, X, budget=BUDGET), "Sequential was given: Tensor, Tensor"),
+    "memory": (of(X, memory=BUDGET), "given: Tensor, memory.* the bytes of a plan are `budget`"),
     "a class": (of(X, model=nn.Linear), "`model` is the class Linear"),
     "frozen": (
         of(X, model=dense(2, 4).requires_grad_(False)), "returned nothing that requires a gradient"
@@ -200,16 +197,16 @@ ATTEMPTS = {
     "blocks in blocks": (of(X, blocks=["0", "0.0"]), "contains `0` and `0.0`, which is part of it"),
     "a module of criteria": (
         of(X, loss=nn.MSELoss()),
-        r"`loss` takes \(input: torch.Tensor, .*\), but got 1 argument: .*lambda",
+        r"`loss` was called with what the model returned \(1 arguments\).*lambda",
     ),
     "a loss of one output for two": (
         of(X, loss=lambda output: output.sum(), num_forwards=2),
-        r"`loss` takes \(output\), but got 2 arguments",
+        r"`loss` was called with what the model returned \(2 arguments\)",
     ),
     "a loss that is no number": (of(X, loss=lambda y: y), r"returned a tensor of shape \(8, 4\)"),
     "a training step of Lightning": (
         of(X, model=PassedOn()),
-        "`model` is a PassedOn without a `forward`.*callback .*MemoryBudget",
+        "The forward of PassedOn was given.*callback .*MemoryBudget",
     ),
     "scripted blocks": (
         lambda: of(X, model=nn.Sequential(*map(torch.jit.script, MODEL)))(),
@@ -242,7 +239,7 @@ ATTEMPTS = {
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_the_error_says_what_to_type(attempt):
     call, message = ATTEMPTS[attempt]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         call()
 
 
@@ -265,4 +262,4 @@ def test_an_error_of_a_dict_that_was_not_taken_apart_says_so():
     with pytest.raises(TypeError) as caught:
         recoup.plan(strict(), {**BATCH, "special_tokens_mask": X}, budget=BUDGET)
     (note,) = caught.value.__notes__
-    assert "(it takes input_ids, labels)" in note
+    assert "given: dict. Give its arguments" in note

@@ -220,17 +220,15 @@ def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_pla
     assert made.step_seconds > 0
 
 
-def test_the_figure_keeps_to_the_peaks_and_tells_time_in_whole_steps(monkeypatch, tmp_path):
+def test_the_figure_marks_the_plan_among_all(monkeypatch, tmp_path):
     _, _, made = planned()
     axes = MagicMock()
     monkeypatch.setattr("recoup.planning.plan.rendered", lambda draw, *_, **__: draw([axes]) or b"")
     monkeypatch.setattr("recoup.planning.plan.finish", lambda *args: None)
     made.figure(tmp_path / "plan.png")
-    before, after = (call.args for call in axes.plot.call_args_list)
-    assert before[0][-1] == pytest.approx(1.0)
-    assert after[0][-1] > 1
-    assert before[0] == sorted(before[0])
-    assert max(after[1]) / max(before[1]) == made.predicted_peak_bytes / made.most_bytes
+    size, time, *_ = axes.plot.call_args.args
+    assert time == pytest.approx(made.predicted_time_ratio)
+    assert max(axes.step.call_args.args[0]) / size == made.most_bytes / made.predicted_peak_bytes
 
 
 # -- policies: what people choose by hand for all blocks -------------------------------------------
