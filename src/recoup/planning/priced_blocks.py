@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from recoup._arguments import is_whole
+from recoup._arguments import check_whole
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
@@ -147,10 +147,7 @@ class PricedBlocks(NamedTuple):
 
     def beside(self, pending: int) -> PricedBlocks:
         """Return the same blocks in steps beside forwards that wait for their backward."""
-        if not is_whole(pending, 0, 1000):
-            raise ValueError(
-                f"`pending` is {pending!r}, but must be a number of forwards, or None."
-            )
+        check_whole(0, pending=pending)
         return self._replace(pending=pending).with_costs(self.costs)
 
     def bytes_beside(self, peak_bytes: int, held_bytes: int) -> int:
