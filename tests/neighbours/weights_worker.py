@@ -66,7 +66,7 @@ WAYS = {
     "rows": (Way(dropout={"p": 0.5, "axes": (1,)}), r"words\.weight"),
     "both": (Way(dropout={"p": 0.3}, noise={"std": 0.1}), ALL),
     "stacked": (Way({}, {"p": 0.3}, {"std": 0.1}), LAYERS),
-    "learned": (Way(noise={"std": 0.1, "learned": "row", "relative": True}), ALL),
+    "learned": (Way(noise={"std": 0.1, "learned": "row"}), ALL),
 }
 ADDING = ("stacked", "learned")  # parameters, which a wrapper has to know
 

@@ -39,6 +39,7 @@ from recoup.gradients.targets import described
 
 Mode = Literal["auto", "grad", "harvest"]
 MODES = ("auto", "grad", "harvest")
+_Grad = tuple[Tensor, Tensor | None, torch.dtype | None]  # a tensor, its `.grad` and `grad_dtype`
 
 
 @dataclass
@@ -97,7 +98,7 @@ def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tens
 
 
 def _unlike_a_parameter(targets: Iterable[Tensor]) -> str:
-    """Return what is wrong with the first tensor whose `.grad` cannot be lent, or nothing."""
+    """Return what is wrong with the first tensor whose `.grad` cannot be replaced, or nothing."""
     for target in targets:
         if not target.is_leaf:
             return f"{described(target)} is not a leaf, and autograd does not accumulate in it"
@@ -205,24 +206,18 @@ class ReplacedGrad:
     """A context in which `.grad` of some tensors is replaced.
 
     Args:
-        targets: the tensors, each once.
-        gradients: `.grad` of each tensor meanwhile.
-        dtypes: `grad_dtype` of each tensor meanwhile; None leaves it as it is.
+        meanwhile: the tensors, each once, with `.grad` and `grad_dtype` of each meanwhile; None for
+            the type leaves it as it is.
     """
 
     _lock = threading.Lock()
     # By the id of a tensor, the contexts that have replaced its `.grad`, guarded by the lock.
     holders: ClassVar[dict[int, list[ReplacedGrad]]] = {}
 
-    def __init__(
-        self,
-        targets: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        dtypes: Sequence[torch.dtype | None],
-    ) -> None:
-        self._meanwhile = [*zip(targets, gradients, dtypes, strict=True)]
+    def __init__(self, meanwhile: Sequence[_Grad]) -> None:
+        self._meanwhile = meanwhile
         self._thread = threading.get_ident()
-        self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
+        self._before: list[_Grad] = []
 
     def __enter__(self) -> Self:
         self._record([target for target, _, _ in self._meanwhile])
@@ -308,11 +303,8 @@ def moving(
     known = set(map(id, targets))
     hidden = [*{id(each): each for each in others if id(each) not in known}.values()]
     reduces = store._may_be_reduced(targets)
-    dtypes = [None if reduces else store._dtype_for(each) for each in targets]
-    nothing = [None] * len(hidden)
-    replaced = ReplacedGrad(
-        [*targets, *hidden], [*[None] * len(targets), *nothing], [*dtypes, *nothing]
-    )
+    received = [(each, None, None if reduces else store._dtype_for(each)) for each in targets]
+    replaced = ReplacedGrad(received + [(each, None, None) for each in hidden])
     parts = [seed._values() if seed.is_sparse else seed for seed in seeds if seed is not None]
     storages = None if reduces else {each.untyped_storage()._cdata for each in parts}
     move = _Move(store, replaced, storages)
@@ -346,7 +338,7 @@ def is_handed_over(gradient: Tensor, storages: set[int] | None) -> bool:
     return is_new
 
 
-def _set(grads: Iterable[tuple[Tensor, Tensor | None, torch.dtype | None]]) -> None:
+def _set(grads: Iterable[_Grad]) -> None:
     """Set `.grad` and `grad_dtype` of tensors."""
     for target, gradient, dtype in grads:
         # Once set, `grad_dtype` no longer follows the type of the tensor, and cannot be unset.

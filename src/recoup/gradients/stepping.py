@@ -142,7 +142,7 @@ class Stepping(Algebra):
         own = [getattr(e, "_local_tensor", e) for e, each in pairs if e is each and e is not None]
         versions = [each._version for each in own]
         try:
-            with ReplacedGrad(parameters, lent, [None] * len(lent)):
+            with ReplacedGrad([(p, grad, None) for p, grad in zip(parameters, lent, strict=True)]):
                 yield
         except BaseException as error:
             if consume and (is_divided or versions != [each._version for each in own]):

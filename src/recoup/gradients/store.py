@@ -95,26 +95,20 @@ class GradStore(Stepping, Transfer):
         return store
 
     @classmethod
-    def from_grad(cls, params: Iterable[Tensor], *, take: bool = True) -> GradStore:
-        """Return a store with the gradients in `.grad` of `params`.
-
-        Args:
-            params: the tensors.
-            take: whether `.grad` becomes None, and its memory the store's. If not, the gradients
-                are copied.
+    def from_grad(cls, params: Iterable[Tensor]) -> GradStore:
+        """Return a store with the gradients in `.grad` of `params`, which becomes None.
 
         Raises:
             GradientError: none of them has a gradient.
         """
-        check_flag(take=take)
         store = cls(params)
         store._is_local = store._may_be_reduced(store.params)  # it may come from `no_sync`
-        storages = None if store._is_local or not take else set[int]()
+        storages = None if store._is_local else set[int]()
         for each in store.params:
-            gradient = each.grad
+            gradient, each.grad = each.grad, None
             if gradient is not None:
-                each.grad = None if take else gradient
-                store._add(each, gradient.detach(), is_ours=is_handed_over(gradient, storages))
+                is_ours = is_handed_over(gradient, storages)
+                store._add(each, gradient.detach(), is_ours=is_ours)
         store._count(len(store), store.params, 1.0, None)
         return store
 

@@ -65,13 +65,22 @@ def suited(module: nn.Module, where: Where) -> list[Named]:
 
 
 def _unsuited(each: Named) -> str | None:
-    if each.parameter.dtype not in _DTYPES:
-        return f"is {each.parameter.dtype}"
     if not each.parameter.requires_grad:
         return "requires no gradient"
+    return "belongs to a reparametrization" if _is_added(each) else _unfit(each)
+
+
+def _unfit(each: Named) -> str | None:
+    """Return why nothing can be applied to a parameter, even if it is meant; None if it can."""
+    if each.parameter.dtype not in _DTYPES:
+        return f"is {each.parameter.dtype}, and must be of a floating-point type of 16 bits or more"
     if _computes_another(each):
-        return "is what torch's pruning, or an old norm of torch, computes a weight from"
-    return "belongs to a reparametrization" if _is_added(each) else None
+        return (
+            "is what torch's pruning, or an old norm of torch, computes a weight from in a hook. "
+            "What they write back when they are removed would be a sample of the noise: use "
+            "torch.nn.utils.parametrizations, or end the pruning (`prune.remove`)"
+        )
+    return None
 
 
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
@@ -181,18 +190,9 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
     name, owner, key, parameter = each
     for part in (module, owner):
         check_has_own_forward(part)
-    if is_lazy(parameter) or parameter.dtype not in _DTYPES:
-        got = "has no shape yet" if is_lazy(parameter) else f"is {parameter.dtype}"
-        raise ValueError(
-            f"`{name}` {got}, and {step.kind} needs floating-point numbers of 16 bits or more: "
-            "run a batch through a lazy layer first, and leave other types out."
-        )
-    if _computes_another(each):
-        raise ValueError(
-            f"`{name}` is what torch's pruning, or an old norm of torch, computes a weight from in "
-            "a hook. What they write back when they are removed would be a sample of the noise. "
-            "Use torch.nn.utils.parametrizations, or end the pruning first (`prune.remove`)."
-        )
+    wrong = "has no shape yet: run a batch through it" if is_lazy(parameter) else _unfit(each)
+    if wrong:
+        raise ValueError(f"`{name}` {wrong}. Or let `pattern` leave it out.")
     if step.adds_parameters or not any(map(is_gathered, module.modules())):
         check_is_plain(parameter, name)
     is_in_ddp = any(isinstance(part, Ddp) for part in module.modules())

@@ -150,7 +150,7 @@ _Uses = list[tuple[WeightDropout, set[Drawn]]]  # the dropout of each use of a w
 
 
 class FrozenDropped:
-    """The freezing of dropped weights, until `remove` is called or its block of code ends."""
+    """The freezing of dropped weights, until `remove` is called."""
 
     def __init__(self, optimizer: Optimizer, weights: list[tuple[Tensor, _Uses]]) -> None:
         self._weights = weights
@@ -169,12 +169,6 @@ class FrozenDropped:
             hook.remove()
         for step, noted in self._uses:
             step.records = [each for each in step.records if each is not noted]
-
-    def __enter__(self) -> FrozenDropped:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def _copy(self, *given: object) -> None:
         self._copies = [weight.detach().clone() for weight, _ in self._weights]
@@ -227,7 +221,7 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
         module: a module, or a tree of modules, to which weight dropout has been applied.
 
     Returns:
-        A handle whose ``remove()`` ends it; also a context manager.
+        A handle whose ``remove()`` ends it.
 
     Raises:
         ValueError: when `optimizer` has no parameter of `module` with weight dropout, one of them

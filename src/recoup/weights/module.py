@@ -335,11 +335,7 @@ def _registering(register: Any) -> Any:
         weight = weights_of(self).get(name)
         is_normed = weight is not None and any(not step.is_random for step in weight.steps)
         if is_normed and local.raw_of is not self:  # which is where a state is loaded
-            raise ValueError(
-                f"`{name}` of {type(self).__name__} is to be replaced, and recoup.weight_norm "
-                "would divide the new one by its norm. Call recoup.weights.remove before, or "
-                f"replace it and `{name}_g` by load_state_dict."
-            )
+            raise _would_be_lost(self, name, "is to be replaced, and would be divided by its norm")
         raw(self, name, param)
 
     return registering

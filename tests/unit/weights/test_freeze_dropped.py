@@ -235,7 +235,6 @@ def moves_all(module, optimizer):
 
 ENDS = {
     "twice": lambda module, handle: (handle.remove(), handle.remove()),
-    "block": lambda module, handle: handle.__enter__().__exit__(),
     "no dropout": lambda module, handle: remove(module),
 }
 
