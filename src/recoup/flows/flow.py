@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn import functional
 
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
@@ -20,7 +22,7 @@ from recoup.flows.latents import (
     as_latents,
     as_tuple,
 )
-from recoup.flows.networks import one_hot
+from recoup.flows.networks import check_labels
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.invertible.contract import sizes_of
 from recoup.schedules import Schedule
@@ -291,8 +293,16 @@ class Flow(nn.Module):
 
     def _context(self, labels: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
         """Return the arguments of the chain beside the data: the context, if there are classes."""
-        context = one_hot(labels, self.num_classes, num_samples, self.base.like)
-        return () if context is None else (context,)
+        if self.num_classes is None:
+            if labels is not None:
+                raise ValueError(
+                    "`labels` are given, but this flow is not conditional. Leave them out, or "
+                    "build the flow with `num_classes`."
+                )
+            return ()
+        check_labels(labels, self.num_classes, num_samples)
+        like, classes = self.base.like, cast("Tensor", labels).to(torch.long)
+        return (functional.one_hot(classes.to(like.device), self.num_classes).to(like.dtype),)
 
     def _to_bits(self, nats: Tensor) -> Tensor:
         return -nats / (self.num_dims * math.log(2))

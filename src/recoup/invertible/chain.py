@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
 from recoup._core.drift_guard import Drift
-from recoup._core.executor import ways_of
 from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import detached
 from recoup._core.slots import State
@@ -30,6 +29,7 @@ from recoup.invertible.chain_stages import (
 from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import Adapted, InvertibleModule
 from recoup.planning.budget import HasMemoryMode, is_bytes
+from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
 
 
@@ -163,7 +163,10 @@ class Chain(HasMemoryMode, InvertibleModule):
         links = {
             unit.name: unit.module if isinstance(unit, ModuleStage) else unit for unit in units
         }
-        executor = self._ready_executor(links, ways_of(links, None))
+        ways: list[Way] = [
+            "invert" if each.inverts_in_backward else "recompute" for each in links.values()
+        ]
+        executor = self._ready_executor(links, tuple(ways))
         groups: list[ModuleStage | StageGroup] = []
         for each in executor.groups:
             several = units[each.start : each.stop]
