@@ -6,7 +6,6 @@ import copy
 import math
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
@@ -36,7 +35,8 @@ class Fitted:
     Attributes:
         bits_per_dim: Bits per dimension of the test part, with the weights that were best in
             validation; None if no sample was left to test.
-        validation_bits_per_dim: The same of the validation part.
+        validation_bits_per_dim: The same of the validation part; infinite if it was finite in no
+            epoch, so that the flow has the weights with which it began.
         epochs: Number of epochs that were trained.
         seconds: Seconds of training and validation.
         peak_bytes: Peak of a training step, beyond what was allocated before it.
@@ -152,12 +152,6 @@ def fit(
                     best, best_weights, num_worse = bits, _weights(flow), 0
                 if progress:
                     print(f"epoch {epoch:>3}: {bits:.3f} bits/dim", file=sys.stderr)  # noqa: T201
-            if not math.isfinite(best):
-                warnings.warn(
-                    f"No epoch of {epoch} had finite bits per dimension in validation, so `flow` "
-                    "has the weights with which it began. Try a smaller `learning_rate`.",
-                    stacklevel=2,
-                )
             seconds = time.perf_counter() - start
             flow.load_state_dict(best_weights)
             tested = _bits(flow, parts["test"], batch_size, seed) if len(parts["test"][0]) else None
