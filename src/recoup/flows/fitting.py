@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
@@ -25,7 +26,6 @@ from recoup.schedules.memory import Memory
 Data = Tensor | tuple[Tensor, Tensor]
 
 _MOST_GRADIENT = 10.0  # the norm to which gradients are clipped
-_NUM_WARMUP_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,9 @@ def fit(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     if memory is not None:
         flow.memory = memory
-    warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
-    )
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 50, total_iters=49)
 
-    def backward(batch: list[Tensor]) -> None:
+    def backward(batch: Sequence[Tensor]) -> None:
         optimizer.zero_grad()
         flow.bits_per_dim(*_moved(flow, batch)).mean().backward()
 
@@ -140,8 +138,7 @@ def fit(
                 epoch += 1
                 flow.train()
                 order = torch.randperm(len(parts["train"][0]))
-                for at in range(0, len(order), batch_size):
-                    rows = order[at : at + batch_size]
+                for rows in torch.split(order, batch_size):
                     backward([each[rows] for each in parts["train"]])
                     nn.utils.clip_grad_norm_(parameters, _MOST_GRADIENT)
                     optimizer.step()
@@ -174,11 +171,9 @@ def _weights(flow: Flow) -> dict[str, Any]:
     }
 
 
-def _moved(flow: Flow, batch: list[Tensor]) -> list[Tensor]:
+def _moved(flow: Flow, batch: Sequence[Tensor]) -> list[Tensor]:
     like = flow.base.like
-    x, *labels = batch
-    x = x.to(like) if flow.levels is None else x.to(like.device)
-    return [x, *(each.to(like.device) for each in labels)]
+    return [batch[0].to(like), *(labels.to(like.device) for labels in batch[1:])]
 
 
 @torch.no_grad()
@@ -187,8 +182,7 @@ def _bits(flow: Flow, part: list[Tensor], batch_size: int, seed: int) -> float:
     flow.eval()
     with generators_restored():
         torch.manual_seed(seed)
-        starts = range(0, len(part[0]), batch_size)
-        batches = ([each[at : at + batch_size] for each in part] for at in starts)
+        batches = zip(*(torch.split(each, batch_size) for each in part), strict=True)
         bits = torch.cat([flow.bits_per_dim(*_moved(flow, batch)) for batch in batches])
     return float(bits.double().mean())
 
