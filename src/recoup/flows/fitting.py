@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import time
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
@@ -26,7 +26,6 @@ from recoup.schedules.memory import Memory
 Data = Tensor | tuple[Tensor, Tensor]
 
 _MOST_GRADIENT = 10.0  # the norm to which gradients are clipped
-_NUM_WARMUP_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,8 @@ class Fitted:
     Attributes:
         bits_per_dim: Bits per dimension of the test part, with the weights that were best in
             validation; None if no sample was left to test.
-        validation_bits_per_dim: The same of the validation part.
+        validation_bits_per_dim: The same of the validation part; infinite if it was finite in no
+            epoch, so that the flow has the weights with which it began.
         epochs: Number of epochs that were trained.
         seconds: Seconds of training and validation.
         peak_bytes: Peak of a training step, beyond what was allocated before it.
@@ -123,11 +123,9 @@ def fit(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     if memory is not None:
         flow.memory = memory
-    warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
-    )
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 50, total_iters=49)
 
-    def backward(batch: list[Tensor]) -> None:
+    def backward(batch: Sequence[Tensor]) -> None:
         optimizer.zero_grad()
         flow.bits_per_dim(*_moved(flow, batch)).mean().backward()
 
@@ -140,8 +138,7 @@ def fit(
                 epoch += 1
                 flow.train()
                 order = torch.randperm(len(parts["train"][0]))
-                for at in range(0, len(order), batch_size):
-                    rows = order[at : at + batch_size]
+                for rows in torch.split(order, batch_size):
                     backward([each[rows] for each in parts["train"]])
                     nn.utils.clip_grad_norm_(parameters, _MOST_GRADIENT)
                     optimizer.step()
@@ -152,12 +149,6 @@ def fit(
                     best, best_weights, num_worse = bits, _weights(flow), 0
                 if progress:
                     print(f"epoch {epoch:>3}: {bits:.3f} bits/dim", file=sys.stderr)  # noqa: T201
-            if not math.isfinite(best):
-                warnings.warn(
-                    f"No epoch of {epoch} had finite bits per dimension in validation, so `flow` "
-                    "has the weights with which it began. Try a smaller `learning_rate`.",
-                    stacklevel=2,
-                )
             seconds = time.perf_counter() - start
             flow.load_state_dict(best_weights)
             tested = _bits(flow, parts["test"], batch_size, seed) if len(parts["test"][0]) else None
@@ -180,11 +171,9 @@ def _weights(flow: Flow) -> dict[str, Any]:
     }
 
 
-def _moved(flow: Flow, batch: list[Tensor]) -> list[Tensor]:
+def _moved(flow: Flow, batch: Sequence[Tensor]) -> list[Tensor]:
     like = flow.base.like
-    x, *labels = batch
-    x = x.to(like) if flow.levels is None else x.to(like.device)
-    return [x, *(each.to(like.device) for each in labels)]
+    return [batch[0].to(like), *(labels.to(like.device) for labels in batch[1:])]
 
 
 @torch.no_grad()
@@ -193,8 +182,7 @@ def _bits(flow: Flow, part: list[Tensor], batch_size: int, seed: int) -> float:
     flow.eval()
     with generators_restored():
         torch.manual_seed(seed)
-        starts = range(0, len(part[0]), batch_size)
-        batches = ([each[at : at + batch_size] for each in part] for at in starts)
+        batches = zip(*(torch.split(each, batch_size) for each in part), strict=True)
         bits = torch.cat([flow.bits_per_dim(*_moved(flow, batch)) for batch in batches])
     return float(bits.double().mean())
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn import functional
 
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
-from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.tensors import check_tensors
 from recoup.flows.latents import (
     Base,
@@ -20,7 +21,7 @@ from recoup.flows.latents import (
     as_latents,
     as_tuple,
 )
-from recoup.flows.networks import one_hot
+from recoup.flows.networks import check_labels
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.invertible.contract import sizes_of
 from recoup.schedules import Schedule
@@ -39,7 +40,7 @@ class Flow(nn.Module):
     The `memory` of the chain decides what autograd keeps and what backward pays; in addition the
     latents are kept, and with `levels` the dequantised data. It may be set at any time, also by
     ``flow.memory``, which sets that of the chain of a `VariationalDequantize` too, except for a
-    `Schedule`, which is made for one chain; ``flow.drift`` does the same for the `DriftGuard`.
+    `Schedule`, which is made for one chain.
     Bytes (``"2 GiB"``) bound a step of each chain alone, and the flow keeps its latents besides,
     so a flow of two chains may take twice as many; for a bound on a step of the whole flow apply
     `recoup.plan` in "linear", with ``exact=False`` so that it may invert, as chains with bytes do.
@@ -127,17 +128,6 @@ class Flow(nn.Module):
         self.chain.memory = memory
         if isinstance(self.dequantize, VariationalDequantize) and not isinstance(memory, Schedule):
             self.dequantize.chain.memory = memory
-
-    @property
-    def drift(self) -> DriftGuard:
-        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
-        return self.chain.drift
-
-    @drift.setter
-    def drift(self, drift: Drift) -> None:
-        self.chain.drift = drift
-        if isinstance(self.dequantize, VariationalDequantize):
-            self.dequantize.chain.drift = self.chain.drift.anew()
 
     @property
     def levels(self) -> int | None:
@@ -277,12 +267,11 @@ class Flow(nn.Module):
                 "one shape: each sample goes to the one in its place."
             )
         starts, ends = (as_tuple(self(x, labels)[0]) for x in (x0, x1))
-        frames: list[Tensor] = []
-        for step in range(steps):
-            weight = step / max(1, steps - 1)
-            mixed = [a.lerp(b, weight) for a, b in zip(starts, ends, strict=True)]
-            frames.append(self.inverse(as_latents(mixed), labels))
-        return torch.stack(frames)
+        frames = [
+            [a.lerp(b, step / max(1, steps - 1)) for a, b in zip(starts, ends, strict=True)]
+            for step in range(steps)
+        ]
+        return torch.stack([self.inverse(as_latents(each), labels) for each in frames])
 
     def _terms(self, x: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         latents, log_det = self(x, labels)
@@ -291,8 +280,16 @@ class Flow(nn.Module):
 
     def _context(self, labels: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
         """Return the arguments of the chain beside the data: the context, if there are classes."""
-        context = one_hot(labels, self.num_classes, num_samples, self.base.like)
-        return () if context is None else (context,)
+        if self.num_classes is None:
+            if labels is not None:
+                raise ValueError(
+                    "`labels` are given, but this flow is not conditional. Leave them out, or "
+                    "build the flow with `num_classes`."
+                )
+            return ()
+        check_labels(labels, self.num_classes, num_samples)
+        like, classes = self.base.like, cast("Tensor", labels).to(torch.long)
+        return (functional.one_hot(classes.to(like.device), self.num_classes).to(like.dtype),)
 
     def _to_bits(self, nats: Tensor) -> Tensor:
         return -nats / (self.num_dims * math.log(2))

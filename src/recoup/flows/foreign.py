@@ -109,8 +109,8 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
 def chains_of(model: nn.Module) -> list[Chain]:
     """Return the chains that the flows of other libraries in a module run as, data to latents.
 
-    Printed, each says which layers backward inverts and which it recomputes, and why; ``drift`` is
-    its `recoup.invertible.DriftGuard`, with the errors of the inverses.
+    Printed, each says which layers backward inverts and which it recomputes; ``drift`` is its
+    `recoup.invertible.DriftGuard`, with the errors of the inverses.
 
     Args:
         model: what was given to `recoup.train_in`.

@@ -7,7 +7,6 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from recoup._arguments import check_real, check_whole, shown
 
@@ -199,32 +198,6 @@ def _check(width: int, depth: int, num_context: int) -> None:
     check_whole(width=width)
     check_whole(0, num_context=num_context)
     check_layers(depth=depth)
-
-
-def one_hot(
-    labels: Tensor | None, num_classes: int | None, num_samples: int, like: Tensor
-) -> Tensor | None:
-    """Return the context of a flow for `labels`: ``(N, num_classes)``, or None without classes.
-
-    Args:
-        labels: Whole numbers ``(N,)``, 0 to ``num_classes - 1``.
-        num_classes: Number of classes of the flow; None for a flow without classes.
-        num_samples: N.
-        like: A tensor of the type and on the device of the flow.
-
-    Raises:
-        ValueError: When labels are missing, unexpected, of another shape or type, or out of range.
-    """
-    if num_classes is None:
-        if labels is not None:
-            raise ValueError(
-                "`labels` are given, but this flow is not conditional. Leave them out, or build "
-                "the flow with `num_classes`."
-            )
-        return None
-    check_labels(labels, num_classes, num_samples)
-    labels = cast("Tensor", labels).to(like.device, torch.long)
-    return functional.one_hot(labels, num_classes).to(like.dtype)
 
 
 def check_labels(labels: object, num_classes: int, num_samples: int, name: str = "labels") -> None:

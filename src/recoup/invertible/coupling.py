@@ -205,24 +205,22 @@ class AdditiveCoupling(Coupling):
         self.fraction_bits = fraction_bits
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super()._halves(self._on_grid(x))
+        return super()._halves(self._on_grid(x) if self.exact else x)
 
     def _of_output(self, output: Tensor) -> Tensor:
-        return self._on_grid(output)
+        return self._on_grid(output) if self.exact else output
 
     def _change(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._within_bound(x + values), zero_log_det(x)
+        return self._within_bound(x + values) if self.exact else x + values, zero_log_det(x)
 
     def _change_back(self, y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self._within_bound(y - values), zero_log_det(y)
+        return self._within_bound(y - values) if self.exact else y - values, zero_log_det(y)
 
     def _on_grid(self, x: Tensor) -> Tensor:
         """Round `x` to multiples of ``2**-fraction_bits``; the gradient goes straight through.
 
         The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
         """
-        if not self.exact:
-            return x
         if not x.is_floating_point() or self._bound(x.dtype) < 4:
             raise ValueError(
                 f"`x` is of type {x.dtype}, but with `exact` and `fraction_bits` "
@@ -241,7 +239,7 @@ class AdditiveCoupling(Coupling):
 
     def _within_bound(self, sums: Tensor) -> Tensor:
         """Return `sums`, or raise a GridError if one of them is too large to be exact."""
-        if not self.exact or sums.numel() == 0:
+        if sums.numel() == 0:
             return sums
         bound, largest = self._bound(sums.dtype), float(sums.detach().abs().max())
         if not largest < bound:

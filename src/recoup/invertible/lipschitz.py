@@ -229,10 +229,6 @@ class LipSwish(nn.Module):
     that of ELU, the second derivative does not vanish on half of the line, so that the gradient of
     a log-determinant does not either. Autograd keeps three tensors of the input's size.
 
-    Args:
-        device: Device of the parameter.
-        dtype: Floating-point type of the parameter.
-
     Example:
         >>> import torch
         >>> from recoup.invertible import LipSwish
@@ -243,14 +239,10 @@ class LipSwish(nn.Module):
     https://arxiv.org/abs/1906.02735, section 3.3.
     """
 
-    def __init__(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        check_place(device, dtype)
         # its softplus is 1: the usual Swish
-        start = math.log(math.expm1(1.0))
-        self.raw_beta = nn.Parameter(torch.full((1,), start, device=device, dtype=dtype))
+        self.raw_beta = nn.Parameter(torch.full((1,), math.log(math.expm1(1.0))))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to `x` of any shape."""

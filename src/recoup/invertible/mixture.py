@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, cast
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional
 from recoup._arguments import check_whole
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import NotInvertibleError
-from recoup.invertible.contract import check_within, per_sample
+from recoup.invertible.contract import per_sample
 from recoup.invertible.coupling import Condition, Coupling, Partition
 
 _MOST_STEPS = 200  # of the search; a dozen is usual, and bisection alone needs 60
@@ -43,8 +42,10 @@ class MixtureCoupling(Coupling):
         num_components: Number of logistics in each mixture.
         condition: Which part the network sees, "first" or "second".
         split: "channels", or "checkerboard" for images: see `Coupling`.
-        bound: The largest absolute log-scale of a component, and of the affine map; above 0.
-        least_slope: Share of the identity in `h`, above 0 and below 1.
+
+    Attributes:
+        bound: The largest absolute log-scale of a component, and of the affine map; 3.
+        least_slope: Share of the identity in `h`; 0.01.
 
     Raises:
         ValueError: When an argument is out of range, when the input cannot be split, or when the
@@ -62,6 +63,9 @@ class MixtureCoupling(Coupling):
     Ho et al., "Flow++", https://arxiv.org/abs/1902.00275, section 3.2.
     """
 
+    bound: float = 3.0
+    least_slope: float = 0.01
+
     def __init__(
         self,
         network: nn.Module,
@@ -69,17 +73,11 @@ class MixtureCoupling(Coupling):
         num_components: int = 8,
         condition: Condition = "first",
         split: Partition = "channels",
-        bound: float = 3.0,
-        least_slope: float = 0.01,
     ) -> None:
         super().__init__(network, None, condition, split)
         check_whole(num_components=num_components)
-        check_within(0, math.inf, 3.0, bound=bound)
-        check_within(0, 1, 0.01, least_slope=least_slope)
         self.num_components = num_components
         self._copies = 3 * num_components + 2
-        self.bound = bound
-        self.least_slope = least_slope
 
     def _of_output(self, output: Tensor) -> tuple[Tensor, ...]:
         k, size = self.num_components, output.shape

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, cast
 
 import torch
@@ -40,6 +40,7 @@ from recoup.invertible.lipschitz import one_weight_a_call
 
 LogDet = Literal["exact", "series", "unbiased"]
 Network = Callable[[Tensor], Tensor]
+Returned = tuple[Tensor, Tensor]  # a value, and its log-determinant
 
 _linalg: Any = torch.linalg  # torch does not type its functions
 _modules: Any = nn.modules  # has what all dropouts, and all batch norms, derive from
@@ -47,6 +48,16 @@ _modules: Any = nn.modules  # has what all dropouts, and all batch norms, derive
 _MOST_EXACT = 256  # values in a sample: the Jacobian has their square
 _ROUNDING = 128  # the default tolerance, in units of the type's rounding
 _NOT_FOR_BLOCKS = (_modules.dropout._DropoutNd, _modules.batchnorm._BatchNorm)
+
+
+def _not_compiled(method: Callable[[Any, Tensor], Returned]) -> Callable[[Any, Tensor], Returned]:
+    """Break the graph at a method: one that is still being traced cannot be differentiated."""
+
+    @wraps(method)
+    def called(self: Any, x: Tensor) -> Returned:
+        return (uncompiled(method) if is_watched() else method)(self, x)
+
+    return called
 
 
 class InvertibleResidual(InvertibleModule):
@@ -134,24 +145,16 @@ class InvertibleResidual(InvertibleModule):
         self.tolerance = tolerance
         self.max_iterations = max_iterations
 
+    @_not_compiled
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map `x` of shape ``(N, ...)``; returns ``(y, log_det)``."""
-        forward = InvertibleResidual._forward
-        return (uncompiled(forward) if is_watched() else forward)(self, x)
-
-    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, ...)`` by iteration; returns ``(x, log_det)``."""
-        inverse = InvertibleResidual._inverse
-        return (uncompiled(inverse) if is_watched() else inverse)(self, y)
-
-    # These are not compiled: a graph that is still being traced cannot be differentiated.
-
-    def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with without_autocast(x.device.type), one_weight_a_call():
             value, log_det = self._value_and_log_det(x)
             return x + value, log_det
 
-    def _inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    @_not_compiled
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, ...)`` by iteration; returns ``(x, log_det)``."""
         with without_autocast(y.device.type), one_weight_a_call():
             x = self._fixed_point(y)
             return x, -self._value_and_log_det(x)[1]

@@ -67,7 +67,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "affine-board": lambda: (AffineCoupling(conv(1, 2), split="checkerboard"), images(1, 4, 2)),
     "mixture": lambda: mixture(4, (2, 2), 2, 3),
     "mixture-of-one": lambda: mixture(1, (2, 1)),
-    "mixture-sharp": lambda: mixture(16, (2, 1), bound=5.0, least_slope=0.5),
+    "mixture-of-many": lambda: mixture(16, (2, 1)),
     "mixture-board-second": lambda: mixture(
         4, (2, 2), 2, 2, condition="second", split="checkerboard"
     ),

@@ -217,7 +217,7 @@ def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
     shift, raw_scale = -0.7, 0.4
     says = Says(*logits, *means, *raw, shift, raw_scale)
     x = torch.linspace(-4, 4, 21, dtype=torch.float64).view(-1, 1)
-    y, log_det = MixtureCoupling(says, num_components=3, bound=3.0)(torch.cat([x, x], dim=1))
+    y, log_det = MixtureCoupling(says, num_components=3)(torch.cat([x, x], dim=1))
     logits, means, raw = torch.tensor([logits, means, raw], dtype=torch.float64)
     scales = (3 * torch.tanh(raw / 3)).exp()
     means = means + torch.tensor([-1.0, 0.0, 1.0])

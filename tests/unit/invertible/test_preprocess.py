@@ -191,9 +191,6 @@ def test_the_chain_of_learned_noise_follows_its_flow_and_is_not_asked_in_samplin
     flow = Flow(chain, shape=(1, 4, 4), dequantize=learned(5)).double().eval()
     flow.memory = "sqrt"
     assert flow.dequantize.chain.memory == flow.chain.memory == "sqrt"
-    flow.drift = "raise"
-    assert flow.dequantize.chain.drift.otherwise == flow.chain.drift.otherwise == "raise"
-    assert flow.dequantize.chain.drift is not flow.chain.drift
     schedule = schedules.sqrt(len(flow.chain))  # is for one chain
     flow.memory = "linear"
     flow.memory = schedule

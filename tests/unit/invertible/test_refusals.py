@@ -53,7 +53,7 @@ OF_COUPLINGS = {"condition": ["left"], "split": ["rows"]}
 NO_ARGUMENTS = [  # what makes a layer, and values of arguments that are none
     (of_network(AffineCoupling), {**OF_COUPLINGS, "bound": [0]}),
     (of_network(AdditiveCoupling), {**OF_COUPLINGS, "fraction_bits": [21]}),
-    (of_network(MixtureCoupling), {"num_components": [0], "bound": [0.0], "least_slope": [0.0, 1]}),
+    (of_network(MixtureCoupling), {"num_components": [0]}),
     (partial(LipschitzLinear, 2, 2), {"coefficient": [0.0, 1.0, math.nan]}),
     (partial(LipschitzConv2d, 2, 2, 1), {"coefficient": [0.0, 1.0]}),
     (of_network(InvertibleResidual), {
