@@ -66,7 +66,8 @@ class Stepping(Algebra):
             for optimizer, parameters in zip(optimizers, members, strict=True):
                 held = [self._gradients.get(each) for each in parameters]
                 types = [None if each is None else each.dtype for each in held]
-                with ReplacedGrad(parameters, [*map(_without_graph, held)], types):
+                without_graph = map(_without_graph, held)
+                with ReplacedGrad([*zip(parameters, without_graph, types, strict=True)]):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
