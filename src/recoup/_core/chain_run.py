@@ -167,7 +167,9 @@ class Run:
                 self._restart()
             if self._drift is not None and self._position == schedule.sweep_end:
                 self._drift.begin_backward()
-            self._release_above(index)
+            filled = self._regions[self._last_filled]
+            if filled and (filled.surroundings.start or filled.surroundings.kept_outputs):
+                self._release_above(index)
             while self._position <= target:
                 action = schedule.actions[self._position]
                 self._position += 1

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from recoup._arguments import check_real
 from recoup._core.module_marks import is_gathered
 from recoup._core.settings import replaced
-from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
+from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError, RecoupError, ReplayError
 from recoup.schedules import Way
 
@@ -372,4 +372,9 @@ def _sketch_of(value: Tensor) -> Sketch | None:
 def _distance(sketch: Sketch, value: Tensor) -> float:
     """Return the distance of a tensor from the sketched one, over the length of that."""
     again = _sketch_of(value)
-    return 0.0 if again is None else difference(sketch, again)
+    before, after = numbers_of(sketch), numbers_of(sketch if again is None else again)
+    was, distance = math.hypot(*before), math.dist(before, after)
+    if not math.isfinite(was):
+        return 0.0
+    error = distance / was if was > 0 else distance
+    return math.inf if math.isnan(error) else error

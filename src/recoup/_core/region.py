@@ -43,6 +43,7 @@ from recoup._core.saved_tensors import (
     detached,
     grad_mode,
     is_there,
+    plain_version,
     requires_grad_of,
     versions_of,
 )
@@ -101,7 +102,8 @@ class Region(Residuals):
             stage.modules,
             stage.code,
             getattr(stage, "products", None),
-            keeps_outputs=way != "invert",  # an inverse decides in another order
+            # An inverse decides in another order, and nobody would see what is of another call.
+            keeps_outputs=way != "invert" and stage.compares,
         )
         self.surroundings, self.index, self.way = surroundings, index, way
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
@@ -126,11 +128,7 @@ class Region(Residuals):
         versions = versions_of(state)
         result = self.stage.forward(state)
         if getattr(self.stage, "changes_object", False):
-            raise ReplayError(
-                f"{self.stage.name} changes a tensor in place that is in an object among its "
-                "arguments (a state, a cache), and a second run would change it again. Let it put "
-                "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
-            )
+            raise self._changed_object()
         self.changes_input = versions_of(state) != versions
         return result
 
@@ -145,8 +143,15 @@ class Region(Residuals):
         held = () if products is None else products.held
         recording = Recording(self, owner, kept, held, follows=follows)
         surroundings = self.surroundings
+        try:
+            versions = list(map(plain_version, state))
+        except RuntimeError:  # inference tensors have none, and are not saved either
+            versions = []
         with surroundings.first(), recording:
-            result = self._forward(state)
+            result = stage.forward(state)
+            if getattr(stage, "changes_object", False):
+                raise self._changed_object()
+            self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if follows:
                 self.outcome = recording.ended()
         versions = surroundings.versions
@@ -157,6 +162,14 @@ class Region(Residuals):
         if is_changed or surroundings.buffer_versions or surroundings.has_foreign:
             surroundings.has_run()
         return result
+
+    def _changed_object(self) -> ReplayError:
+        """Return the error for a call that has changed a tensor in an object that it was given."""
+        return ReplayError(
+            f"{self.stage.name} changes a tensor in place that is in an object among its "
+            "arguments (a state, a cache), and a second run would change it again. Let it put "
+            "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
+        )
 
     # -- later runs ------------------------------------------------------------------------
 
