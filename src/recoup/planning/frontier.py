@@ -14,8 +14,9 @@ NOTE [ What cannot be planned ]
 Rule 3. If nothing repeats in a model, the outermost modules that its forward calls are its blocks.
         If there are none, the model keeps everything.
 Rule 4. If the measured step fails, since a block does something else when it runs again or torch
-        has no way to run it so, and the plain step does not fail, the model keeps everything. One
-        warning says why if that fits the budget, and the error says it if not.
+        has no way to run it so, and the plain step does not fail, the model keeps everything. So
+        does one whose forward writes to its parameters, which it may do once a step. One warning
+        says why if that fits the budget, and the error says it if not.
 Rule 5. There is nothing to compare the plain step with: its results are right by definition.
 """
 

@@ -32,7 +32,8 @@ Rule 7. The steps are run in turn, several times if they are short, and the shor
         counts, since other programs only make it longer. Times that are counted (without values)
         are always the same: once is enough.
 Rule 8. The plain step, and those that keep products, are run only if the system has room for
-        them. The plain step then takes what is left of the other one without its second runs.
+        them. The plain step then takes what is left of the other one without its second runs, and
+        what is kept saves its counted work.
 """
 
 from __future__ import annotations
