@@ -173,7 +173,8 @@ class GradStore(Stepping, Transfer):
         """Add the gradients of every ``.backward()`` within to the store; `.grad` is restored.
 
         Use it around code that calls backward itself: a trainer, an engine, a wrapper. It adds one
-        to `weight`.
+        to `weight`. Within, `.grad` of the targets is None after each backward, unless a reducer
+        may have to see it.
 
         Args:
             params: the targets; by default those of the store.
