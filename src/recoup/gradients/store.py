@@ -120,7 +120,7 @@ class GradStore(Stepping, Transfer):
         "auto"     autograd sums into the store; as below where      the store and one parameter
                    that would not be right
         "grad"     ``torch.autograd.grad``, summed by us; `.grad`    twice the store
-                   is not touched meanwhile
+                   is not touched meanwhile, for several threads
         "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter;
                    checkpoints need                                  with reducers twice the store
         =========  ================================================  ==========================
