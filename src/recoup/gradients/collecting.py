@@ -88,12 +88,7 @@ def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tens
     if mode == "harvest" and reason:
         raise GradientError(f'`mode` is "harvest", but {reason}. Use mode="grad".')
     if not reason:
-        try:
-            return _in_grad(store, backward, is_plain=mode == "harvest")
-        except GradInUseError as error:  # nothing has run yet
-            if mode == "harvest":
-                raise
-            reason = error.reason
+        return _in_grad(store, backward, is_plain=mode == "harvest")
     return _by_grad(store, backward, f"{reason[0].upper()}{reason[1:]}")
 
 
@@ -191,17 +186,6 @@ def collecting(store: Container, targets: Sequence[Tensor]) -> Generator[set[int
         yield move.received
 
 
-class GradInUseError(GradientError):
-    """Another thread has replaced `.grad` of a tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        self.reason = f"another thread is collecting the gradient of {described(target)}"
-        super().__init__(
-            f"{self.reason.capitalize()}, and there is one `.grad` for all. Use "
-            'mode="grad", or take turns.'
-        )
-
-
 class ReplacedGrad:
     """A context in which `.grad` of some tensors is replaced.
 
@@ -251,7 +235,10 @@ class ReplacedGrad:
             for each in targets:
                 holders = self.holders.get(id(each))
                 if holders and holders[-1]._thread != self._thread:
-                    raise GradInUseError(each)
+                    raise GradientError(
+                        f"Another thread is collecting the gradient of {described(each)}, and "
+                        'there is one `.grad` for all. Use mode="grad", or take turns.'
+                    )
             for each in targets:
                 self.holders.setdefault(id(each), []).append(self)
         self._before += [(each, each.grad, each.grad_dtype) for each in targets]

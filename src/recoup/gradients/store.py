@@ -134,7 +134,7 @@ class GradStore(Stepping, Transfer):
         "auto"     autograd sums into the store; as below where      the store and one parameter
                    that would not be right
         "grad"     ``torch.autograd.grad``, summed by us; `.grad`    twice the store
-                   is not touched meanwhile
+                   is not touched meanwhile, for several threads
         "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter;
                    checkpoints need                                  with reducers twice the store
         =========  ================================================  ==========================
@@ -187,7 +187,8 @@ class GradStore(Stepping, Transfer):
         """Add the gradients of every ``.backward()`` within to the store; `.grad` is restored.
 
         Use it around code that calls backward itself: a trainer, an engine, a wrapper. It adds one
-        to `weight`.
+        to `weight`. Within, `.grad` of the targets is None after each backward, unless a reducer
+        may have to see it.
 
         Args:
             params: the targets; by default those of the store.

@@ -45,7 +45,8 @@ def weight_dropout(
 ) -> nn.Module:
     """Drop entries of weights in each forward, and keep nothing for it but a seed.
 
-    Kept: 8 bytes a weight; neither the mask nor the dropped weight, whichever operator saves it.
+    Kept: 8 bytes a weight; neither the mask nor the dropped weight, whichever operator saves it. Of
+    an embedding whose rows are dropped, a number for each row that was looked up.
     Backward pays two draws a weight: one for the weight, one for the mask of its gradient. The
     parameters remain the same objects under the same names; evaluation uses the raw weight.
 

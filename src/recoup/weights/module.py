@@ -12,7 +12,8 @@ Rule 3. torch runs a recurrent layer on a list of its weights. The list that a f
         the reparametrized weights in the places of the raw ones, so the fused kernels are used.
         The list that the layer keeps has the parameters.
 Rule 4. A forward of the module that something was applied to is a step. The forwards of others are
-        their own, but for recurrent layers and for embeddings, whose rows may be drawn alone.
+        their own, but for recurrent layers, and for embeddings whose rows are dropped: that is done
+        on the rows that were looked up, which is cheaper than to make a table.
 
 NOTE [ One piece of memory ]
 

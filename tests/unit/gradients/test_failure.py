@@ -220,8 +220,7 @@ def in_threads(*calls):
             each.result()
 
 
-@pytest.mark.parametrize("mode", ["auto", "grad"])
-def test_threads_with_the_same_parameters(mode):
+def test_threads_with_the_same_parameters():
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))).double()
     inputs = [torch.randn(5, 4, dtype=torch.float64) for _ in range(3)]
     stores = [GradStore(module.parameters()) for _ in inputs]
@@ -230,7 +229,7 @@ def test_threads_with_the_same_parameters(mode):
     def collect(store, x):
         start.wait()
         for _ in range(10):
-            store.backward(module(x).sum(), mode=mode)
+            store.backward(module(x).sum(), mode="grad")
 
     with Undisturbed(*module.parameters()):
         in_threads(*(lambda s=s, x=x: collect(s, x) for s, x in zip(stores, inputs, strict=True)))
@@ -244,7 +243,7 @@ def test_while_another_thread_collects(way):
     """It may begin at the last moment, and what does not need `.grad` goes on."""
     module, (x, _) = made("linear")
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
-    is_refused = way in ("harvest", "collecting")
+    is_refused = way != "grad"
     refused = pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"')
 
     def other():
