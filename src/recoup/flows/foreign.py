@@ -29,6 +29,7 @@ from recoup._core.saved_tensors import is_transformed
 from recoup.invertible.adapters import adapt, layers_of
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
+from recoup.invertible.known_layers import parts_of
 from recoup.schedules.memory import Memory
 
 
@@ -144,7 +145,8 @@ class _Chains:
         """Return the chain of the layers as they are now (See Rule 2)."""
         whole: Any = self._whole
         named: Iterable[tuple[str, nn.Module]] = whole.named_modules(remove_duplicate=False)
-        parts = [(name, module, is_hooked(module)) for name, module in named]
+        # Compositions with hooks run whole; hooks of other modules make no difference.
+        parts = [(name, each, is_hooked(each) and bool(parts_of(each))) for name, each in named]
         if self._to_latent is None or parts != self._parts:
             # A list is of normflows, with the latent's layer first.
             is_list = isinstance(whole, nn.ModuleList)
