@@ -88,12 +88,12 @@ def tape_first_keep_later(n):
     return Schedule(n, (*actions, *(Reverse(i) for i in reversed(range(last)))))
 
 
-def planned(n, num_bytes=None):
-    """The schedule for stages of unlike costs, under the tightest budget if none is given."""
+def planned(n):
+    """The schedule for stages of unlike costs, under the tightest budget."""
     costs = [Cost(1.0 + i % 3, 2 + i % 2, 3 + 5 * (i % 3)) for i in range(min(n, 12))]
     if n > 12:
         return "sqrt"
-    for budget in range(200) if num_bytes is None else [num_bytes]:
+    for budget in range(200):
         with suppress(recoup.errors.ScheduleError):
             return optimal(costs, budget)
     raise AssertionError
@@ -109,7 +109,6 @@ MEMORY = {
     "revolve": lambda n: revolve(n, 2),
     "tape first, keep later": tape_first_keep_later,
     "planned": planned,
-    "roomy": lambda n: planned(n, 8 * n - n // 2),
     "keep every third": lambda n: constant(
         ["keep" if i % 3 == 1 else "recompute" for i in range(n)]
     ),
@@ -370,8 +369,7 @@ def replacing(kind):
 
 def lent_to_the_forward(model, x):
     """Other parameters and buffers, which the model has for the forward alone."""
-    lent = {name: 1.5 * p.detach() for name, p in model.named_parameters()}
-    lent = {name: value.requires_grad_() for name, value in lent.items()}
+    lent = {n: (1.5 * p).detach().requires_grad_() for n, p in model.named_parameters()}
     buffers = {name: buffer * 2 for name, buffer in model.named_buffers()}
     loss_of_all(functional_call(model, lent | buffers, (x,))).backward()
     return [*left_by(model, x), *(value.grad for value in lent.values()), *buffers.values()]
