@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch.distributions import Distribution, Normal, constraints
 from torch.distributions.utils import broadcast_all
 from torch.nn import functional
 
-from recoup._arguments import check_flag, check_real
+from recoup._arguments import check_flag, check_real, shown
 from recoup._core.devices import with_seed
 from recoup.invertible.contract import check_within
 
@@ -97,10 +98,12 @@ class Base(nn.Module):
         """Draw latents of `shape` ``(N, ...)``, with `temperature` times the spread."""
         base = self.distribution()
         loc: Tensor | None = getattr(base, "loc", None)
-        if not temperature >= 0 or (temperature != 1 and loc is None):
+        is_factor = 0 <= temperature <= sys.float_info.max
+        if not is_factor or (temperature != 1 and loc is None):
             raise ValueError(
-                f"`temperature` is {temperature}, but must be at least 0, and 1 for a base without "
-                f"a `loc`, as {type(base).__name__} is. Use 1, or a location-scale base."
+                f"`temperature` is {shown(temperature)}, but must be at least 0 and finite, and 1 "
+                f"for a base without a `loc`, as {type(base).__name__} is. Use 1, or a "
+                "location-scale base."
             )
         own = len(base.batch_shape) + len(base.event_shape)
         size = torch.Size(shape[: len(shape) - own])
