@@ -150,11 +150,11 @@ def test_nan_in_the_data(name):
 
 WRONG_LEVELS = {
     "images in [0, 1]": (lambda x: x / 16, r"from 0 to 1, not all.*0 to 16.*`\(x \* 16\).round"),
-    "images in [-1, 1]": (lambda x: x / 8 - 1, r"from -1 to 1, not all.*Shift"),
-    "more levels": (lambda x: x + 30, r"from 30 to 46, but with `levels` 17.*Use `levels` 47"),
+    "images in [-1, 1]": (lambda x: x / 8 - 1, r"from -1 to 1, not all"),
+    "more levels": (lambda x: x + 30, r"from 30 to 46, but with `levels` 17"),
     "negative": (lambda x: x - 1, r"from -1 to 15"),
     "halves": (lambda x: x - 0.5, r"not all of them whole"),
-    "infinite": (lambda x: x.masked_fill(x > 8, torch.inf), r"to inf.*Look for"),
+    "infinite": (lambda x: x.masked_fill(x > 8, torch.inf), r"to inf"),
     "complex": (lambda x: torch.complex(x, x), r"complex128.*two channels"),
 }
 

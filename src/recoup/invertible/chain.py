@@ -192,7 +192,11 @@ class Chain(HasMemoryMode, InvertibleModule):
         """
         modules = list(self.modules())
         modes = [module.training for module in modules]
-        if modes == self._started or not any(isinstance(m, Adapted | ActNorm) for m in modules):
+        waiting = any(
+            isinstance(m, Adapted) or (isinstance(m, ActNorm) and m.training and not m.started)
+            for m in modules
+        )
+        if not waiting or modes == self._started:
             return
         with _buffers_restored(modules), generators_restored():
             state = _state_of(x, context)
