@@ -114,7 +114,7 @@ class Base(nn.Module):
             z = with_seed(lambda: base.sample(size), int(seed))
         if temperature == 1 or loc is None:
             return z
-        return loc + temperature * (z - loc)
+        return loc + float(temperature) * (z - loc)
 
 
 def as_tuple(latents: Latents) -> tuple[Tensor, ...]:
