@@ -255,6 +255,8 @@ def of_bytes():
         plan = planned()
         with plan.applied():
             memory.empty_cache()
+            for block in [memory.allocate(2**20) for _ in range(100)]:
+                memory.free(block)  # what is cached, and too small
             memory.limit = memory.now["reserved"]
             says("given cached memory back (1 times)", step)
             memory.empty_cache()
