@@ -41,6 +41,8 @@ Rule 11. Blocks of sharded models are not inverted: ranks could see different dr
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -69,6 +71,8 @@ from recoup.planning.ranks import (
 from recoup.planning.verification import DifferentStepError, Outcome, Verification
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Cost, SelectiveTape, Way, constant
+
+_logger = logging.getLogger("recoup.planning.compiling")
 
 _NUM_STEPS = 2  # that are timed
 _NOISE = 0.01  # a relative difference of times that says nothing
@@ -203,7 +207,15 @@ def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
     found: list[list[_Candidate]] = [[] for _ in calls]
     failed: set[object] = set()
     rate = 0.0  # of times without counting bytes to those with it
-    for code in (BlockCode(), *(CompiledCode(share, backend, failed) for share in SHARES)):
+    begin = time.perf_counter()
+    codes = (BlockCode(), *(CompiledCode(share, backend, failed) for share in SHARES))
+    for number, code in enumerate(codes):
+        if number > 1:  # own code compiles nothing
+            seconds = time.perf_counter() - begin
+            _logger.info(
+                "%d of %d budgets of the compiler are done, in %.0f s; about %.0f s are left",
+                number - 1, len(SHARES), seconds, seconds / (number - 1) * (len(codes) - number),
+            )  # fmt: skip
         if isinstance(code, CompiledCode):
             measure_blocks(step, own.blocks, code)  # compiles
         steps = [measure_blocks(step, own.blocks, code) for _ in range(_NUM_STEPS)]

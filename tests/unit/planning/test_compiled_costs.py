@@ -63,6 +63,7 @@ def test_a_plan_keeps_its_budget_with_the_gradients_of_blocks_that_are_compiled_
     messages = [record.message for record in caplog.records]
     assert len([each for each in messages if ": compiled" in each]) == len(compiling.SHARES)
     assert "Block: compiled 0.5 in " in caplog.text
+    assert "2 of 3 budgets of the compiler are done" in caplog.text
     assert_as_plain(plan, step, compiled_plainly(model, step))
     assert all("compiled" in way for way in ways_of(plan))
     assert "compiled" in str(plan)
