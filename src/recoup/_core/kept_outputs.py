@@ -10,10 +10,10 @@ Rule 2. The first run keeps a copy of each such output in as few bytes as its bo
         the calls of an operator on tensors of the same shape that both need a gradient, or both
         do not. Values that were selected (of a `topk`) are gathered from their own numbers, so that
         gradients flow as ever. An operator that draws is run for its draws.
-Rule 3. Where nothing is left to give, an operator runs. If what it is given is not of the same call
-        (the first run has cached a mask), its residuals differ.
-Rule 4. These operators are intercepted (NOTE [ Interception ]): all that may decide, in a run that
-        is looked at and where code finds its modules as it runs; in other runs, those that decided
+Rule 3. A later run may do less, where the first has cached a mask. Where nothing is left to give,
+        an operator runs. If what it is given is not of the same call, its residuals differ.
+Rule 4. These operators are intercepted (NOTE [ Interception ]): all that may decide in a run that is
+        looked at, and where code finds its modules as it runs; in other runs, those that decided
         then. If another operator decides later, the residuals show it.
 """
 
@@ -99,6 +99,7 @@ class KeptOutputs:
         self.products, self._num_products = products, 0
         self._deciding = deciding
         self._kept: dict[_Call, list[_Decided | KeptProduct | None]] = {}
+        self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
 
     @contextmanager
@@ -116,12 +117,18 @@ class KeptOutputs:
                     row[place] = None
         self._pair = None
 
+    @property
+    def are_left(self) -> bool:
+        """Whether the last later run has decided less than the first one (See Rule 3)."""
+        return any(self._seen.get(call, -1) + 1 < len(kept) for call, kept in self._kept.items())
+
     @contextmanager
     def repeating(self) -> Generator[None]:
         """A context for a later run, which is given them."""
         self._is_repeating, before = True, self._is_repeating
+        self._seen = {}
         try:
-            with self._passing(functools.partial(self._repeat, {})):
+            with self._passing(functools.partial(self._repeat, self._seen)):
                 yield
         finally:
             self._is_repeating = before

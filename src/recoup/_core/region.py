@@ -48,7 +48,7 @@ from recoup._core.saved_tensors import (
     versions_of,
 )
 from recoup._core.shared_evaluation import Evaluations
-from recoup._core.slots import Filling, Owner, Recording, Residuals, State, untaped
+from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ReplayError
@@ -102,8 +102,7 @@ class Region(Residuals):
             stage.modules,
             stage.code,
             getattr(stage, "products", None),
-            # An inverse decides in another order, and nobody would see what is of another call.
-            keeps_outputs=way != "invert" and stage.compares,
+            keeps_outputs=way != "invert",  # it decides in another order
         )
         self.surroundings, self.index, self.way = surroundings, index, way
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
@@ -190,16 +189,28 @@ class Region(Residuals):
             state: the input.
             needs_output: whether the run goes on to its end; else it returns an empty state.
         """
-        inputs = self._inputs(state)
-        output: State = ()
-        filling = Filling(self, inputs, stops=not needs_output)
-        try:
-            with self.surroundings.restored(), filling:
-                output, _ = self.stage.forward(inputs)
-        except torch.OutOfMemoryError as error:
-            explain_lack(error)
-            raise
-        return detached(output) if needs_output else ()
+        surroundings = self.surroundings
+        while True:
+            inputs = self._inputs(state)
+            # Nothing but its end shows that a run which is not compared has decided less.
+            is_compared = self.stage.compares or surroundings.kept_outputs is None
+            stops = is_compared and not needs_output
+            filling = Filling(self, inputs, stops=stops)
+            output: State = ()
+            try:
+                with surroundings.restored(), filling:
+                    output, _ = self.stage.forward(inputs)
+            except Filled:  # of a region around
+                raise
+            except torch.OutOfMemoryError as error:
+                explain_lack(error)
+                raise
+            except Exception:  # code may fail on what is of another call
+                if not surroundings.decides_anew():
+                    raise
+            else:
+                if is_compared or not surroundings.decides_anew():
+                    return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)

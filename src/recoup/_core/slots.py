@@ -32,13 +32,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
+from recoup._core.devices import generator_states, hash_of
 from recoup._core.outcome import Frontier, Outcome, compare, mismatch
 from recoup._core.saved_tensors import (
     GraphOfRun,
@@ -140,9 +142,12 @@ class Residuals:
 
     Attributes:
         bases: the parameters of which the call is given views, by their ids (See Rule 1).
+        drawn: hashes of the random states where a save comes before one that is held, by its place:
+            a later run may end there, with the draws left out that only held ones need.
     """
 
     bases: Container[int] = ()
+    drawn: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
         self.surroundings = surroundings
@@ -255,6 +260,9 @@ class Recording(Frontier):
             if self.num_held > _MOST_HELD:
                 self.follow(number)
         residuals.slots.append(weakref.ref(slot))
+        if self._held and len(residuals.slots) in self._held:
+            now = hash_of(generator_states())
+            residuals.drawn = {**residuals.drawn, len(residuals.slots) - 1: now}
         if num >= _WORTH_A_STOP:
             residuals.is_worth_a_stop = True
         if current.observer is not None:
@@ -316,7 +324,8 @@ class Filling:
                     what = f"it saved {self._num_saves} values where the first run saved"
                     raise mismatch(surroundings, f"{what} {len(residuals.slots)}")
                 compare(residuals.outcome, made, surroundings)
-                if not surroundings.has_drawn_all:
+                has_drawn = is_filled or not surroundings.has_foreign or surroundings.has_drawn_all
+                if not has_drawn:
                     raise mismatch(surroundings, _DRAWN_ELSEWHERE)
             is_good = kind is None or is_filled
             if is_good and surroundings.counted:
@@ -352,7 +361,10 @@ class Filling:
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))
-        if 0 <= self._last <= place and residuals.surroundings.has_drawn_all:
+        if 0 <= self._last <= place and (
+            residuals.surroundings.has_drawn_all
+            or residuals.drawn.get(place) == hash_of(generator_states())
+        ):
             self._stops = True
             if _is_settled(tensor) or any(tensor is each for each in self._inputs):
                 raise Filled(residuals)

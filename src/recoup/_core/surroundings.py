@@ -28,6 +28,9 @@ Rule 5. A copy of all buffers, and to intercept each operator that may decide, c
         are called, decisions and draws are noted, and the buffers of a module that was not seen are
         copied before it runs. A module with buffers counts as seen when it was called.
 Rule 6. A run that began in a dispatch mode is repeated in one: composite operators differ there.
+Rule 7. If a later run that is given what the first one decided differs from it, fails, or is not
+        compared, and has decided less, it was given what is of other calls: the first run has
+        cached a mask. Then it is run again, and decides.
 """
 
 from __future__ import annotations
@@ -340,6 +343,13 @@ class Surroundings(Draws):
             known.difference_update(parts)
 
     # -- later runs ------------------------------------------------------------------------
+
+    def decides_anew(self) -> bool:
+        """Whether another later run may decide for itself what the last one was given (Rule 7)."""
+        if self.kept_outputs is None or not self.kept_outputs.are_left:
+            return False
+        self.kept_outputs = None
+        return True
 
     @property
     def has_drawn_all(self) -> bool:
