@@ -12,8 +12,8 @@ Rule 2. The first run keeps a copy of each such output in as few bytes as its bo
         gradients flow as ever. An operator that draws is run for its draws.
 Rule 3. A later run may do less, where the first has cached a mask. Where nothing is left to give,
         an operator runs. If what it is given is not of the same call, its residuals differ.
-Rule 4. These operators are intercepted (NOTE [ Interception ]): all that may decide in a run that is
-        looked at, and where code finds its modules as it runs; in other runs, those that decided
+Rule 4. These operators are intercepted (NOTE [ Interception ]): all that may decide, in a run that
+        is looked at and where code finds its modules as it runs; in other runs, those that decided
         then. If another operator decides later, the residuals show it.
 """
 

@@ -201,7 +201,7 @@ class PricedBlocks(NamedTuple):
             calls.append(replace(call, products=products))
         if not any(each.num_products for call in calls for each in selections(call)):
             raise ValueError(
-                '`policy` is "save attention", but no block was seen to call a kernel of attention '
+                "`policy` is 'save attention', but no block was seen to call a kernel of attention "
                 "that could be kept alone. Let the model call torch.nn.functional."
                 'scaled_dot_product_attention (`attn_implementation="sdpa"`), which has a kernel '
                 'without dropout on every device, or give "full".'
