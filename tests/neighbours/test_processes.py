@@ -76,8 +76,10 @@ def test_a_device_without_states_counts_and_streams():
     assert set(found["without dropout"].values()) == {"same"}
     offloading = {way for way in WAYS if "offloading" in way}
     for way, cell in found["with dropout"].items():
-        assert (cell == "same") == (way in offloading), way
-        assert cell == "same" or ("Error: " in cell and "`set_rng_state`" in cell), way
+        wanted = (
+            "same" if way in offloading else "ReplayError: aten.native_dropout.default draws on"
+        )
+        assert cell.startswith(wanted), way
     for cell in found["bytes"].values():
         assert cell.startswith("ValueError: The bytes on sim")
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import recoup
 from recoup._core import kept_outputs
+from recoup._core.operators import num_dispatch_modes
 from tests.alive import held_after
 from tests.deciding import Router, perturbed
 from tests.zoo import Fn
@@ -84,10 +85,11 @@ def test_those_operators_alone_are_intercepted_that_decided(monkeypatch):
         lambda funcs, run: intercepted.append(funcs) or intercepting(funcs, run),
     )
     code, x = Fn(lambda x: weights_of(x)[x > 1.0] * x.long().max()), TIES.clone().requires_grad_()
-    for _ in range(2):
-        intercepted.clear()
+    for expected in (0, 2):
         recoup.checkpoint(code, x).sum().backward()
-    assert intercepted == 2 * [{torch.ops.aten.gt.Scalar, torch.ops.aten._to_copy.default}]
+        assert intercepted == expected * [
+            {torch.ops.aten.gt.Scalar, torch.ops.aten._to_copy.default}
+        ]
 
 
 def test_results_have_the_memory_layout_of_the_first_run():
@@ -150,18 +152,21 @@ def test_what_wraps_tensors_passes_by(code):
 
 
 def test_a_cached_mask_that_nothing_compares():
-    """A later run that is not compared decides for itself."""
-    cache = {}
+    """A later run that decides less was given what is of other calls; it decides anew."""
+    cache, num_modes = {}, []
 
     def code(x):
+        num_modes.append(num_dispatch_modes())
         if "mask" not in cache:
             cache["mask"] = x > 0.5
         return (x * (x > -0.5)).cos() + cache["mask"] * x.sin()
 
-    for _ in range(3):
+    for is_known in (False, True, True):
         x = torch.randn(8, 8, requires_grad=True)
         want = torch.autograd.grad(code(x * 1).sum(), x)[0]
         cache.clear()
+        num_modes.clear()
         y = recoup.checkpoint(lambda x: code(x * 1), x, compare=False)
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+        assert num_modes == [0 if is_known else 1] * 3  # composite operators differ in a mode
         cache.clear()

@@ -266,6 +266,28 @@ def test_transforms_of_torch_say_so(way):
     with pytest.raises(RecoupError, match=r"torch\.func|saved tensor hooks"):
         torch.func.grad(lambda x: call(x).sum())(x.detach())
     if way != "sqrt":
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        with pytest.raises(RecoupError, match=r"torch\.func|saved tensor hooks"):
             call(x)
     assert hooks_in_force() is None
+
+
+class Choice(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)).exp()
+
+
+class ChoiceOfParameters(Choice):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, super().forward, lambda x: x.sin(), (x,))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_condition_in_a_region_or_in_a_planned_model_names_itself():
+    """N10"""
+    x, says = torch.randn(4, 8).requires_grad_(), r"torch\.cond.*torch\.utils\.checkpoint"
+    with pytest.raises(RecoupError, match=says):
+        recoup.checkpoint(ChoiceOfParameters(8, 8), x)
+    with pytest.raises(RecoupError, match=says):
+        recoup.plan(nn.Sequential(*(Choice(8, 8) for _ in range(3))), x.detach(), policy="full")

@@ -7,9 +7,11 @@ thread, while this one waits: they share the turn in which they were made.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -64,9 +66,14 @@ def all_of(buffers: Iterable[Buffers]) -> list[Tensor]:
 
 def copies_of_buffers(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
     """Return the buffers that modules had, with copies; without those of other layouts."""
+    return copies_of(all_of(buffers))
+
+
+def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return tensors with copies; without those of other layouts."""
     return [
         (each, each.detach().clone())
-        for each in all_of(buffers)
+        for each in tensors
         if not is_lazy(each) and each.layout is torch.strided
         if not each.is_nested and has_values(each)
     ]
@@ -87,10 +94,25 @@ def name_of_parameter(parameter: Tensor, modules: Iterable[nn.Module]) -> str:
     return "a parameter"
 
 
-def has_changed(tensor: Tensor, before: Sketch) -> bool:
-    """Whether a tensor has other values than when it was sketched."""
-    now = sketch_of(tensor)
-    return now is not None and not are_alike([(before, now)])
+def have_changed(
+    tensors: Iterable[tuple[object, Tensor]], before: Sequence[Sketch | None]
+) -> list[bool]:
+    """Return which tensors, each of a module, have other values than when they were sketched."""
+    now = [
+        None if a is None else sketch_of(each) for (_, each), a in zip(tensors, before, strict=True)
+    ]
+    pairs = [
+        [(a, b)] if a is not None and b is not None and not _has_nan(a) else []
+        for a, b in zip(before, now, strict=True)
+    ]
+    if are_alike(chain.from_iterable(pairs)):  # which waits once for a device
+        return [False] * len(pairs)
+    return [not are_alike(each) for each in pairs]
+
+
+def _has_nan(sketch: Sketch) -> bool:
+    """Whether a sketch that is not on a device is unlike itself."""
+    return isinstance(sketch, list) and any(map(math.isnan, sketch))
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

@@ -291,7 +291,10 @@ class LoneRegion(Region):
 
     def fill_slots(self, index: int) -> None:
         """Run the call again from its input."""
-        state = tuple(map(unpack, self._kept))
+        state = None if self.inputs is None else self.inputs_again()
+        if state is None:
+            # The pair beneath may give them once only (torch's checkpoint does).
+            state = tuple(map(unpack, self._kept))
         wanted = [pair for pair in self._values if pair[1]() is not None] if self._values else []
         output = self.fill(state, needs_output=bool(wanted) or not self._stops)
         for place, ref in wanted:
@@ -309,14 +312,14 @@ class _Output(Source):
         self._geometry = geometry_of(output)
         self._outcome: Outcome = {}
         if region.stage.compares:
-            self._outcome = outcome_of([(0, output, output._version)])
+            self._outcome = outcome_of([(0, output, output._version)], ())
 
     def take(self, output: Tensor) -> None:
         """Take what a later run has made."""
         # Outer hooks may have returned the inputs in another memory layout.
         output = laid_out(output, self._geometry)
         if self._outcome:
-            compare(self._outcome, [(0, output)], self._region.surroundings)
+            compare(self._outcome, [(0, output)], (), self._region.surroundings)
         self.give(output)
 
     def make(self) -> None:

@@ -13,8 +13,8 @@ Rule 3. States that the sweep keeps go through the pair of hooks beneath; states
 Rule 4. Autograd unpacks residuals in descending order of stages. Unpacking an empty slot executes
         the schedule up to the action that tapes its stage.
 Rule 5. If that action was already executed (a second backward over a retained graph, or one after
-        an exception), the schedule is executed again from its start, on the same graph. If it is
-        the stage that was filled last, that stage alone is run again, from the nearest state.
+        an exception), the schedule is executed again from its start, on the same graph. If the
+        stage has not been reversed yet, that stage alone is run again.
 Rule 6. Stages above the one whose residuals are needed are advanced over, not taped: a loss of an
         early latent alone would otherwise make tapes that autograd never uses.
 Rule 7. A state that an inverse returns is compared with the state of forward before autograd uses
@@ -49,6 +49,7 @@ from recoup._core.saved_tensors import (
     copies_of,
     detached,
     pair_in_force,
+    storage_id,
     unpack,
 )
 from recoup._core.slots import Filled, State
@@ -74,6 +75,7 @@ class Run:
         self.stages: list[Stage] = []  # that were entered so far
         self._regions: list[Region | None] = []  # of the stages that may run again
         self._kept: dict[int, tuple[Packed, ...]] = {}  # states, by the stage they enter
+        self._storages: set[int] = set()  # of these states
         self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
         self._has_ended = False
         self._num_wanted = 0  # stages, the last of which autograd may still ask for (See Rule 10)
@@ -82,7 +84,7 @@ class Run:
         self._at, self._state = -1, ()
         self._states: dict[int, State] = {}
         self._away: dict[int, list[Away | Kept]] = {}
-        self._last_filled = -1
+        self._taped: list[Region] = []  # whose inputs are held until autograd has reversed them
 
     # -- forward ---------------------------------------------------------------------------
 
@@ -101,6 +103,9 @@ class Run:
                 self._keep_input(index, given, action.to)
             elif index not in self._kept:
                 self._keep_input(index, given)
+        is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
+        if is_shared and not self._has_parted(state):  # an earlier stage has passed on what is kept
+            state = tuple([value.clone() for value in state])
         if is_taped and not is_run_again:
             return stage.forward(state)
         is_inverted = index in schedule.inverted and not is_taped
@@ -108,7 +113,8 @@ class Run:
         self._regions[index] = region
         if is_taped:
             return region.tape(state)
-        result = region.record(state, self)
+        # Others than the first are made again, if not in the first backward, then in a second.
+        result = region.record(state, self, is_kept=index == 0)
         if is_inverted and self._drift is not None and not region.changes_input:
             self._drift.sketch_input(index, state, result[0])
         if region.changes_input and index in self._kept and not stage.is_in_place:
@@ -131,8 +137,17 @@ class Run:
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
 
+    def _has_parted(self, state: State) -> bool:
+        """Whether copies of `state` are kept from now on where it was kept itself."""
+        storages = set(map(storage_id, state))
+        for kept in itertools.chain(*self._kept.values()):
+            if type(kept) is not Kept or not kept.has_parted(storages):
+                return False
+        return True
+
     def _keep_input(self, index: int, state: State, to: str = "") -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
+        self._storages.update(map(storage_id, state))
         if to and pair is None:  # which would decide where states are
             self._kept[index] = tuple(self._sent(state, name, to))
             return
@@ -157,19 +172,21 @@ class Run:
                 return
             target = schedule.tape_at[index]
             if target < self._position:  # See Rule 5
-                if index == self._last_filled and (start := self._nearest(index)) is not None:
-                    working = self._at, self._state
-                    self._advance_from(start, index)
-                    region, state = self._region_at(index)
-                    self._at, self._state = working
-                    self._fill(index, state, region)
+                region = self._region(index)
+                inputs = region.inputs_again()
+                if inputs is not None:
+                    self._fill(index, inputs, region)
                     return
                 self._restart()
             if self._drift is not None and self._position == schedule.sweep_end:
                 self._drift.begin_backward()
-            filled = self._regions[self._last_filled]
-            if filled and (filled.surroundings.start or filled.surroundings.kept_outputs):
-                self._release_above(index)
+            for region in self._taped:  # autograd has reversed their stages
+                if region.inputs is not None and region.inputs() is not None:
+                    region.forget_inputs()
+                given = region.surroundings
+                if given.start is not None or given.kept_outputs is not None:
+                    self._release_above(index)
+            self._taped = []
             while self._position <= target:
                 action = schedule.actions[self._position]
                 self._position += 1
@@ -190,7 +207,7 @@ class Run:
             if region is not None:
                 if region.are_wanted:
                     return
-                region.surroundings.start = region.surroundings.kept_outputs = None
+                region.surroundings.release()
             self._num_wanted -= 1
 
     def _within(self, action: Action) -> Action | None:
@@ -217,10 +234,6 @@ class Run:
         self._position = self._schedule.sweep_end
         self._fill(index, state, region)
 
-    def _nearest(self, index: int) -> int | None:
-        """Return the last place up to `index` whose state is kept; None if there is none."""
-        return max((at for at in (*self._kept, *self._states) if at <= index), default=None)
-
     def _advance_from(self, start: int, stop: int, spacing: int = 0) -> None:
         """Make the state at `stop` from that at `start`; keep every one of `spacing` before it."""
         self._load(Load(start), stop)
@@ -235,7 +248,8 @@ class Run:
         self._at, self._state = -1, ()
         self._states.clear()
         self._away.clear()
-        self._last_filled = -1
+        for region in self._taped:
+            region.forget_inputs()
 
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 5)."""
@@ -267,6 +281,7 @@ class Run:
             self._advance(index)  # See Rule 6
             return
         region, state = self._region_at(index)
+        self._taped.append(region)
         self._at, self._state = index + 1, self._fill(index, state, region)
 
     def _drop(self, action: Drop, demanded: int) -> None:
@@ -297,13 +312,12 @@ class Run:
             state = self._compared(index, state, drift, is_taped=is_taped)
         self._at, self._state = index, state or ()
         if is_taped:
-            self._last_filled = index
+            self._taped.append(region)
 
     # -- what actions do -------------------------------------------------------------------
 
     def _fill(self, index: int, state: State, region: Region) -> State:
         needs_output = index in self._schedule.tapes_that_go_on
-        self._last_filled = index
         return region.fill(state, needs_output=needs_output)
 
     def _advance(self, index: int) -> None:
@@ -339,13 +353,14 @@ class Run:
             # Backward kept it to recompute the stages above, which are done now.
             return self._states[index] if index in self._kept else self._states.pop(index)
         del state
-        start = self._nearest(index)
-        if start is None:
+        sources = [at for at in (*self._kept, *self._states) if at <= index]
+        if not sources:
             raise DriftError(
                 f"The inverse of {self.stages[index].name} drifted, and the schedule "
                 "keeps no state to compute its input from. Keep one in the schedule, or use "
                 'drift="raise".'
             )
+        start = max(sources)
         for stage in self.stages[start:index]:
             check_can_run_alone(stage.name, stage.modules, self.stages[index].name)
         self._advance_from(start, index, drift.keep_from_now_on(index, has_failed=has_failed))

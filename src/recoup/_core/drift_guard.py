@@ -113,7 +113,10 @@ class DriftGuard:
         # Of the refused states: the error, and the stage whose input it is.
         self._worst: tuple[float, str] = (0.0, "")
         self._num_inverses = 0  # of the chain, if no state were kept
-        self._warned: set[str] = set()  # of what
+        self._has_warned = False
+        self._has_said_most = False
+        self._has_said_type = False
+        self._has_said_failed = False
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
@@ -147,18 +150,7 @@ class DriftGuard:
         self.refused = {}
         self.kept = frozenset()
         self._worst = (0.0, "")
-        self._warned.discard("most")
-
-    def warn_once(self, of: str, text: str) -> None:
-        """Give a warning, unless one of this was given."""
-        if of not in self._warned:
-            self._warned.add(of)
-            warnings.warn(text, stacklevel=3)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether states that are too far off are computed again."""
-        return self.otherwise == "recompute" and not _Strict.is_on
+        self._has_said_most = False
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
         """Return `ways` with "recompute" for each inverted stage whose input must be kept."""
@@ -195,7 +187,13 @@ class DriftGuard:
     def __str__(self) -> str:
         if not self.errors and not self.refused:
             return f"{self!r}: nothing was inverted yet"
-        said = [f"relative errors add up to {self.total_error:.1e}"]
+        said: list[str] = []
+        if self.errors:
+            worst = max(self.errors, key=lambda at: self.errors[at])
+            said.append(
+                f"relative errors add up to {self.total_error:.1e}, the largest "
+                f"{self.errors[worst]:.1e} before stage {worst} of {max(self.errors) + 1}"
+            )
         if self.kept:
             said.append(f"states kept: {len(self.kept)}")
         if self.refused:
@@ -258,18 +256,12 @@ class DriftComparison:
                 error = max(error, _distance(sketch, value))
                 self._least = max(self._least, torch.finfo(value.dtype).eps)
         self._errors[index] = error
-        floor = len(self._inverted) * _ROUNDINGS * self._least
-        if self._least > _OF_SINGLES and floor > guard.tolerance:
-            guard.warn_once(
-                "type",
-                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
-                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
-                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
-            )
+        if self._least > _OF_SINGLES and not guard._has_said_type:
+            self._note_type()
         total, num_done = self._sum + error, len(self._errors)
         allowed = self._allowance(num_done, max(num_done / max(len(self._inverted), 1), _AT_ONCE))
         if total > allowed:
-            if guard.recomputes:
+            if guard.otherwise == "recompute" and not _Strict.is_on:
                 guard.refused[index] = max(error, guard.refused.get(index, 0.0))
                 guard._worst = max(guard._worst, (error, name))
                 return False
@@ -281,22 +273,40 @@ class DriftComparison:
             )
             if guard.otherwise != "warn":
                 raise DriftError(text)
-            guard.warn_once("drift", text)
+            if not guard._has_warned:
+                guard._has_warned = True
+                warnings.warn(text, stacklevel=2)
         self._sum = total
         return True
+
+    def _note_type(self) -> None:
+        """Warn where states of 16 bits cannot keep to the tolerance."""
+        guard, floor = self._guard, len(self._inverted) * _ROUNDINGS * self._least
+        guard._has_said_type = True
+        if floor > guard.tolerance and guard.otherwise != "ignore":
+            warnings.warn(
+                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
+                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
+                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
+                stacklevel=2,
+            )
 
     def takes_failure(self, index: int, name: str, error: Exception) -> bool:
         """Whether an input is computed again because its inverse failed (See Rule 4)."""
         guard = self._guard
         is_ours = isinstance(error, RecoupError) and not isinstance(error, ReplayError)
-        if is_ours or isinstance(error, _NOT_OF_VALUES) or not guard.recomputes:
+        if is_ours or isinstance(error, _NOT_OF_VALUES):
             return False
-        guard.warn_once(
-            "failure",
-            f"Inverting {name} failed, on a value that is a rounding away from that of forward "
-            f"or always: {type(error).__name__}: {error}. So its input, and that of others "
-            "that fail, is computed again from a kept state, and is kept from then on.",
-        )
+        if guard.otherwise != "recompute" or _Strict.is_on:
+            return False
+        if not guard._has_said_failed:
+            guard._has_said_failed = True
+            warnings.warn(
+                f"Inverting {name} failed, on a value that is a rounding away from that of forward "
+                f"or always: {type(error).__name__}: {error}. So its input, and that of others "
+                "that fail, is computed again from a kept state, and is kept from then on.",
+                stacklevel=2,
+            )
         guard.refused[index], guard._worst = math.inf, (math.inf, name)
         return True
 
@@ -325,16 +335,17 @@ class DriftComparison:
         guard.kept |= {index if has_failed else place}
         self._errors[index] = 0.0  # it is not used
         num_inverses = max(guard._num_inverses, len(self._inverted))
-        if 2 * len(guard.kept) > num_inverses:
+        if not guard._has_said_most and 2 * len(guard.kept) > num_inverses:
+            guard._has_said_most = True
             error, name = guard._worst
-            guard.warn_once(
-                "most",
+            warnings.warn(
                 f"Most states of this chain must be kept, {len(guard.kept)} or more of "
                 f"{num_inverses}: what inverses deliver is too far from what forward was given, "
                 f"most of all the input of {name}, by {error:.1e} of itself. If its `inverse` does "
                 "not undo `forward`, mend it (recoup.invertible.check_invertible tells). If the "
                 'layers are stiff, bound their scales, or use memory="sqrt". The gradients are '
                 "right, at the price of bytes and seconds.",
+                stacklevel=2,
             )
         return max(1, top - index)
 

@@ -29,7 +29,7 @@ from recoup._core.module_marks import (
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import Stage
-from recoup._core.saved_tensors import check_hooks_work
+from recoup._core.saved_tensors import check_hooks_work, storage_id
 from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError, ReplayError, ScheduleError
@@ -155,15 +155,13 @@ def run_through(
         compares: whether what later runs make is compared with the first.
     """
     names, fns = list(callables), list(callables.values())
-    parts = list(zip(fns, marks_of(fns, "returns_log_det"), strict=True))
-    in_place = are_in_place([fns[group.start] for group in executor.groups])
+    parts = list(zip(fns, are_in_place(fns), marks_of(fns, "returns_log_det"), strict=True))
     state, tree = flatten(value)
     trees = [tree] * (len(executor.groups) + 1)
     stages: list[_Segment] = []
-    for place, (group, is_in_place) in enumerate(zip(executor.groups, in_place, strict=True)):
+    for group in executor.groups:
         within = slice(group.start, group.stop)
-        segment = _Segment(place, names[within], parts[within], trees, compares, is_in_place)
-        stages.append(segment)
+        stages.append(_Segment(len(stages), names[within], parts[within], trees, compares))
     state, _ = executor.execute(stages, state)
     return trees[-1].unflatten(state)
 
@@ -193,28 +191,27 @@ class _Segment:
     Args:
         place: the number of the stage.
         names: the names of the callables.
-        parts: each callable, and whether it returns a log-determinant beside its value.
+        parts: each callable, with whether it changes its input in place, and whether it returns a
+            log-determinant beside its value.
         trees: the structures of the values between stages, which are recorded here.
         compares: whether what later runs make is compared with the first.
-        is_in_place: whether the first thing that it does changes its input in place.
     """
 
     def __init__(
         self,
         place: int,
         names: Sequence[str],
-        parts: Sequence[tuple[Any, Any]],
+        parts: Sequence[tuple[Any, bool, Any]],
         trees: list[Tree],
         compares: bool,
-        is_in_place: bool,
     ) -> None:
         self._place, self._parts, self._trees = place, parts, trees
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        self.compares, self.is_in_place = compares, is_in_place
+        self.compares, self.is_in_place = compares, parts[0][1]
         self.code: object = parts[0][0]
         self.modules: list[nn.Module] = []
         codes: list[object] = []
-        for fn, _ in parts:
+        for fn, _, _ in parts:
             if isinstance(fn, nn.Module):
                 self.modules.append(fn)
             else:
@@ -227,7 +224,9 @@ class _Segment:
     def forward(self, state: State) -> tuple[State, None]:
         trees, place = self._trees, self._place
         value = state[0] if trees[place] is BARE else trees[place].unflatten(state)
-        for fn, returns_log_det in self._parts:
+        for fn, is_in_place, returns_log_det in self._parts:
+            if is_in_place and not self.is_in_place:  # else a copy is kept
+                value = _spared(value, state)
             given, value = value, fn(value)
             if returns_log_det:
                 value = value_of(fn, value, given)
@@ -248,3 +247,11 @@ class _Segment:
         fn: Any = self._parts[0][0]  # schedules that invert have no groups
         given = self._trees[self._place + 1].unflatten(state)
         return flatten(value_of(fn, fn.inverse(given), given, "inverse"))[0]
+
+
+def _spared(value: Any, state: State) -> Any:
+    """Return a value to be changed in place, or copies where the schedule may keep its tensors."""
+    tensors, tree = flatten(value)
+    if set(map(storage_id, state)).isdisjoint(map(storage_id, tensors)):
+        return value
+    return tree.unflatten(tuple([tensor.clone() for tensor in tensors]))

@@ -12,9 +12,14 @@ Rule 2. The first run keeps a copy of each such output in as few bytes as its bo
         gradients flow as ever. An operator that draws is run for its draws.
 Rule 3. A later run may do less, where the first has cached a mask. Where nothing is left to give,
         an operator runs. If what it is given is not of the same call, its residuals differ.
-Rule 4. These operators are intercepted (NOTE [ Interception ]): all that may decide, in a run that
-        is looked at and where code finds its modules as it runs; in other runs, those that decided
-        then. If another operator decides later, the residuals show it.
+Rule 4. A run that is looked at also shows whether a decision hangs on numbers from outside, which
+        may be a rounding error off. What is made of integers, constants and draws alone (the mask
+        of an attention, the buckets of positions) is the same to the bit, and decides alike.
+Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
+        mode, under which nothing is compiled. Other runs intercept those operators alone that
+        decided then (NOTE [ Interception ]), or may, where code finds its modules as it runs, and
+        compiled code runs as such in them. Both must decide alike. If another operator decides
+        later, the residuals show it.
 """
 
 from __future__ import annotations
@@ -24,14 +29,18 @@ import operator
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from recoup._core.devices import generator_states, same_states
+from recoup._core.devices import generator_states, refuse_draws, same_states
 from recoup._core.kept_products import KeptProduct, PackedMask, Products
 from recoup._core.operators import (
+    InMode,
     Interceptor,
+    OperatorMode,
+    are_plain,
     beneath,
     has_schema,
     intercepting,
@@ -39,7 +48,8 @@ from recoup._core.operators import (
 )
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import grad_mode, num_nodes, pair_in_force
-from recoup._core.tensors import Strides, strided
+from recoup._core.storage_tracking import storages_of
+from recoup._core.tensors import Strides, is_without_values, strided
 
 # A conversion of more elements to integers is a quantization, which chooses no way.
 _MOST_CONVERTED = 2**16
@@ -85,19 +95,28 @@ class KeptOutputs:
         name: the name of the region in errors.
         products: the operators whose outputs are kept, beside those that decide.
         deciding: the operators of which it is kept what they decide.
+        is_looking: whether it is seen what hangs on numbers from outside (See Rules 4 and 5).
 
     Attributes:
         products: the operators whose outputs are kept, beside those that decide.
         nodes: the numbers of the nodes of the kept products.
-        decided: the operators that have decided.
+        may_draw: whether an operator that may draw was seen.
+        decided: the operators of which a decision hangs, or is not seen not to hang, on numbers
+            from outside.
     """
 
-    def __init__(self, name: str, products: Products, deciding: frozenset[Any]) -> None:
+    def __init__(
+        self, name: str, products: Products, deciding: frozenset[Any], *, is_looking: bool
+    ) -> None:
         self.nodes: set[int] = set()
+        self.may_draw = False
         self.decided: set[Any] = set()
         self._name, self._pair = name, pair_in_force()
         self.products, self._num_products = products, 0
         self._deciding = deciding
+        self._is_looking = is_looking
+        # The storages that hang on nothing from outside; of a run that is looked at.
+        self._made_here = WeakSet[torch.UntypedStorage]()
         self._kept: dict[_Call, list[_Decided | KeptProduct | None]] = {}
         self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
@@ -136,17 +155,22 @@ class KeptOutputs:
                 kept[:] = [None if isinstance(each, KeptProduct) else each for each in kept]
 
     def _passing(self, run: Interceptor) -> AbstractContextManager[Any]:
-        """Return a context in which these operators go through `run` (See Rule 4)."""
+        """Return a context in which operators go through `run` (See Rule 5)."""
+        if self._is_looking:
+            return InMode(OperatorMode(run))
         return intercepting(self.products.funcs | self._deciding, run)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_repeating:
             return func(*args, **kwargs)
-        if func in self.products.funcs:
+        is_plain = not self._is_looking or are_plain(args, kwargs)  # which interceptors are given
+        if is_plain and func in self.products.funcs:
             return self._record_product(func, args, kwargs)
         result = func(*args, **kwargs)
-        if name := _decision(func, args, kwargs):
-            self.decided.add(func)
+        hangs = not self._is_looking or self._hangs_on_outside(func, args, kwargs, result)
+        if is_plain and func in self._deciding and (name := _decision(func, args, kwargs)):
+            if hangs:
+                self.decided.add(func)
             with grad_mode(False):
                 kept = _keep(name, func, args, kwargs, result)
             self._kept.setdefault(_call_of(func, args), []).append(kept)
@@ -159,22 +183,43 @@ class KeptOutputs:
         draws = is_chosen and _may_draw(func)
         before = generator_states() if draws else None
         result = func(*args, **kwargs)
+        if self._is_looking:
+            self._hangs_on_outside(func, args, kwargs, result)
         found: KeptProduct | None = None
         if is_chosen:
             after = generator_states() if before is not None else None
             drew = before is not None and after is not None and not same_states(before, after)
             with grad_mode(False):
                 states = after if drew else None
-                copies = number not in self.products.saved
+                # A mode is beneath what counts versions: changes of values would not be seen.
+                is_blind = self._is_looking and not is_without_values()
+                copies = is_blind or number not in self.products.saved
                 found = KeptProduct.of(func, args, kwargs, result, states, copies=copies)
         if found is not None and not isinstance(found.output, PackedMask):
             self.nodes.add(num_nodes() - 1)
         self._kept.setdefault(_call_of(func, args), []).append(found)
         return result
 
+    def _hangs_on_outside(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
+        """Whether an operator takes numbers that hang on what is outside (See Rule 4)."""
+        given, results = tensors_in((args, kwargs)), tensors_in(result)
+        if _may_draw(func):
+            self.may_draw = True
+            for each in results[:1]:
+                refuse_draws(func, each.device)
+        made = set(storages_of(results))
+        numbers = [each for each in given if each.is_floating_point() or each.is_complex()]
+        if all(storage in self._made_here for storage in storages_of(numbers)):
+            self._made_here |= made
+            return False
+        self._made_here -= made.union(storages_of(given) if _writes(func) else ())
+        return True
+
     def _repeat(self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._is_looking and not are_plain(args, kwargs):
+            return func(*args, **kwargs)
         is_product = func in self.products.funcs
-        name = "" if is_product else _decision(func, args, kwargs)
+        name = _decision(func, args, kwargs) if func in self._deciding and not is_product else ""
         if not is_product and not name:
             return func(*args, **kwargs)
         call = _call_of(func, args)
@@ -197,6 +242,11 @@ class KeptOutputs:
 @functools.cache
 def _may_draw(func: Any) -> bool:
     return not has_schema(func) or traits_of(func).may_draw
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    return not has_schema(func) or bool(traits_of(func).writes)
 
 
 @functools.cache

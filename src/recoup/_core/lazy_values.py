@@ -352,9 +352,27 @@ def _is_no_leaf(func: Any, value: Value) -> bool:
     return False
 
 
+class _Typename(str):
+    """The name of a type, which in torch's error that a value is no parameter tells more."""
+
+    told = ""
+
+    def __format__(self, spec: str) -> str:
+        return f"{format(str(self), spec)}: {self.told}"
+
+
+def _typename(func: Any, value: Value, *args: Any, **kwargs: Any) -> Any:
+    name = func(value, *args, **kwargs)
+    if isinstance(name, str):
+        name = _Typename(name)
+        name.told = str(_lost(value, "assigning it as a parameter would be a copy"))
+    return name
+
+
 # What means a parameter where a value stands for one: its memory, its gradient, that it is a leaf.
 _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: _refuse,
+    Tensor.type: _typename,
     vars(torch._C.TensorBase)["is_leaf"].__get__: _is_no_leaf,
 }
 for _attribute in ("data", "grad", "retains_grad"):

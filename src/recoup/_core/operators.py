@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup._core.compile import never_compiled
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.tensors import PLAIN
+from recoup.errors import RecoupError
 
 _dispatcher: Any = torch._C
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims"))
@@ -79,6 +81,27 @@ class OperatorTraits(NamedTuple):
 def has_schema(func: Any) -> bool:
     """Whether `func` has a schema; a higher-order operator has none, and may do anything."""
     return hasattr(func, "_schema")
+
+
+def explain_higher_order(name: str, error: BaseException) -> None:
+    """Raise an error that names torch.cond and its like if one of them has failed.
+
+    Torch compiles these, which it does not do under a dispatch mode or a key of ours.
+
+    Args:
+        name: the name of what called the operator.
+        error: what was raised.
+    """
+    if isinstance(error, RecoupError):
+        return
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any("_higher_order_ops" in code.co_filename for code in codes):
+        raise RecoupError(
+            f"{name} failed in a higher-order operator (torch.cond, while_loop, scan). Torch "
+            "compiles these, and cannot where each operator is looked at, as in a region or a "
+            "plan. Use a Python `if` or torch.where there, call it outside of the regions, or use "
+            "torch.utils.checkpoint for this code."
+        ) from error
 
 
 @functools.cache

@@ -24,7 +24,8 @@ Rule 4. The graph is followed from the nodes that made residuals down, as residu
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.
-Rule 6. An input that is saved is a residual like any other.
+Rule 6. An input that is given back, or a view of all of it, must be one in the second run, too. An
+        input that is made again, as most states of a chain are, is a residual like any other.
 Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when backward ends, before
         it returns, since a comparison waits for the device.
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -62,9 +63,9 @@ from recoup.errors import ChangedError, ReplayError
 
 
 class Compared(NamedTuple):
-    """A residual that is compared, by its sketch."""
+    """A residual that is compared: its sketch, or the place of the input that it is."""
 
-    sketch: Sketch
+    sketch: Sketch | int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -109,10 +110,12 @@ class Frontier:
     """The residuals of a run that are not covered by later ones, as it goes on.
 
     Args:
+        inputs: the inputs of the run.
         kept: the numbers of nodes whose outputs later runs are given.
     """
 
-    def __init__(self, kept: Container[int]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], kept: Container[int]) -> None:
+        self.inputs = inputs
         self.kept = kept
         self.outcome: Outcome = {}  # of what is sketched already
         self.small: list[Residual] = []  # of which the norms are compared
@@ -186,13 +189,17 @@ class Frontier:
                     if each is not None:
                         nodes.append((each, covers, True))
         if now:
-            self.outcome.update(outcome_of(now))
+            self.sketch(now)
+
+    def sketch(self, residuals: Iterable[Residual]) -> None:
+        """Sketch residuals, for later runs to be compared with."""
+        self.outcome.update(outcome_of(residuals, self.inputs))
 
     def ended(self) -> Outcome:
         """Return what later runs must make again, when the run has ended."""
         self.follow()
         for residuals in self.waiting.values():
-            self.outcome.update(outcome_of(residuals))
+            self.outcome.update(outcome_of(residuals, self.inputs))
         if self.small:
             self._compare_norms()
         return self.outcome
@@ -202,7 +209,7 @@ class Frontier:
         tensor = residual[1]
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not is_plain or not tensor.data_ptr():
-            self.outcome.update(outcome_of((residual,)))
+            self.sketch((residual,))
             return
         if self.small and tensor.device != self.small[0][1].device:
             self._compare_norms()
@@ -223,11 +230,12 @@ class Frontier:
             self.outcome.update((place, norms) for place, _, _ in small)
 
 
-def outcome_of(residuals: Iterable[Residual]) -> Outcome:
+def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outcome:
     """Return what later runs must make again, by the places of the residuals.
 
     Args:
         residuals: the residuals, with their places and the versions that they were saved with.
+        inputs: the inputs of the run.
     """
     found: Outcome = {}
     seen: set[object] = set()
@@ -241,7 +249,8 @@ def outcome_of(residuals: Iterable[Residual]) -> Outcome:
         if address and key in seen:
             continue  # a tensor that an operator has saved twice
         seen.add(key)
-        sketch = sketch_of(tensor)
+        at = _input_at(tensor, inputs)
+        sketch = sketch_of(tensor) if at is None else at
         if sketch is not None:
             stride = tensor.stride() if is_plain else ()
             found[place] = Compared(sketch, tensor.dtype, tensor.shape, stride, address, version)
@@ -257,7 +266,10 @@ def _may_be_unwritten(tensor: Tensor) -> bool:
 
 
 def compare(
-    outcome: Outcome, again: Iterable[tuple[int, Tensor]], surroundings: Surroundings
+    outcome: Outcome,
+    again: Iterable[tuple[int, Tensor]],
+    inputs: Sequence[Tensor],
+    surroundings: Surroundings,
 ) -> None:
     """Raise if residuals of a second run, with their places, are not those of the first."""
     small: dict[int, tuple[Compared, list[Tensor]]] = {}
@@ -265,6 +277,10 @@ def compare(
         first = outcome[place]
         if first.version == _NORMS:
             small.setdefault(id(first), (first, []))[1].append(tensor)
+            continue
+        if isinstance(first.sketch, int):
+            if _input_at(tensor, inputs) != first.sketch:
+                raise mismatch(surroundings, _different(first, tensor, None))
             continue
         if first.stride and tensor.stride() != first.stride:  # hooks around may lay it out anew
             tensor = strided(tensor.detach(), first.stride)
@@ -282,14 +298,32 @@ def compare(
             _check(first, second, None, surroundings)
 
 
+def _input_at(tensor: Tensor, inputs: Sequence[Tensor]) -> int | None:
+    """Return the place of the input that a tensor is, or is a view of all of; or None."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    found: int | None = None
+    for place, value in enumerate(inputs):
+        if tensor is value:
+            return place
+        if not is_plain or type(value) is not Tensor or value.layout is not torch.strided:
+            continue
+        if tensor.data_ptr() != value.data_ptr() or not value.numel():
+            continue
+        is_same = tensor.shape == value.shape and tensor.stride() == value.stride()
+        is_whole = tensor.numel() == value.numel() and tensor.is_contiguous()
+        if is_same or (is_whole and value.is_contiguous()):
+            found = place
+    return found
+
+
 def _check(
     first: Compared, second: Sketch, tensor: Tensor | None, surroundings: Surroundings
 ) -> None:
     if first.version == _NORMS:
-        found = difference_of_norms(first.sketch, second)
+        found = difference_of_norms(first.sketch, second)  # type: ignore[arg-type]
     else:
         length = 0.0 if tensor is None else _length_of(tensor)
-        found = difference(first.sketch, second, length)
+        found = difference(first.sketch, second, length)  # type: ignore[arg-type]
     if found > tolerance_of(first.dtype):
         raise mismatch(surroundings, _different(first, tensor, found))
 
@@ -297,17 +331,18 @@ def _check(
 @torch.no_grad()
 def _length_of(tensor: Tensor) -> float:
     if not tensor.is_floating_point() and not tensor.is_complex():
-        return 0.0  # integers are told apart exactly
+        return 0.0  # a sketch of integers is a hash
     return float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
 
 
-def _different(first: Compared, tensor: Tensor | None, found: float) -> str:
+def _different(first: Compared, tensor: Tensor | None, found: float | None) -> str:
     what = f"a {first.dtype} of shape {tuple(first.shape)}"
     if tensor is not None and first.address and tensor.data_ptr() == first.address:
         version = 0 if tensor.is_inference() else tensor._version
         if version != first.version:
             return f"{what} that it reads from outside was changed in place since forward"
-    return f"it made {what} with other values than the first run, off by {found:.1e} of its length"
+    off = "" if found is None else f", off by {found:.1e} of its length"
+    return f"it made {what} with other values than the first run{off}"
 
 
 def mismatch(surroundings: Surroundings, what: str) -> ReplayError | ChangedError:
@@ -343,7 +378,7 @@ class _Later:
 
     def __call__(self) -> None:
         """Compare all (See Rule 7)."""
-        if are_equal((first.sketch, second) for first, second, _ in self._pending):
+        if are_equal((first.sketch, second) for first, second, _ in self._pending):  # type: ignore[misc]
             return
         for first, second, surroundings in self._pending:
             _check(first, second, None, surroundings)

@@ -16,8 +16,8 @@ Rule 4. An inverse runs without a graph; each network that it evaluates is a reg
         and fills its own slots (NOTE [ One evaluation ]).
 Rule 5. Draws in an inverted call that no seed repeats come from the generators' state, in the order
         in which forward drew; its networks run again, in the order of forward. If the inverse draws
-        in another order, it returns another input, which the drift guard sees. Without one, it is
-        an error that an inverted call draws so.
+        in another order, it returns another input, which the drift guard sees. Without one, the
+        output of the second forward is compared with that of the first.
 Rule 6. An inverse may return the input of forward in another memory layout. It is then copied to
         the layout of forward, in which the second forward draws the same masks.
 Rule 7. Residuals that are made from what an inverse returned differ by more than rounding. So they
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
+from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
     Way,
@@ -51,7 +52,7 @@ from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of
-from recoup.errors import ReplayError
+from recoup.errors import ChangedError, RecoupError, ReplayError
 
 
 class Stage(Protocol):
@@ -102,7 +103,7 @@ class Region(Residuals):
             stage.modules,
             stage.code,
             getattr(stage, "products", None),
-            keeps_outputs=way != "invert",  # it decides in another order
+            keeps_outputs=way != "invert",  # an inverse decides in another order
         )
         self.surroundings, self.index, self.way = surroundings, index, way
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
@@ -131,23 +132,33 @@ class Region(Residuals):
         self.changes_input = versions_of(state) != versions
         return result
 
-    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
-        """Run the call and leave slots where it would have kept residuals; `owner` fills them."""
-        stage = self.stage
+    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
+        """Run the call and leave slots where it would have kept residuals; `owner` fills them.
+
+        Args:
+            state: the input.
+            owner: fills the slots.
+            is_kept: whether later runs are given the input itself, not one that is made again.
+        """
+        stage, given = self.stage, state if is_kept else ()
         outputs = self.surroundings.kept_outputs
         kept = getattr(stage, "kept_nodes", None) or (() if outputs is None else outputs.nodes)
         # Within a second run of a region around, which is compared itself, it need not be.
         follows = stage.compares and not draws_here.num_replayed
         products = getattr(stage, "products", None)
         held = () if products is None else products.held
-        recording = Recording(self, owner, kept, held, follows=follows)
+        recording = Recording(self, owner, given, kept, held, follows=follows)
         surroundings = self.surroundings
         try:
             versions = list(map(plain_version, state))
         except RuntimeError:  # inference tensors have none, and are not saved either
             versions = []
         with surroundings.first(), recording:
-            result = stage.forward(state)
+            try:
+                result = stage.forward(state)
+            except Exception as error:
+                self._explain(error)
+                raise
             if getattr(stage, "changes_object", False):
                 raise self._changed_object()
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
@@ -170,7 +181,28 @@ class Region(Residuals):
             "a new tensor there (`state.seen = state.seen + 1`), or change it outside."
         )
 
+    def _explain(self, error: Exception) -> None:
+        """Raise an error that says what is wrong, where torch's own does not."""
+        explain_higher_order(self.stage.name, error)
+        if "saved tensor hooks" in str(error) and not isinstance(error, RecoupError):
+            raise RecoupError(
+                f"{self.stage.name} uses a transform of torch.func (grad, vjp, jacrev), in which "
+                "torch has no saved tensor hooks. Use torch.autograd.grad there, call it outside "
+                'of the region, or keep its residuals (memory="linear").'
+            ) from error
+
     # -- later runs ------------------------------------------------------------------------
+
+    def inputs_again(self) -> State | None:
+        """Return the input of the last run that filled slots; None if nothing holds it."""
+        inputs = None if self.inputs is None else self.inputs()
+        state = None if inputs is None else inputs.state
+        if inputs is not None and state is not None and versions_of(state) != inputs.versions:
+            raise ChangedError(
+                f"The input of {self.stage.name} was changed in place between two backwards, so "
+                "the second would see other values than forward did. Change a clone."
+            )
+        return state
 
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
@@ -195,7 +227,7 @@ class Region(Residuals):
             # Nothing but its end shows that a run which is not compared has decided less.
             is_compared = self.stage.compares or surroundings.kept_outputs is None
             stops = is_compared and not needs_output
-            filling = Filling(self, inputs, stops=stops)
+            filling = Filling(self, inputs, state, stops=stops)
             output: State = ()
             try:
                 with surroundings.restored(), filling:
@@ -211,6 +243,12 @@ class Region(Residuals):
             else:
                 if is_compared or not surroundings.decides_anew():
                     return detached(output) if needs_output else ()
+
+    def forget_inputs(self) -> None:
+        """Free that input although autograd holds slots, of a graph that is retained."""
+        inputs = None if self.inputs is None else self.inputs()
+        if inputs is not None:
+            inputs.state = None
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
@@ -239,7 +277,7 @@ class InvertedRegion(Region):
         self._has_others = not all(map(_is_floating, self._dtypes))
         self._strides = strides_of(state)
 
-    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
+    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
         """Run the call and leave slots where it and its networks would have kept residuals."""
         recording = Recording(self, owner)
         with self.surroundings.first(), recording, self._evaluations.recording(self, owner):
@@ -262,7 +300,7 @@ class InvertedRegion(Region):
         output: State = ()
         answering = self._evaluations.answering(recall)
         # The evaluations are regions of their own, and a stop would leave some of them empty.
-        filling = Filling(self, inputs, stops=recall and not needs_output)
+        filling = Filling(self, inputs, state, stops=recall and not needs_output)
         with self.surroundings.restored(), filling, answering:
             output, _ = self.stage.forward(inputs)
         return detached(output) if needs_output else ()
@@ -277,17 +315,14 @@ class InvertedRegion(Region):
         """
         evaluations = self._evaluations
         has_foreign = self.surroundings.has_foreign
-        if has_foreign and not is_compared:  # See Rule 5
-            raise ReplayError(
-                f"{self.stage.name} draws random numbers that no drift guard sees repeated by its "
-                "inverse. Call the networks that draw through `self.evaluate(network, x)` in "
-                '`forward` and `inverse`, choose another `drift`, or memory="sqrt".'
-            )
         recall = is_taped and evaluations.are_shared and not has_foreign
         try:
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
-            if is_taped and (not recall or super().are_wanted):
+            if has_foreign and not is_compared:  # See Rule 5
+                output = self._filled(state, recall=False, needs_output=True)
+                self._check_same(output, after)
+            elif is_taped and (not recall or super().are_wanted):
                 del after  # a whole state, which `_filled` does not need
                 self._filled(state, recall=recall, needs_output=False)
         finally:
@@ -315,6 +350,16 @@ class InvertedRegion(Region):
         before = tuple(map(Tensor.to, before, self._dtypes))
         return in_order(before, self._strides)  # See Rule 6
 
+    def _check_same(self, again: State, after: State) -> None:
+        for value, expected in zip(again, after, strict=True):
+            if _distance(value, expected) > torch.finfo(value.dtype).eps ** 0.5:
+                raise ReplayError(
+                    f"The inverse of {self.stage.name} draws random numbers in another order than "
+                    "forward, so it does not undo it. Call the networks that draw through "
+                    "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
+                    'memory="sqrt".'
+                )
+
 
 _is_floating: Callable[[torch.dtype], bool] = attrgetter("is_floating_point")
 
@@ -323,6 +368,10 @@ def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what an inverse makes of integers, which is off by a rounding, as a whole number."""
     is_whole = value.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex)
     return value.round() if is_whole else value
+
+
+def _distance(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).abs().max() / (1 + expected.abs().max()))
 
 
 def changes_kept_input(stage: Stage) -> ReplayError:

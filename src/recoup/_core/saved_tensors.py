@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, is_not, methodcaller
@@ -169,9 +169,8 @@ def check_hooks_work() -> None:
     if is_transformed():
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
-            "recompute, recomputing, offloading, checkpoint and every memory mode but "
-            '"linear" need. Within a transform, call the wrapped function or module directly, '
-            'leave the block out, or set memory="linear".'
+            'recompute, checkpoint and every memory mode but "linear" need. Within a transform, '
+            'call the wrapped function or module directly, or set memory="linear".'
         )
 
 
@@ -335,6 +334,16 @@ class Kept:
         if not packed.is_inference() and packed._version != self._version:
             raise changed_in_place(self._name)  # See Rule 2
         return packed
+
+    def has_parted(self, storages: Container[int]) -> bool:
+        """Whether the tensor may be changed: from now on a copy is kept, if it lies in `storages`.
+
+        It may not if a pair of hooks has it.
+        """
+        if self._unpack is None and storage_id(self._packed) in storages:
+            self._packed = self.get().clone()
+            self._version = 0
+        return self._unpack is None
 
     def check(self) -> None:
         """Raise if the tensor was changed in place, unless a pair of hooks has it."""

@@ -60,10 +60,21 @@ Network = nn.Module | Borrowed
 _Answer = Callable[[Network, Inputs, Then], Any]
 
 
-# Of torch's own modules, those that may draw; dropouts do in training.
-_DRAWING = (nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.FractionalMaxPool2d,
-            nn.FractionalMaxPool3d)  # fmt: skip
-_DROPOUT = nn.modules.dropout._DropoutNd
+# Modules of torch whose forward computes from input, parameters and buffers alone.
+DETERMINISTIC: frozenset[type[nn.Module]] = frozenset((
+    nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Bilinear, nn.Embedding,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
+    nn.Hardswish, nn.Softmax, nn.LogSoftmax, nn.GLU, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+    nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
+))  # fmt: skip
+_DROPOUTS: frozenset[type[nn.Module]] = frozenset((
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+))  # fmt: skip
 
 
 @contextmanager
@@ -106,13 +117,12 @@ def draws_nothing(module: Network) -> bool:
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     kind = type(module)
-    is_torchs = vars(nn).get(kind.__name__) is kind
-    if is_torchs and issubclass(kind, _DROPOUT):
+    if kind in _DROPOUTS:
         return not module.training or own.get("p") == 0
     # A subclass may do anything, except a sequence that does not override forward, and a class that
     # itself (not through a base class) declares that only the modules within may draw.
     if (
-        (not is_torchs or issubclass(kind, _DRAWING))
+        kind not in DETERMINISTIC
         and kind.forward is not nn.Sequential.forward
         and not vars(kind).get("draws_only_in_modules", False)
     ):

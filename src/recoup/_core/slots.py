@@ -58,6 +58,7 @@ from recoup._core.saved_tensors import (
     set_grad_enabled,
     storage_id,
     unpack,
+    versions_of,
     when_backward_ends,
 )
 from recoup._core.surroundings import Surroundings
@@ -85,12 +86,14 @@ class Slot:
     """The object that autograd saves in place of a tensor."""
 
     __slots__ = (
-        "__weakref__", "_owner", "_task", "dtype", "residuals", "shape", "value", "version",
+        "__weakref__", "_owner", "_task", "dtype", "inputs", "residuals", "shape", "value",
+        "version",
     )  # fmt: skip
     # `Recording` sets these: a call of `__init__` for each saved tensor would cost too much.
     residuals: Residuals
     _owner: Owner
     _task: int  # the backward that took the value last
+    inputs: Inputs | None  # of the run that filled it
     version: int
     value: Tensor | None
     shape: torch.Size
@@ -132,6 +135,15 @@ def _no_slot() -> None:
     """The reference to the slot of a residual that is held, and so has none."""
 
 
+class Inputs:
+    """The input of a run that fills slots, which hold it: it is freed with the last of them."""
+
+    __slots__ = ("__weakref__", "state", "versions")
+
+    state: State | None
+    versions: list[int]  # of its tensors, before that run
+
+
 class Residuals:
     """The residuals of one run of a call: the slots that stand for them, and what they must be.
 
@@ -141,11 +153,13 @@ class Residuals:
         way: the way that a census reports, "recompute" or "invert".
 
     Attributes:
+        inputs: the input of the last run that filled slots, for one that may follow.
         bases: the parameters of which the call is given views, by their ids (See Rule 1).
         drawn: hashes of the random states where a save comes before one that is held, by its place:
             a later run may end there, with the draws left out that only held ones need.
     """
 
+    inputs: weakref.ref[Inputs] | None = None
     bases: Container[int] = ()
     drawn: Mapping[int, int] = MappingProxyType({})
 
@@ -190,6 +204,7 @@ class Recording(Frontier):
     Args:
         residuals: the residuals.
         owner: fills the slots.
+        inputs: those of the run.
         kept: the numbers of nodes whose outputs later runs are given.
         held: the numbers of residuals that are held, and not made again.
         follows: whether the run is followed, to be compared with later ones.
@@ -203,6 +218,7 @@ class Recording(Frontier):
         self,
         residuals: Residuals,
         owner: Owner,
+        inputs: State = (),
         kept: Container[int] = (),
         held: Container[int] = (),
         *,
@@ -211,7 +227,7 @@ class Recording(Frontier):
         self._residuals, self._owner = residuals, owner
         self._held, self._follows = held, follows
         if follows:
-            super().__init__(kept)
+            super().__init__(inputs, kept)
 
     @never_compiled
     def __enter__(self) -> None:
@@ -228,7 +244,7 @@ class Recording(Frontier):
         else:
             pop_down_to(self._beneath)
         # The hooks live as long as the graph.
-        self.waiting, self.saved, self.small, self.outcome = {}, [], [], {}
+        self.waiting, self.saved, self.small, self.inputs, self.outcome = {}, [], [], (), {}
 
     @never_compiled
     def _packed(self, tensor: Tensor) -> Slot | Kept:
@@ -284,6 +300,7 @@ class Filling:
     Args:
         residuals: the residuals.
         inputs: the inputs of the run.
+        state: the input of the region that they were made of, for another run; None for none.
         stops: whether the run may end when the last slot is filled.
     """
 
@@ -292,10 +309,22 @@ class Filling:
     follows_history = True
     pair = None  # that is given what is not of the region: nobody, in a run of its own
 
-    def __init__(self, residuals: Residuals, inputs: State, *, stops: bool = False) -> None:
+    def __init__(
+        self,
+        residuals: Residuals,
+        inputs: State,
+        state: State | None = None,
+        *,
+        stops: bool = False,
+    ) -> None:
         self._residuals, self._inputs = residuals, inputs
         self._graph = GraphOfRun()
         self._graph.name = residuals.surroundings.name
+        self._lent: Inputs | None = None
+        if state is not None:
+            self._lent = lent = Inputs()
+            lent.state, lent.versions = state, versions_of(state)
+            residuals.inputs = weakref.ref(lent)
         self._num_saves = 0
         self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
         self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1
@@ -323,7 +352,7 @@ class Filling:
                 if kind is None and not self._stops and self._num_saves != len(residuals.slots):
                     what = f"it saved {self._num_saves} values where the first run saved"
                     raise mismatch(surroundings, f"{what} {len(residuals.slots)}")
-                compare(residuals.outcome, made, surroundings)
+                compare(residuals.outcome, made, self._inputs, surroundings)
                 has_drawn = is_filled or not surroundings.has_foreign or surroundings.has_drawn_all
                 if not has_drawn:
                     raise mismatch(surroundings, _DRAWN_ELSEWHERE)
@@ -332,7 +361,7 @@ class Filling:
                 residuals.part_from(surroundings.counted)
         finally:
             # A copy that was changed in place holds the hooks, and they this.
-            self._inputs = ()
+            self._inputs, self._lent = (), None
             if not is_good:
                 residuals.forget()
         return is_filled
@@ -357,7 +386,7 @@ class Filling:
                     f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run "
                     f"made a {slot.dtype} of shape {tuple(slot.shape)}",
                 )
-            slot.value = value
+            slot.value, slot.inputs = value, self._lent
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))

@@ -5,7 +5,7 @@ NOTE [ When a storage counts ]
 Tensors are views; memory belongs to their storage. A storage counts once, however many tensors
 use it, from the operator that first returns it until its last reference is dropped. A storage
 that an operator takes as input, and no operator has returned before, existed earlier and does
-not count.
+not count; if an operator makes it grow, the growth counts.
 
 Only weak references are held, so following a storage does not prolong its life. Its address
 serves as key: the entry is removed before another storage can have the address, because the
@@ -85,6 +85,7 @@ class _Followed(weakref.ref[torch.UntypedStorage]):
 
     key: int
     num_bytes: int
+    baseline_bytes: int
 
 
 class StorageTracker(DispatchMode):
@@ -95,8 +96,8 @@ class StorageTracker(DispatchMode):
 
     It cannot see temporaries inside a kernel; storages that no operator made
     (`torch.from_numpy`, `torch.load`); operators on other threads, and those inside a
-    compiled graph; storages that were alive before and grow or are freed within. A storage that is
-    resized is counted again when an operator returns it.
+    compiled graph; storages that were alive before and are freed within. A storage that is resized
+    by `UntypedStorage.resize_` is counted again when an operator next uses it, and at the end.
 
     Args:
         device: count storages on this type of device only; all if None.
@@ -134,8 +135,15 @@ class StorageTracker(DispatchMode):
 
         self._when_freed: Callable[[weakref.ref[torch.UntypedStorage]], None] = forget
 
+    def __exit__(self, *exc_info: Any) -> None:
+        try:
+            self._count_resized()
+        finally:
+            super().__exit__(*exc_info)
+
     def mark(self, take: Callable[[int, int], None]) -> None:
         """Call `take` with the peak since the last mark and the bytes alive now."""
+        self._count_resized()
         take(self.peak_bytes, self.current_bytes)
         self.peak_bytes = self.current_bytes
 
@@ -148,26 +156,45 @@ class StorageTracker(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count the storages that it made."""
-        kwargs = kwargs or {}
-        taken = {storage._cdata for storage in self._storages((args, kwargs))}
+        kwargs = {} if kwargs is None else kwargs
+        taken = {
+            storage._cdata: (storage, storage.nbytes())
+            for storage in self._storages((args, kwargs))
+        }
+        for key, (_, num_bytes) in taken.items():
+            followed = self._followed.get(key)
+            if followed is not None and followed.num_bytes != num_bytes:
+                self._count(followed, num_bytes)
         result = func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
-            taken.clear()  # `torch.tensor` makes its storage unseen, and passes it first to this
+        for key, (storage, num_bytes) in taken.items():
+            if storage.nbytes() != num_bytes:
+                self._follow(key, storage, baseline_bytes=num_bytes)
+        # `torch.tensor` makes its storage unseen, and passes it first to this operator.
+        fresh = func is torch.ops.aten.lift_fresh.default
         for storage in self._storages(result):
-            if storage._cdata not in taken or storage._cdata in self._followed:
-                self._follow(storage)
+            if fresh or storage._cdata not in taken:
+                self._follow(storage._cdata, storage, baseline_bytes=0)
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._followed:
-            self._followed[key] = followed = _Followed(storage, self._when_freed)
-            followed.key, followed.num_bytes = key, 0
-        self._count(self._followed[key], storage.nbytes())
+    def _follow(self, key: int, storage: torch.UntypedStorage, baseline_bytes: int) -> None:
+        followed = self._followed.get(key)
+        if followed is None:
+            followed = _Followed(storage, self._when_freed)
+            followed.key, followed.num_bytes = key, baseline_bytes
+            followed.baseline_bytes = baseline_bytes
+            self._followed[key] = followed
+        self._count(followed, storage.nbytes())
+
+    def _count_resized(self) -> None:
+        for followed in list(self._followed.values()):
+            storage = followed()
+            if storage is not None:
+                self._count(followed, storage.nbytes())
 
     def _count(self, followed: _Followed, num_bytes: int) -> None:
-        self.current_bytes += num_bytes - followed.num_bytes
+        before = max(followed.num_bytes - followed.baseline_bytes, 0)
         followed.num_bytes = num_bytes
+        self.current_bytes += max(num_bytes - followed.baseline_bytes, 0) - before
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         if self._levels is not None and self._levels[-1:] != [self.current_bytes]:
             self._levels.append(self.current_bytes)

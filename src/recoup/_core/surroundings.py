@@ -10,16 +10,17 @@ Rule 2. A buffer of the modules that the first run changed counts once: a second
         versions, since fused kernels leave versions alone. The same goes for buffers and parameters
         that it assigned anew, or for the first time, or that were replaced since: a module has the
         ones again that it had, and is in the mode in which it was.
-        Of parameters that it writes to, and of tensors that are plain attributes, there are no
-        copies: what a second run writes to them is taken back. Sketches of them, when code is
-        looked at, show that it writes.
+        Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
+        the second time on that the code runs, and so do all attributes of their modules (a flag
+        that says when to write). In the first one, sketches of them show that it does, and what
+        its second run writes to them is taken back; there is no copy to begin with.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
         otherwise change a residual, which is an error, or they do not, and then they do not matter.
         But what a second run sets as attributes of modules, and the hooks that it adds to
         parameters, are taken away: a module has those of the first run, in whose graph they are.
 Rule 4. Versions of parameters, submodules and hooks are noted. They decide nothing: where a
         residual differs, they tell an error what has changed.
-Rule 5. A copy of all buffers, and to intercept each operator that may decide, cost too much for
+Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
         each run. So code is looked at in its first run in each mode (training or
         not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
         (Then another thread may draw meanwhile.) What they do otherwise shows in a residual.
@@ -45,7 +46,6 @@ from itertools import chain, compress
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -57,8 +57,9 @@ from recoup._core.buffers import (
     are_equal,
     are_own,
     assign,
+    copies_of,
     copies_of_buffers,
-    has_changed,
+    have_changed,
     having_turn,
     name_of_parameter,
     others_of,
@@ -124,6 +125,7 @@ class Surroundings(Draws):
         self._has_mode = num_dispatch_modes() > 0
         # Buffers, with the values before; None if they are not known.
         self.counted: list[tuple[Tensor, Tensor | None]] = []
+        self._written: list[Attributes] = []  # of modules that write to theirs
         self._is_unsure = False
         self._turn = turn_here.turn
         self._modules: list[nn.Module] = []
@@ -161,7 +163,7 @@ class Surroundings(Draws):
                     deciding |= {func}
         if deciding or products is not None:
             products = products or Products()
-            self.kept_outputs = KeptOutputs(name, products, deciding)
+            self.kept_outputs = KeptOutputs(name, products, deciding, is_looking=self._is_looking)
 
     def _note(self, roots: Sequence[nn.Module]) -> None:
         """Note what errors can name (See Rule 4)."""
@@ -217,8 +219,11 @@ class Surroundings(Draws):
             )
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
         found = self._buffers_that_may_count()
-        with having_turn(self._turn, is_needed=bool(found)) as self._turn:
-            before = copies_of_buffers(found)
+        written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
+        with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
+            before, others = copies_of_buffers(found), copies_of(each for _, each in written)
+            writers = {ref() for ref, _ in written}
+            attributes = [(vars(each), vars(each).copy()) for each in writers]
             looked_at = self._may_write(self._code) if self._is_looking else []
             sketches = [sketch_of(each) for _, each in looked_at]
             self.counted = [*before]
@@ -227,11 +232,11 @@ class Surroundings(Draws):
             if self._is_finding:
                 self.counted = [pair for pair in before if not are_equal(*pair)]
                 self._has_found(called)
-            for (ref, each), sketch in zip(looked_at, sketches, strict=True):
-                if sketch is not None and has_changed(each, sketch):
-                    note(_writes, [ref])
-            if not _writes.isdisjoint(self._code):
-                self.counted += [(each, None) for _, each in self._may_write(_writes)]
+            self.counted += [pair for pair in others if not are_equal(*pair)]
+            self._written = list(filter(are_assigned, attributes))
+            for ref, each in compress(looked_at, have_changed(looked_at, sketches)):
+                note(_writes, [ref])
+                self.counted.append((each, None))
 
     def has_run(self) -> None:
         """Note what the first run has left, and did otherwise than when it was looked at."""
@@ -291,8 +296,6 @@ class Surroundings(Draws):
         (training, _), (evaluated, _) = self._seen
 
         def begins(module: nn.Module, args: object) -> None:
-            if torch.compiler.is_compiling():  # which follows hooks
-                return
             if threading.get_ident() != thread or id(module) in called:
                 return
             called.add(id(module))
@@ -325,13 +328,16 @@ class Surroundings(Draws):
             elif called is not None and id(module) not in called and ref not in self._root:
                 left.add(ref)
         kept = self.kept_outputs
-        if self.has_foreign:
+        if kept is None or kept.may_draw or (self.has_foreign and not self._is_looking):
             note(_draws, self._root)
+        else:  # another thread has moved the generators, if they were
+            self.has_foreign, self.start = False, None
         if kept is not None and kept.decided:
             for func in kept.decided:
                 note(_decides[func], self._root)
         elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
+            self._has_mode |= self._is_looking
         if self.buffers and is_without_values():
             return  # it is not seen which of them the run has changed
         for known, parts in self._seen:
@@ -342,6 +348,10 @@ class Surroundings(Draws):
         for known, parts in self._seen:
             known.difference_update(parts)
 
+    def release(self) -> None:
+        """Free what later runs are given, of which the results are of no use any more."""
+        self.start = self.kept_outputs = None
+
     # -- later runs ------------------------------------------------------------------------
 
     def decides_anew(self) -> bool:
@@ -349,6 +359,7 @@ class Surroundings(Draws):
         if self.kept_outputs is None or not self.kept_outputs.are_left:
             return False
         self.kept_outputs = None
+        self._has_mode |= self._is_looking  # the mode of the first run (See Rule 6)
         return True
 
     @property
@@ -360,11 +371,11 @@ class Surroundings(Draws):
     def restored(self) -> Generator[None]:
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
-        settings, assigned = self._settings, list[Attributes]()
+        settings, assigned = self._settings, self._written
         held = chain.from_iterable(map(values_of, self.held))
         if self.found != list(map(id, held)):
             found = chain(self._spaces, self.buffers)
-            assigned = list(filter(are_own, filter(are_assigned, found)))
+            assigned = [*assigned, *filter(are_own, filter(are_assigned, found))]
         is_any = self.counted or assigned or self.kept_outputs
         is_any = is_any or is_in_mode or True in settings[0] or settings != settings_now()
         run = self._restored(assigned) if is_any else self.replaying()

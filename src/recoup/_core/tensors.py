@@ -107,13 +107,20 @@ def in_order(tensors: tuple[Tensor, ...], strides: list[Strides]) -> tuple[Tenso
 def _in_order(tensor: Tensor, strides: Strides) -> Tensor:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return tensor
-    if 0 in strides:  # what torch makes of an expanded tensor is contiguous
-        return tensor.contiguous()
-    dims = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
-    if dims == sorted(range(tensor.dim()), key=tensor.stride, reverse=True):
+    dims, now = range(tensor.dim()), tensor.stride()
+    if 0 not in (*strides, *now) and (
+        sorted(dims, key=strides.__getitem__) == sorted(dims, key=now.__getitem__)
+    ):
         return tensor
-    kind: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-    return torch.empty_permuted(tensor.shape, dims, **kind).copy_(tensor)
+    dense = _dense(tensor.shape, strides)
+    if dense == _dense(tensor.shape, now):
+        return tensor
+    return strided(tensor, dense)
+
+
+def _dense(shape: Sequence[int], strides: Strides) -> Strides:
+    """Return the strides of what torch makes of such a tensor: without gaps, and not expanded."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def check_tensors(**given: object) -> None:

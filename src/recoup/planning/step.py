@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled, never_compiled
 from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
-from recoup._core.operators import DispatchMode, InMode, has_schema, traits_of
+from recoup._core.operators import (
+    DispatchMode,
+    InMode,
+    explain_higher_order,
+    has_schema,
+    traits_of,
+)
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
@@ -223,6 +229,7 @@ class Step:
         try:
             return [self.call(*args, **kwargs) for args, kwargs in calls]
         except Exception as error:
+            explain_higher_order(f"A {type(self.model).__name__}", error)
             if self.root is not None:
                 explain_model(self.root, *calls[0], error)
             raise

@@ -22,16 +22,17 @@ from recoup._core.saved_tensors import (
     Kept,
     Packed,
     Pair,
-    check_hooks_work,
     current,
+    is_transformed,
     pair_in_force,
     saving,
 )
 from recoup._core.tiers import existing_folder, tier_for
+from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
 from recoup.regions.recorder import OpRecorder
 
-__all__ = ["Block", "offloading", "recomputing"]
+__all__ = ["Block", "offloading", "recomputing", "refuse_transforms"]
 
 
 class _Entered(threading.local):
@@ -69,6 +70,15 @@ class Block:
         context = self._make() if is_grad_enabled else nullcontext()
         context.__enter__()
         _entered.contexts.append(context)
+
+
+def refuse_transforms(function: str) -> None:
+    """Raise inside a transform of torch.func."""
+    if is_transformed():
+        raise RecoupError(
+            f"{function}() does not work inside transforms of torch.func (grad, vmap, jacrev), "
+            "which do not support saved tensor hooks. Leave it out there."
+        )
 
 
 _PASSED_OVER = ("recoup", "torch")
@@ -148,7 +158,7 @@ def _place_in_code() -> str:
 @contextmanager
 def _recorded(name: str, compare: bool) -> Generator[None]:
     """Record the code of one `with` statement."""
-    check_hooks_work()
+    refuse_transforms("recoup.recomputing")
     recorder = OpRecorder(name, pair_in_force(), compare=compare)
     try:
         with saving(recorder.pack), InMode(recorder):
@@ -244,7 +254,7 @@ def _sending_away(min_bytes: int, to: str, in_flight_bytes: int | None) -> Gener
     if is_run_again():  # nothing is kept anyway
         yield
         return
-    check_hooks_work()
+    refuse_transforms("recoup.offloading")
     traffic = Traffic(tier_for(to), in_flight_bytes, min_bytes)
     with saving(partial(_pack, traffic, pair_in_force())):
         yield

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils.checkpoint
 
-from recoup._arguments import check_callable, check_choice, check_flag
+from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_followed
 
@@ -128,17 +128,23 @@ def _contexts_of(context_fn: ContextFn) -> tuple[Any, Any]:
     return cast("tuple[Any, Any]", contexts)
 
 
-def _check_keywords(
-    use_reentrant: object, preserve_rng_state: object, determinism_check: object, debug: object
-) -> None:
-    check_flag(preserve_rng_state=preserve_rng_state)
-    check_choice("default", "none", determinism_check=determinism_check)
-    for name, value in (("use_reentrant", use_reentrant), ("debug", debug)):
-        if value:
-            raise ValueError(
-                f"`{name}` is {value!r}, but recoup.checkpoint has no reentrant variant, and "
-                "records no trace of operators: its errors name what has changed. Leave it out."
-            )
+_NO_REENTRANT = "but recoup.checkpoint has no reentrant variant. Leave it out."
+_NO_TRACE = (
+    "but recoup.checkpoint records no trace of operators: its errors name what has changed. Leave "
+    "it out, or compare the operators of two calls of `fn`."
+)
+_KEYWORDS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("use_reentrant", (None, False), _NO_REENTRANT),
+    ("preserve_rng_state", (True, False), "but must be a bool."),
+    ("determinism_check", ("default", "none"), 'but must be "default" or "none".'),
+    ("debug", (False,), _NO_TRACE),
+)
+
+
+def _check_keywords(*given: object) -> None:
+    for (name, allowed, why), value in zip(_KEYWORDS, given, strict=True):
+        if value not in allowed:
+            raise ValueError(f"`{name}` is {value!r}, {why}")
 
 
 def name_of(fn: object) -> str:

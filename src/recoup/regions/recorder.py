@@ -130,7 +130,8 @@ class OpRecorder(DispatchMode):
                     makes[place] = RecordedTensor(memory, layout)
         changes.update(memory for memory, _ in makes.values())
         if changes or draw is not None:
-            given = tuple(arguments[i] for i in range(len(args))), {k: arguments[k] for k in kwargs}
+            names = [key for key in kwargs if draw is None or key != "generator"]
+            given = tuple(arguments[i] for i in range(len(args))), {k: arguments[k] for k in names}
             sets = frozenset(changes), frozenset(takes)
             op = RecordedOp(func, given, makes, *sets, draw, torch.is_grad_enabled())
             self._block.ops.append(op)

@@ -149,6 +149,21 @@ class Sequential(HasMemoryMode, nn.Sequential):
     def _ways(self) -> tuple[Way, ...]:
         return ways_of(self._links(), self.otherwise)
 
+    def __add__(self, other: Any) -> Sequential:
+        return self._of([*self, *other])
+
+    def __mul__(self, other: int) -> Sequential:
+        return self._of([module for _ in range(other) for module in self])
+
+    def _of(self, modules: list[Any]) -> Sequential:
+        return Sequential(
+            *modules,
+            memory=self._memory_of_other_lengths,
+            otherwise=self.otherwise,
+            drift=self._drift.anew(),
+            compare=self.compare,
+        )
+
 
 def _through(modules: Iterable[nn.Module], input: Any) -> Any:
     for module in modules:

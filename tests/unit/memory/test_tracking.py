@@ -52,6 +52,16 @@ def resized_by_an_operator(before):
     x = kib(1)
     x.resize_(256 * 3)
     yield 3
+    before.resize_(256 * 6)  # was there, and grows by 2 KiB
+    yield 5
+
+
+def resized_behind_the_operators_back(before):
+    x = kib(4)
+    yield 4
+    x.untyped_storage().resize_(KIB)
+    x[:1] + 1
+    yield 1
 
 
 def another_device(before):
@@ -70,7 +80,7 @@ def a_transform(before):
 
 TRANSFORM = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))
 MOMENTS = [views, of_what_was_there, addresses_that_are_used_again, resized_by_an_operator,
-           another_device, a_transform]  # fmt: skip
+           resized_behind_the_operators_back, another_device, a_transform]  # fmt: skip
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -91,8 +101,8 @@ def test_a_storage_counts_from_its_operator_to_its_last_reference(moments):
 
 def test_after_the_context_only_what_is_freed_counts():
     with StorageTracker() as tracker:
-        x = kib(2)
-        kib(2)
+        x, y = kib(2), kib(2)
+        y.untyped_storage().resize_(0)  # seen at the end
     kib(64)
     assert (tracker.current_bytes, tracker.peak_bytes) == (2 * KIB, 4 * KIB)
     alive, owner = weakref.ref(x), weakref.ref(tracker)

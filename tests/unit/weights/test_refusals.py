@@ -304,6 +304,7 @@ WRITES = {
     "a list": lambda weight: torch._foreach_zero_([weight]),
     "optimizer": lambda weight: torch.optim.SGD([weight], lr=0.1),
     "parameter": nn.Parameter,
+    "tie": lambda weight: setattr(layer(), "weight", weight),
     "grad": lambda weight: weight.grad,
     "rows": lambda weight: nn.functional.embedding(torch.tensor([0]), weight, max_norm=1e-3),
 }
