@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -125,6 +126,8 @@ class _WrappedForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module and not _fits(self.__wrapped__, args, kwargs):
+            args = args[1:]  # accelerate has bound what it took for a function
         follower = self.follower
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
@@ -148,6 +151,14 @@ class _WrappedForward:
 
     def __reduce__(self) -> Any:
         return getattr, (partial(self.__wrapped__), "func")  # that is what it wraps (See Rule 3)
+
+
+def _fits(forward: Forward, args: Args, kwargs: Kwargs) -> bool:
+    try:
+        inspect.signature(forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # it takes others, or says nothing of what it takes
+        return False
+    return True
 
 
 class _OwnForward:
