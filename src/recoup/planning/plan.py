@@ -12,11 +12,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from recoup._core.tensors import check_modules
-from recoup.memory.figures import COLORS, QUIET, finish, path_of, rendered
+from recoup.memory.figures import COLORS, INK, QUIET, finish, path_of, rendered
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import PlanReport
+from recoup.schedules import trace
 
 _logger = logging.getLogger(__name__)
 
@@ -223,9 +224,7 @@ class Plan(PlanReport):
                     each._apply(is_held=True)
 
     def figure(self, path: str | Path) -> Path:
-        """Draw the time of a step against its bytes, for this plan and the others over its blocks.
-
-        `recoup.timeline` shows the memory over a step, with the plan and without it.
+        """Draw memory over a step before and after, and time against bytes of all plans.
 
         Args:
             path: the path of the picture, ending in .png, .svg or .pdf.
@@ -237,50 +236,50 @@ class Plan(PlanReport):
             ImportError: matplotlib is missing.
             ValueError: `path` is none, or has another ending.
         """
-        least, whole = self.frontier[-1].seconds, self.kept_seconds or 1.0
-        points = [
-            (self.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
-            for each in self.frontier
-        ]
-        mark = points[self.frontier.index(self.point)]
-        return draw_frontier([("all plans", points)], path_of(path), mark)
+        return draw(self, path_of(path))
 
 
 # -- pictures --------------------------------------------------------------------------------------
+
+_BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
+
 
 # The plans over one kind of blocks: its name, and for each plan the peak of a step, in bytes, and
 # its time, where 1 is a step with everything kept.
 Line = tuple[str, Sequence[tuple[int, float]]]
 
 
-def draw_frontier(
-    lines: Sequence[Line], path: Path, mark: tuple[float, float] | None = None
-) -> Path:
-    """Draw the plans over each kind of blocks into a file, and return the path.
-
-    Args:
-        lines: the plans.
-        path: the path of the file.
-        mark: the bytes and the time of a plan that is marked; None for none.
-    """
+def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
+    """Draw the plans over each kind of blocks into a file, and return the path."""
     unit, name = _unit(max(size for _, points in lines for size, _ in points))
-    times = [time for _, points in lines for _, time in points]
-    low, height = min(times), (max(times) - min(times)) or 0.1
 
     def draw_panel(panels: Sequence[Any]) -> None:
-        axes, colors = panels[0], (COLORS["sqrt"], COLORS["linear"], *(QUIET for _ in lines))
-        for (text, points), color in zip(lines, colors, strict=False):
-            sizes, own = zip(*points, strict=True)
-            sizes = [size / unit for size in sizes]
-            axes.step(sizes, own, where="post", color=color, linewidth=2.2, label=text)
-        if mark is not None:
-            axes.plot(mark[0] / unit, mark[1], "o", markersize=9, clip_on=False, label="this plan")
-        axes.set_ylim(low - 0.05 * height, low + 1.25 * height)  # room for the legend
-        axes.set_xlim(0, None)
-        axes.legend(loc="upper right", frameon=False, fontsize=9.5)
-        finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({name})")
+        _frontier(panels[0], lines, unit, name)
 
     path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
+    return path
+
+
+def draw(plan: PlanReport, path: Path) -> Path:
+    """Draw a plan into a file, and return the path."""
+    unit, name = _unit(plan.most_bytes)
+
+    def draw_panels(panels: Sequence[Any]) -> None:
+        _over_a_step(panels[0], plan, unit, name)
+        least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
+        points = [
+            (plan.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
+            for each in plan.frontier
+        ]
+        _frontier(panels[1], [("all plans", points)], unit, name)
+        size, time = points[plan.frontier.index(plan.point)]
+        panels[1].plot(
+            size / unit, time, "o", color=_AFTER, markersize=9,
+            markeredgecolor="white", zorder=5, clip_on=False, label="this plan",
+        )  # fmt: skip
+        panels[1].legend(loc="upper right", frameon=False, fontsize=9.5)
+
+    path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
     return path
 
 
@@ -289,3 +288,43 @@ def _unit(num_bytes: int) -> tuple[int, str]:
         if num_bytes >= 2 * size:
             return size, name
     return 1, "bytes"
+
+
+def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> None:
+    colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
+    for (name, points), color in zip(lines, colors, strict=False):
+        sizes, times = [size / unit for size, _ in points], [time for _, time in points]
+        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name)
+    times = [time for _, points in lines for _, time in points]
+    low, high = min(times), max(times)
+    height = (high - low) or 0.1
+    axes.set_ylim(low - 0.05 * height, high + 0.25 * height)  # room for the legend
+    axes.set_xlim(0, None)
+    axes.legend(loc="upper right", frameon=False, fontsize=9.5)
+    finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({unit_name})")
+
+
+def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
+    again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
+    first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
+    whole = plan.kept_seconds or 1.0
+    for point, color, text in (
+        (plan.frontier[-1], _BEFORE, "everything kept"),
+        (plan.point, _AFTER, "this plan"),
+    ):
+        # The costs bound a peak from above; the point has what was measured.
+        most = plan.baseline_bytes + point.peak_bytes
+        times, levels, last = [0.0], [plan.baseline_bytes], 0.0
+        for moment in trace(point.schedule, plan.costs, first):  # its peak is at its middle
+            now = moment.seconds / whole
+            times += [(last + now) / 2, now]
+            levels += [plan.baseline_bytes + b for b in (moment.peak_bytes, moment.held_bytes)]
+            last = now
+        axes.plot(times, [min(b, most) / unit for b in levels], color=color, label=text)
+    budget = plan.budget_bytes / unit
+    if plan.policy is None:
+        axes.axhline(budget, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), label="budget")
+    axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
+    axes.set_xlim(0, None)
+    axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
+    finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")

@@ -220,15 +220,28 @@ def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_pla
     assert made.step_seconds > 0
 
 
-def test_the_figure_marks_the_plan_among_all(monkeypatch, tmp_path):
+def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
+    """The picture of the step ends where the picture of all plans has this one."""
+    give_times(monkeypatch, plain=3.5, again=[0.5] * 6)  # runs again pay more than first
     _, _, made = planned()
-    axes = MagicMock()
-    monkeypatch.setattr("recoup.planning.plan.rendered", lambda draw, *_, **__: draw([axes]) or b"")
+    assert made.predicted_time_ratio > 1
+    drawn: list[Any] = []
+
+    def rendered(draw, *args, **kwargs):
+        panels = [MagicMock(), MagicMock()]
+        draw(panels)
+        drawn.extend(panels)
+        return b""
+
+    monkeypatch.setattr("recoup.planning.plan.rendered", rendered)
     monkeypatch.setattr("recoup.planning.plan.finish", lambda *args: None)
     made.figure(tmp_path / "plan.png")
-    size, time, *_ = axes.plot.call_args.args
-    assert time == pytest.approx(made.predicted_time_ratio)
-    assert max(axes.step.call_args.args[0]) / size == made.most_bytes / made.predicted_peak_bytes
+    before, after = (call.args[0] for call in drawn[0].plot.call_args_list)
+    (place,) = (call.args[1] for call in drawn[1].plot.call_args_list)
+    assert before[-1] == pytest.approx(1.0)
+    assert before == sorted(before)
+    assert after == sorted(after)
+    assert after[-1] == pytest.approx(float(place)) == pytest.approx(made.predicted_time_ratio)
 
 
 # -- policies: what people choose by hand for all blocks -------------------------------------------
