@@ -171,15 +171,18 @@ class PlanOptions:
             budget: the budget; None for none.
         """
         check_choice(*get_args(Policy), policy=policy)
-        others = {name: getattr(self, name) for name in _CHOICES}
-        given = {} if budget is None else {"budget": budget}
-        given |= {k: v for k, v in others.items() if v != getattr(PlanOptions, k)}
-        for name, value in given.items():
+        if budget is not None:
             raise ValueError(
-                f"`{name}` is {value!r}, but `policy` {policy!r} says what each block does, "
-                f"whatever it takes. Choose one: leave `{name}` out, or give a `budget` in place "
-                "of the policy."
+                f"`budget` is {budget!r}, and `policy` {policy!r}, but a plan follows one of them: "
+                "the fastest that keeps to the bytes, or what the policy says, whatever it takes. "
+                "Choose one."
             )
+        for name in _CHOICES:
+            if (given := getattr(self, name)) != getattr(PlanOptions, name):
+                raise ValueError(
+                    f"`{name}` is {given!r}, but `policy` {policy!r} says what each block does. "
+                    f"Leave `{name}` out, or give a `budget` in place of the policy."
+                )
 
     def check_replan(self, model: nn.Module | None = None) -> None:
         """Raise a ValueError if plans with these options cannot be made for other shapes.

@@ -211,7 +211,9 @@ class PricedBlocks(NamedTuple):
 
     def with_new_step(self) -> PricedBlocks:
         """Return the same blocks with a step that nothing is expected of, for changed weights."""
-        return self._replace(step=replace(self.step))
+        step = replace(self.step)
+        step.verification.growth |= self.step.verification.growth
+        return self._replace(step=step)
 
     def plain(self, *, is_tiled: bool = False) -> Rehearsed:
         """Run a step that keeps all residuals.

@@ -255,6 +255,13 @@ class Largest(NamedTuple):
     kwargs: Kwargs
 
 
+class _Probe(NamedTuple):
+    size: int
+    argument_bytes: int
+    least_bytes: int
+    plan: Plan | None
+
+
 def largest(
     build_batch: Callable[[int], Any],
     model: nn.Module,
@@ -310,23 +317,19 @@ def largest(
             "`most` is at least `least`, or None."
         )
 
-    argument_bytes: dict[int, int] = {}  # of each size
-
-    def probe(size: int) -> Plan | BudgetError:
+    def probe(size: int, smaller: _Probe | None = None) -> _Probe:
         args, kwargs = built_arguments(model, _parts(build_batch, size))
         num_bytes = sum(tensor.nbytes for tensor in flatten((args, kwargs))[0])
-        smaller = max((each for each in argument_bytes if each < size), default=size)
-        if num_bytes <= argument_bytes.get(smaller, -1):
+        if smaller is not None and num_bytes <= smaller.argument_bytes:
             raise ValueError(
-                f"`build_batch` returns {argument_bytes[smaller]} bytes of tensors for size "
-                f"{smaller} and {num_bytes} for size {size}. It must return larger arguments for a "
-                "larger size; give `most` if there are no more."
+                f"`build_batch` returns {smaller.argument_bytes} bytes of tensors for size "
+                f"{smaller.size} and {num_bytes} for size {size}. It must return larger arguments "
+                "for a larger size; give `most` if there are no more."
             )
-        argument_bytes[size] = num_bytes
         try:
-            return plan_of(chosen.step(model, model, args, kwargs), budget_bytes, chosen)
+            plan = plan_of(chosen.step(model, model, args, kwargs), budget_bytes, chosen)
         except BudgetError as error:
-            return error
+            return _Probe(size, num_bytes, error.least_bytes, None)
         except Exception as error:
             shapes = shapes_of(model, args, kwargs)
             error.add_note(
@@ -335,31 +338,40 @@ def largest(
                 "takes no more (positions, targets), give that bound as `most`."
             )
             raise
+        return _Probe(size, num_bytes, plan.least_bytes, plan)
 
-    size, plan = least, probe(least)
-    if isinstance(plan, BudgetError):
+    best = probe(least)
+    if best.plan is None:
         raise BudgetError(
             f"`budget` is {budget_bytes} bytes, but a step of size {least} takes at least "
-            f"{plan.least_bytes}. Give that much, or a smaller `least`.",
-            plan.least_bytes,
+            f"{best.least_bytes}. Give that much, or a smaller `least`.",
+            best.least_bytes,
         )
-    growth = 0.0  # bytes for each further sample or token
+    before: _Probe | None = None
     too_large = most + 1 if most is not None else None
     has_failed = False
-    while too_large is None or too_large - size > max(1, _NEAR * size):
-        more = _MARGIN * (budget_bytes - plan.least_bytes) / growth if growth > 0 else size
-        larger = size + max(1, int(_NEAR * size), min(int(more), (_MOST_GROWTH - 1) * size))
-        if too_large is not None and larger >= too_large:
+    while too_large is None or too_large - best.size > max(1, _NEAR * best.size):
+        size = _next(before, best, budget_bytes)
+        if too_large is not None and size >= too_large:
             # If the line was right, little is left; else the rest is halved.
-            larger = (size + too_large) // 2 if has_failed else too_large - 1
-        found = probe(larger)
-        if isinstance(found, BudgetError):
-            too_large, has_failed = larger, True
+            size = (best.size + too_large) // 2 if has_failed else too_large - 1
+        found = probe(size, best)
+        if found.plan is None:
+            too_large, has_failed = size, True
         else:
-            growth = (found.least_bytes - plan.least_bytes) / (larger - size)
-            size, plan = larger, found
-    args, kwargs = built_arguments(model, _parts(build_batch, size))
-    return Largest(size, plan, args, kwargs)
+            before, best = best, found
+    args, kwargs = built_arguments(model, _parts(build_batch, best.size))
+    return Largest(best.size, cast("Plan", best.plan), args, kwargs)
+
+
+def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
+    """Return the size to try next, by a line through the bytes of the last two that fit."""
+    if before is None or best.least_bytes <= before.least_bytes:
+        return 2 * best.size
+    slope = (best.least_bytes - before.least_bytes) / (best.size - before.size)
+    more = int(_MARGIN * (budget_bytes - best.least_bytes) / slope)
+    step = max(1, int(_NEAR * best.size))
+    return min(best.size + max(more, step), _MOST_GROWTH * best.size)
 
 
 def _parts(build_batch: Callable[[int], Any], size: int) -> Sequence[Any]:

@@ -38,13 +38,7 @@ from recoup.planning.rehearsal import (
     without_gradients,
 )
 from recoup.planning.tiled_head import TiledHead
-from recoup.planning.verification import (
-    TURNED_OVER,
-    DifferentStepError,
-    Outcome,
-    Verification,
-    outcome_of,
-)
+from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
 
 
@@ -76,7 +70,6 @@ class Step:
         seed: the seed of its random draws; None to leave the random streams as they are.
         tiled: the output layer of the model, if it runs in tiles; None if not.
         written: the parameters that its forward writes to, which rehearsals restore.
-        has_compiled_code: whether blocks run by compiled code, which rounds differently.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
@@ -90,14 +83,11 @@ class Step:
     seed: int | None = None
     tiled: TiledHead | None = None
     written: tuple[nn.Parameter, ...] = ()
-    has_compiled_code: bool = False
     verification: Verification = field(default_factory=Verification, init=False)
 
     def __post_init__(self) -> None:
         if self.tiled is not None:
             self.verification.allow_other_sums(self.tiled.eps)
-        if self.has_compiled_code:
-            self.verification.allow_other_sums(spread=TURNED_OVER)
 
     @property
     def device(self) -> torch.device:

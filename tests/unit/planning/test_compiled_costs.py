@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
-from recoup.errors import ChangedError
+from recoup.errors import ChangedError, ReplayError
 from recoup.planning import compiling, priced_ways
 from recoup.planning.compiling import CompiledCode
 from recoup.planning.forwards import followed
@@ -179,6 +179,11 @@ FAILURES = {
     "they cannot run again": (
         with_code(raising(ChangedError("A tensor was changed in place"))),
         "No block is compiled. A tensor",
+    ),
+    "steps cannot be compared": (
+        lambda monkeypatch: monkeypatch.setattr(
+            priced_ways.NudgedCode, "of_call", raising(ReplayError("A block drew elsewhere"))
+        ), "No block is compiled. A block drew elsewhere",
     ),
 }  # fmt: skip
 

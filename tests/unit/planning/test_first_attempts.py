@@ -221,8 +221,8 @@ ATTEMPTS = {
     **{
         f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
         for options, message in (
-            ({"budget": "1 GiB"}, "`budget` is '1 GiB', but .* Choose one"),
-            ({"tiles": True}, "`tiles` is True, but .* leave `tiles` out"),
+            ({"budget": "1 GiB"}, "`budget` is '1 GiB', and .* Choose one"),
+            ({"tiles": True}, "`tiles` is True, but .* Leave `tiles` out"),
             ({"replan": True}, "`replan` is True without a `budget`"),
             ({"policy": "save attention"}, "'save attention', but no block was seen to call a ker"),
         )

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.planning.compiling import BlockCode
+from recoup.planning.compiling import BlockCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.step import Step
-from recoup.planning.verification import TURNED_OVER, Verification, outcome_of
+from recoup.planning.verification import Verification, outcome_of
 from tests.plan_oracle import Made, square, ways_of
 
 ONES, SMALL = torch.ones(64), torch.full((64,), 1e-3)
@@ -34,14 +34,15 @@ def again(*outcome):
     return lambda verification: verification.expect_again(of(*outcome))
 
 
-def compiled(verification):
-    verification.allow_other_sums(spread=TURNED_OVER)
+def grown(before, nudged):
+    return lambda verification: verification.allow_growth(of(*before), of(*nudged))
 
 
 # Positions, frequencies, and a count.
 LARGE = [torch.arange(512), torch.arange(512.0), torch.tensor(10**9)]
 COUNTS, FEW = torch.tensor([1, 2, 10**6]), torch.tensor([1e-3, 2e-3, 3e-3])
 NOISE = again(1.001 * ONES, ONES)
+TURNED = grown([ONES], [ONES])
 # What is expected, what else is known, what is found, and the name of what differs.
 CASES = [
     # A large buffer says nothing of gradients.
@@ -65,10 +66,17 @@ CASES = [
     ((ONES, None, FEW), None, (ONES, None, FEW * (1 + 2**-23)), None),
     ((ONES, None, FEW), None, (ONES, None, FEW * (1 + 1e-3)), "`buffer`"),
     ((ONES, None, COUNTS), None, (ONES, None, torch.tensor([1, 3, 10**6])), "`buffer`"),
+    # Of no gradient more than an eighth is rounding.
+    *(case for moved in (0.001, 0.05, 0.5) for growth, most in (
+        (grown([ONES / 8, SMALL], [ONES / 8, (1 + moved) * SMALL]), min(8 * moved, 1 / 8)),
+    ) for case in (
+        ((ONES / 8, SMALL), growth, (ONES / 8, (1 + 0.3 * most) * SMALL), None),
+        ((ONES / 8, SMALL), growth, (ONES / 8, (1 + 2 * most) * SMALL), "`small`"),
+    )),
     # A thousandth of a gradient may turn over.
     ((ONES,), None, (ONES + 2e-4 * SIGNS,), "`large`"),
-    ((ONES,), compiled, (ONES + 2e-4 * SIGNS,), None),
-    ((ONES,), compiled, (ONES + 2e-2 * SIGNS,), "`large`"),
+    ((ONES,), TURNED, (ONES + 2e-4 * SIGNS,), None),
+    ((ONES,), TURNED, (ONES + 2e-2 * SIGNS,), "`large`"),
 ]  # fmt: skip
 
 
@@ -96,6 +104,18 @@ def test_a_block_that_draws_from_another_stream_does_not_run_again(draw):
     with pytest.warns(UserWarning, match=r"keeps all residuals.*the random stream"):
         plan = recoup.plan(model, x, budget="1 GiB", loss=square)
     assert ways_of(plan) == {"keep"}
+
+
+def test_what_a_block_passes_on_is_not_nudged():
+    mask, x = torch.ones(4, 8), torch.randn(4, 8)
+    smallest = torch.full((3,), torch.finfo(torch.float32).min)
+    nudged = NudgedCode().of_call(nn.Identity(), lambda x, mask: (2 * x, mask, smallest))
+    made, passed_on, extreme = nudged(x, mask)
+    assert passed_on is mask
+    assert extreme.isfinite().all()
+    assert not torch.equal(made, 2 * x)
+    torch.testing.assert_close(made, 2 * x, rtol=3e-7, atol=0)
+    assert torch.equal(nudged(x, mask)[0], made)
 
 
 def test_arguments_that_others_were_given_count_as_held():
