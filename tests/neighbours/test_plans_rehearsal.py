@@ -247,14 +247,13 @@ def test_a_parameter_that_is_written_to_past_torch_is_an_error():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("write", ["data", "a version", "out"])
-def test_a_model_that_writes_to_parameters_keeps_everything_and_writes_once_a_step(write: str):
+def test_a_parameter_that_a_forward_writes_to_is_written_to_once_a_step(write: str):
     model, x = fresh()
     model.blocks[2] = Codebook(write=write)
     plain, before = copy.deepcopy(model), everything(model, x)
-    message = r"keeps everything.*`blocks.2.average`.*buffers"
-    with pytest.warns(UserWarning, match=message) as said:
-        plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
-    assert len(said) == 1
+    found = recoup.plan(model, x, loss=loss_of)
+    plan = found.plan(found.least_bytes)
+    assert plan.rehearsed_peak_bytes < found.points[-1].peak_bytes
     assert everything(model, x) == before
     for _ in range(2):
         wanted = result_of(plain, lambda: loss_of(plain(x)).backward())
@@ -262,6 +261,12 @@ def test_a_model_that_writes_to_parameters_keeps_everything_and_writes_once_a_st
             got = result_of(model, lambda: loss_of(model(x)).backward())
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
         assert torch.equal(model.blocks[2].average, plain.blocks[2].average)
+
+
+def test_a_model_whose_blocks_all_write_to_parameters_keeps_everything():
+    with pytest.warns(UserWarning, match=r"keeps everything.*`blocks.0.average`.*buffers") as said:
+        planned(Net(block=Codebook))
+    assert len(said) == 1
 
 
 def test_a_chain_with_a_budget_writes_to_its_input_as_often_as_a_plain_one():

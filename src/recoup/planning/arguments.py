@@ -124,7 +124,8 @@ def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
         kwargs: its keyword arguments.
         error: what it has raised.
     """
-    if isinstance(error, (TypeError, NotImplementedError)):
+    is_of_call = isinstance(error, TypeError) and not _fits(model, args, kwargs)
+    if is_of_call or isinstance(error, NotImplementedError):
         given = ", ".join([*(type(each).__name__ for each in args), *kwargs]) or "nothing"
         error.add_note(
             f"The forward of {type(model).__name__} was given: {given}. Give its arguments as in "
@@ -243,7 +244,8 @@ class ArgumentShapes(NamedTuple):
             model: the model.
             room: how many times its bytes a step may take, for shapes that have as many entries.
         """
-        if len(self.trained) != len(other.trained):
+        nums = [(len(each.trained), len(each.training)) for each in (self, other)]
+        if nums[0] != nums[1]:
             is_more = sum(other.trained) > sum(self.trained)
             return "with more parameters than it was planned with" if is_more else ""
         modules = dict(cast("Iterable[tuple[str, Any]]", model.named_modules()))

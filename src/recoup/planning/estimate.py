@@ -41,7 +41,7 @@ from recoup.memory import format_bytes
 from recoup.planning.arguments import model_and_arguments
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import FrontierPoint, frontier_of
-from recoup.planning.options import PlanOptions, StepKeywords, checked_budget
+from recoup.planning.options import PlanOptions, StepKeywords, check_keywords, checked_budget
 from recoup.planning.rehearsal import streams_restored
 
 _FEW = 4096  # entries of a tensor that has values (See Rule 2)
@@ -134,6 +134,7 @@ def estimate(
         Estimate(Sequential: 72 GiB plain, at least 20.38 GiB)
     """
     check_callable(build=build)
+    check_keywords("estimate", options, StepKeywords.__optional_keys__)
     if optimizer is not None and not callable(optimizer):
         raise ValueError(
             f"`optimizer` is {shown(optimizer)}, but must be a function from the parameters to an "

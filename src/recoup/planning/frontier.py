@@ -317,8 +317,6 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
         step = step.knowing_writes()
-        if step.written:
-            return _keeping_all(step, room)
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
@@ -328,7 +326,8 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         try:
             if not is_told:
                 kinds = kinds_of_blocks(step, named)
-            priced = [price_blocks(step, kind, place) for kind in kinds[:1] if kind]
+            kinds = [each for kind in kinds if (each := step.unwritten(kind))]
+            priced = [price_blocks(step, kind, place) for kind in kinds[:1]]
             priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
             if priced and not is_told:
                 priced += _with_modules_between(priced[0])
@@ -339,7 +338,7 @@ def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = Non
         if not priced:
             return _keeping_all(step, room)
         if guard is not None:
-            links = with_links(model, named) if blocks is None else []
+            links = step.unwritten(with_links(model, named)) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
                 priced.append(price_blocks(step, links, place, priced[0]))
         if options.tiles:
@@ -361,6 +360,7 @@ def _with_modules_between(own: PricedBlocks) -> list[PricedBlocks]:
     if held_bytes < _SHARE_BETWEEN * own.points[-1].peak_bytes or is_sharded(own.step.model):
         return []
     blocks = with_modules_between(own.step, own.blocks, own.measured.calls)
+    blocks = own.step.unwritten(blocks)
     if len(blocks) <= len(own.blocks):
         return []
     try:

@@ -77,6 +77,12 @@ class PlanKeywords(StepKeywords, total=False):
     tiles: bool | int
 
 
+def check_keywords(function: str, options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise a TypeError if a function was given keyword arguments of other names."""
+    for name in options.keys() - names:
+        raise TypeError(f"{function}() got an unexpected keyword argument `{name}`")
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The options that all makers of plans share, checked; `recoup.plan` explains each.

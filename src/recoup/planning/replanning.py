@@ -46,7 +46,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
-from recoup.errors import RecoupError
+from recoup.errors import BudgetError, RecoupError
 from recoup.planning.arguments import ArgumentShapes, shapes_of
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import (
@@ -217,8 +217,16 @@ class PlansByShape:
         pending = own.bound.waiting()
         is_beside = len(pending) % own.plan.planned.num_forwards > 0  # another forward of its step
         lost, best = self._least([each.lost(shapes) for each in self._entries], self._entries)
-        if pending and (lost < math.inf or not is_beside):
-            return best if lost < math.inf and best.bound.fits(pending) else own
+        if pending and lost < math.inf:
+            return best if best.bound.fits(pending) else own
+        if pending and not is_beside:  # a forward more than is planned
+            raise BudgetError(
+                f"A {type(self._model).__name__} was called for another time before a backward, "
+                f"with {shapes}, which none of its plans covers, and they are for one call. Plan "
+                f"with `num_forwards={len(pending) + 1}`, call it with the largest arguments "
+                "first, or let go of outputs that are not needed.",
+                own.bound.room.budget_for(own.bound.bytes_with(pending)),
+            )
         if lost <= _MOST_LOST or not self._may_plan(shapes):
             return best if lost < math.inf else own
         step = self._options.step(self._model, self._call, args, kwargs)

@@ -19,7 +19,13 @@ from recoup.errors import BudgetError
 from recoup.planning.arguments import built_arguments, example_arguments, shapes_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
-from recoup.planning.options import PlanKeywords, PlanOptions, Policy, checked_budget
+from recoup.planning.options import (
+    PlanKeywords,
+    PlanOptions,
+    Policy,
+    check_keywords,
+    checked_budget,
+)
 from recoup.planning.plan import Plan
 from recoup.planning.replanning import PlansByShape
 from recoup.planning.step import Step
@@ -309,6 +315,7 @@ def largest(
         >>> found.plan.apply().is_applied
         True
     """
+    check_keywords("largest", options, PlanKeywords.__optional_keys__)
     budget_bytes, chosen = checked_budget(budget), PlanOptions(**options)
     check_callable(build_batch=build_batch)
     if not is_whole(least) or (most is not None and not is_whole(most, least)):

@@ -28,6 +28,7 @@ from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import is_without_values
 from recoup.memory.timeline import Span, Timeline, most_of, timeline
 from recoup.planning.arguments import explain_model
+from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks, on_any_rank
 from recoup.planning.rehearsal import (
@@ -128,6 +129,11 @@ class Step:
 
     def _restoring(self, undo: list[Undo]) -> AbstractContextManager[None]:
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses), undo)
+
+    def unwritten(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return the blocks that may run again: forward writes to none of their parameters."""
+        written = set(map(id, self.written))
+        return [each for each in blocks if written.isdisjoint(map(id, each[1].parameters()))]
 
     def explain_writes(self) -> str | None:
         """Return why no blocks may run again, if forward writes to parameters."""

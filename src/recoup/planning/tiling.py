@@ -106,7 +106,10 @@ class _Finder(Observer):
         """Note a call."""
         if module not in self._heads:
             self.calls.clear()
-        elif len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and output.dim() > 1:
-            *rows, num_features = args[0].shape
-            if output.shape[-1] > num_features and is_linear(module, module.forward):
+            return
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and output.dim() > 1:
+            *rows, num_features = x.shape
+            is_by_row = [*output.shape[:-1]] == rows and output.shape[-1] > num_features
+            if is_by_row and is_linear(module, module.forward):
                 self.calls.append(_Call(module, math.prod(rows), num_features, output.nbytes))
