@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -120,6 +121,11 @@ def fit(
     check_within(0, math.inf, 1e-3, learning_rate=learning_rate)
     parts = _split(flow, images, validation, test, seed)
     parameters = [parameter for parameter in flow.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            "No parameter of `flow` requires a gradient, so there is nothing to train: call "
+            "`requires_grad_(True)` on what is to be trained."
+        )
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     if memory is not None:
         flow.memory = memory
@@ -150,6 +156,12 @@ def fit(
                 if progress:
                     print(f"epoch {epoch:>3}: {bits:.3f} bits/dim", file=sys.stderr)  # noqa: T201
             seconds = time.perf_counter() - start
+            if not math.isfinite(best):
+                warnings.warn(
+                    f"No epoch of {epoch} had finite bits per dimension in validation, so `flow` "
+                    "has the weights with which it began. Try a smaller `learning_rate`.",
+                    stacklevel=2,
+                )
             flow.load_state_dict(best_weights)
             tested = _bits(flow, parts["test"], batch_size, seed) if len(parts["test"][0]) else None
             flow.train()

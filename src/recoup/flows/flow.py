@@ -23,12 +23,11 @@ from recoup.flows.latents import (
 )
 from recoup.flows.networks import check_labels
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
+from recoup.invertible.chain import HasChain
 from recoup.invertible.contract import sizes_of
-from recoup.schedules import Schedule
-from recoup.schedules.memory import Memory
 
 
-class Flow(nn.Module):
+class Flow(HasChain):
     """A density over data: an invertible chain to latents, and a distribution of the latents.
 
     ``log p(x) = log base(z) + log_det`` with ``z, log_det = chain(x)``, summed over all latents,
@@ -40,7 +39,7 @@ class Flow(nn.Module):
     The `memory` of the chain decides what autograd keeps and what backward pays; in addition the
     latents are kept, and with `levels` the dequantised data. It may be set at any time, also by
     ``flow.memory``, which sets that of the chain of a `VariationalDequantize` too, except for a
-    `Schedule`, which is made for one chain.
+    `Schedule`, which is made for one chain; ``flow.drift`` does the same for the `DriftGuard`.
     Bytes (``"2 GiB"``) bound a step of each chain alone, and the flow keeps its latents besides,
     so a flow of two chains may take twice as many; for a bound on a step of the whole flow apply
     `recoup.plan` in "linear", with ``exact=False`` so that it may invert, as chains with bytes do.
@@ -113,21 +112,6 @@ class Flow(nn.Module):
         self.num_classes = num_classes
         self.base = Base(base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
-
-    @property
-    def memory(self) -> Memory:
-        """The memory mode of the chain; may be set at any time.
-
-        Setting it also sets that of learned dequantization, except for a `Schedule`, which is made
-        for one chain.
-        """
-        return self.chain.memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self.chain.memory = memory
-        if isinstance(self.dequantize, VariationalDequantize) and not isinstance(memory, Schedule):
-            self.dequantize.chain.memory = memory
 
     @property
     def levels(self) -> int | None:

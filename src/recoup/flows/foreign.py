@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,13 @@ from torch.distributions import Transform
 
 from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
-from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapters import adapt, layers_of
+from recoup.invertible.adapters import (
+    adapt,
+    conditions_of,
+    is_taken_apart,
+    layers_of,
+)
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
 from recoup.invertible.known_layers import parts_of
@@ -110,8 +114,8 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
 def chains_of(model: nn.Module) -> list[Chain]:
     """Return the chains that the flows of other libraries in a module run as, data to latents.
 
-    Printed, each says which layers backward inverts and which it recomputes; ``drift`` is its
-    `recoup.invertible.DriftGuard`, with the errors of the inverses.
+    Printed, each says which layers backward inverts and which it recomputes, and why; ``drift`` is
+    its `recoup.invertible.DriftGuard`, with the errors of the inverses.
 
     Args:
         model: what was given to `recoup.train_in`.
@@ -136,23 +140,22 @@ class _Chains:
 
     def __init__(self, whole: nn.Module, memory: Memory, guard: DriftGuard) -> None:
         self._whole, self._memory, self._guard = whole, memory, guard
-        self._parts: list[tuple[str, nn.Module, bool]] = []
+        self._leaves: list[Any] = []
         self._to_latent: Chain | None = None
         self._to_data: Chain | None = None
+        self.ends: tuple[Any, Any] | None = None  # of a transform of zuko: domain and codomain
         self.to_latent()
 
     def to_latent(self) -> Chain:
         """Return the chain of the layers as they are now (See Rule 2)."""
         whole: Any = self._whole
-        named: Iterable[tuple[str, nn.Module]] = whole.named_modules(remove_duplicate=False)
-        # Compositions with hooks run whole; hooks of other modules make no difference.
-        parts = [(name, each, is_hooked(each) and bool(parts_of(each))) for name, each in named]
-        if self._to_latent is None or parts != self._parts:
-            # A list is of normflows, with the latent's layer first.
-            is_list = isinstance(whole, nn.ModuleList)
-            layers = map(adapt, reversed(whole)) if is_list else layers_of(whole)
+        is_list = isinstance(whole, nn.ModuleList)  # of normflows, with the latent's layer first
+        parts = list(whole)[::-1] if is_list else parts_of(whole)
+        leaves = list(_leaves_of(parts))
+        if self._to_latent is None or list(map(id, leaves)) != list(map(id, self._leaves)):
+            layers = map(adapt, parts) if is_list else layers_of(whole)
             self._to_latent = Chain(*layers, memory=self._memory, drift=self._guard.anew())
-            self._parts, self._to_data = parts, None
+            self._leaves, self._to_data, self.ends = leaves, None, None
         return self._to_latent
 
     def to_data(self) -> Chain:
@@ -242,13 +245,14 @@ class _OfFrEIA(_Method):
     def run(
         self, x_or_z: Any, c: Any = None, rev: bool = False, jac: bool = True, **other: Any
     ) -> Any:
-        conditions: list[Tensor] = [c] if isinstance(c, Tensor) else [*(c or ())]
-        chains = self.chains[0]
-        if other or not jac or len(conditions) != chains.to_latent().takes_context:
+        conditions = conditions_of(self.whole, c)
+        if other or not jac or conditions is None:
             return self.plain(x_or_z, c, rev, jac, **other)
+        chains = self.chains[0]
         chain = chains.to_data() if rev else chains.to_latent()
         x = x_or_z if isinstance(x_or_z, Tensor) else x_or_z[0]
-        y, log_det = chain(x, *conditions)
+        context = torch.cat([each.flatten(1) for each in conditions], 1) if conditions else None
+        y, log_det = chain(x, context)
         whole: Any = self.whole
         return (y,) if whole.force_tuple_output else y, log_det
 
@@ -276,13 +280,25 @@ class _ChainedTransform(Transform):
     ) -> None:
         super().__init__()
         self._method, self._context, self._is_inverse = method, context, is_inverse
-        with torch.no_grad():
-            plain = method.plain(context)
-        # Not those of `plain.inv`: it and `plain` hold each other until garbage is collected.
-        ends = [(plain.domain, plain.forward_shape), (plain.codomain, plain.inverse_shape)]
-        domain, codomain = ends[::-1] if is_inverse else ends
-        self.domain, self.forward_shape = domain
-        self.codomain, self.inverse_shape = codomain
+
+    @property
+    def domain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values that it takes."""
+        return self._ends[self._is_inverse]
+
+    @property
+    def codomain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values that it gives."""
+        return self._ends[not self._is_inverse]
+
+    @property
+    def _ends(self) -> tuple[Any, Any]:
+        chains = self._method.chains[0]
+        if chains.ends is None:  # of the layers, whatever the context
+            with torch.no_grad():
+                plain = self._method.plain(self._context)
+            chains.ends = plain.domain, plain.codomain
+        return chains.ends
 
     @property
     def plain(self) -> Any:
@@ -303,15 +319,20 @@ class _ChainedTransform(Transform):
 
     def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value and the log-determinant."""
-        context = self._context
-        num_batch: int = x.dim() - self.domain.event_dim
-        is_image = context is not None and context.dim() > num_batch + 1  # or of several batches
-        if not torch.is_grad_enabled() or is_transformed() or is_image:
+        if not torch.is_grad_enabled() or is_transformed():
             return self.plain.call_and_ladj(x)
         chains = self._method.chains[0]
         chain = chains.to_data() if self._is_inverse else chains.to_latent()
+        context = self._context
+        num_batch: int = x.dim() - self.domain.event_dim
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
-        if context is not None:
+        num_rows = 0 if context is None else context.dim() - num_batch  # dimensions of each row
+        is_per_sample = num_batch > 0 and num_rows > 0
+        if num_rows > 1 and context is not None and _may_be_broadcast(batch, context.shape[:-1]):
+            return self.plain.call_and_ladj(x)  # rows of several dimensions, or of several batches
+        if context is not None and is_per_sample and context.shape[:num_batch] == batch:
+            context = context.reshape(batch.numel(), *context.shape[num_batch:])
+        elif context is not None:
             batch = cast("torch.Size", torch.broadcast_shapes(batch, context.shape[:-1]))
             context = context.expand(*batch, -1).reshape(batch.numel(), -1)
         y, log_det = chain(x.expand(*batch, *event).reshape(batch.numel(), *event), context)
@@ -327,6 +348,16 @@ class _ChainedTransform(Transform):
         """Return the log-determinant."""
         return self.call_and_ladj(x)[1]
 
+    def forward_shape(self, shape: Any) -> Any:
+        """Return the shape of the value."""
+        with torch.no_grad():
+            return self.plain.forward_shape(shape)
+
+    def inverse_shape(self, shape: Any) -> Any:
+        """Return the shape of what has this value."""
+        with torch.no_grad():
+            return self.plain.inverse_shape(shape)
+
 
 _KINDS: dict[str, type[_Method]] = {
     "zuko.lazy.LazyComposedTransform": _OfZuko,
@@ -338,6 +369,11 @@ _KINDS: dict[str, type[_Method]] = {
     "FrEIA.framework.sequence_inn.SequenceINN": _OfFrEIA,
     "FrEIA.framework.graph_inn.GraphINN": _OfFrEIA,
 }
+
+
+def _may_be_broadcast(*shapes: torch.Size) -> bool:
+    ends = zip(*(reversed(shape) for shape in shapes), strict=False)
+    return all(1 in pair or pair[0] == pair[1] for pair in ends)
 
 
 def _is_multiscale(whole: nn.Module) -> bool:
@@ -357,6 +393,15 @@ def _chains_for(whole: Any, memory: Memory, guard: DriftGuard) -> list[_Chains]:
     if _KINDS[runs_as(whole)] is _OfNormflows:
         sequences = list(whole.flows) if _is_multiscale(whole) else [whole.flows]
     return [_Chains(each, memory, guard) for each in sequences]
+
+
+def _leaves_of(layers: list[Any]) -> Iterator[Any]:
+    for each in layers:
+        parts = parts_of(each)
+        if parts and is_taken_apart(each):
+            yield from _leaves_of(parts)
+        else:
+            yield each
 
 
 def _flat(chain: Chain) -> Iterator[InvertibleModule]:

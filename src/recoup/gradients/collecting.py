@@ -6,7 +6,8 @@ Rule 1. During a backward `.grad` of each target is None, and what autograd leav
         the store as soon as it is complete: a sum takes one buffer of the size of the parameters,
         and one gradient in flight. The previous `.grad` and `grad_dtype` are restored afterwards,
         the same objects. All threads share the `.grad` of a tensor, so it is replaced by one thread
-        at a time.
+        at a time. While code of others runs (`collecting`) gradients stay in `.grad` until its end:
+        trainers scale and clip them there.
 Rule 2. Where autograd does not accumulate in `.grad` (tensors inside the graph), where gradients
         have a graph, and where post-accumulate hooks would see them, `torch.autograd.grad` computes
         the gradients.
@@ -182,7 +183,8 @@ def collecting(store: Container, targets: Sequence[Tensor]) -> Generator[set[int
         raise GradientError(
             f"`collecting` reads `.grad`, but {reason}. Use `backward`, which needs no `.grad`."
         )
-    with moving(store, targets) as (move, _):
+    # Code within may read and scale `.grad`, as trainers do to clip it.
+    with moving(store, targets, is_read=True) as (move, _):
         yield move.received
 
 
@@ -282,10 +284,17 @@ def moving(
     targets: Sequence[Tensor],
     others: Iterable[Tensor] = (),
     seeds: Iterable[Tensor | None] = (),
+    *,
+    is_read: bool = False,
 ) -> Generator[tuple[_Move, ReplacedGrad]]:
     """Move what `.grad` of the targets receives to the store; hide `.grad` of others.
 
-    The memory of `seeds`, with which a backward begins, does not become that of a gradient.
+    Args:
+        store: the store.
+        targets: the targets.
+        others: tensors whose `.grad` is hidden.
+        seeds: with which a backward begins; their memory does not become that of a gradient.
+        is_read: whether gradients stay in `.grad` until the end of the context.
     """
     known = set(map(id, targets))
     hidden = [*{id(each): each for each in others if id(each) not in known}.values()]
@@ -300,7 +309,7 @@ def moving(
             if grad is not None:  # a reducer may write to it
                 contexts.callback(grad.copy_, grad.clone())
         contexts.enter_context(replaced)
-        for target in () if reduces else targets:  # See Rule 3
+        for target in () if reduces or is_read else targets:  # See Rule 3
             handle = cast("Any", target).register_post_accumulate_grad_hook(move)
             contexts.callback(handle.remove)
         yield move, replaced

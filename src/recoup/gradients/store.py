@@ -131,8 +131,8 @@ class GradStore(Stepping, Transfer):
         =========  ================================================  ==========================
         `mode`     how                                               peak for shared parameters
         =========  ================================================  ==========================
-        "auto"     autograd sums into the store; as below where      the store and one parameter
-                   that would not be right
+        "auto"     a hook moves each gradient to the store; as       the store and one parameter
+                   below where that would not be right
         "grad"     ``torch.autograd.grad``, summed by us; `.grad`    twice the store
                    is not touched meanwhile, for several threads
         "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter;
@@ -187,8 +187,9 @@ class GradStore(Stepping, Transfer):
         """Add the gradients of every ``.backward()`` within to the store; `.grad` is restored.
 
         Use it around code that calls backward itself: a trainer, an engine, a wrapper. It adds one
-        to `weight`. Within, `.grad` of the targets is None after each backward, unless a reducer
-        may have to see it.
+        to `weight`. Within, `.grad` of the targets begins with None and is summed as ever, so that
+        code may read it and clip it; at the end it moves to the store. So it takes the bytes of
+        these gradients beside those of a store that is not empty.
 
         Args:
             params: the targets; by default those of the store.

@@ -11,10 +11,10 @@ Rule 2. The order is that of the targets, which is the same in every process.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from typing import Any, NamedTuple, Self, SupportsIndex, cast
 
 import torch
@@ -244,7 +244,7 @@ def _all_reduce(store: Container, group: Any) -> None:
     store._num_changes += 1  # an error from here on leaves a partial reduction
     factor = 1 / len(everyone)
     anywhere = map(any, zip(*(each.has_gradient for each in everyone), strict=True))
-    _average(store, [*itertools.compress(targets, anywhere)], factor, group)
+    _average(store, [*compress(targets, anywhere)], factor, group)
     store._is_local = False
     store.weight = sum(each.weight for each in everyone) * factor
     store._scale = holders[0].scale if holders else store._scale
@@ -302,8 +302,11 @@ def _average(store: Container, targets: Sequence[Tensor], factor: float, group: 
             zeros = torch.zeros(target.shape, dtype=store._dtype_for(target), device=device)
             gradients[target] = zeros
         gradients[target] = as_dense(gradients[target])
-    # Each is of one type; a large gradient is alone, to save a copy.
-    for bucket in _take_tensors([gradients[each] for each in targets], _BUCKET_BYTES):
+    # Each is of one type and device; a large gradient is alone, to save a copy.
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in targets:
+        by_device.setdefault(gradients[each].device, []).append(gradients[each])
+    for bucket in chain.from_iterable(_take_tensors(e, _BUCKET_BYTES) for e in by_device.values()):
         is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
         flat = torch.cat([each.reshape(-1) for each in bucket]) if is_copied else bucket[0]
         flat.mul_(factor)  # before the sum, which may be too large for 16 bits

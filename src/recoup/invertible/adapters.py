@@ -5,7 +5,9 @@ A library is never imported (NOTE [ What is known of other libraries ]).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,14 +25,14 @@ from recoup.invertible.contract import (
     runs_as,
 )
 from recoup.invertible.known_layers import (
-    GRAPH,
     INVERSE,
     check_bijective,
-    is_closed,
-    is_undone_in_closed_form,
     networks_of,
     parts_of,
     undone,
+    why_not,
+    why_not_built,
+    why_not_lazy,
 )
 
 
@@ -45,7 +47,7 @@ def adapt(transform: Any) -> InvertibleModule:
     of the layer's elementwise part and its inverse; networks of couplings run once in forward and
     once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
     NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
-    integration, and layers of your own or of derived classes; `print` of the result says which.
+    integration, and layers of your own or of derived classes; `print` of the result says why.
 
     Args:
         transform: one of
@@ -53,8 +55,8 @@ def adapt(transform: Any) -> InvertibleModule:
             * zuko's lazy transforms, which get the context of the chain;
             * nflows' transforms;
             * normflows' flows, of which `inverse` maps data to latent;
-            * FrEIA's modules with one input, of which the context is the condition; `SequenceINN`,
-              and a `GraphINN` that is a sequence, with one condition at most;
+            * FrEIA's modules with one input; several conditions are one context, flattened and
+              joined in their order; `SequenceINN`, and a `GraphINN` that is a sequence;
             * a bijective `torch.distributions.Transform`, whose parameters stay where they are;
             * an `InvertibleModule`, which is returned as it is.
 
@@ -64,8 +66,8 @@ def adapt(transform: Any) -> InvertibleModule:
         The module. It has no copy of anything.
 
     Raises:
-        ValueError: `transform` is none of these, is not bijective, splits, has several conditions,
-            or draws its number of terms from numpy (normflows' `Residual` without one). In forward,
+        ValueError: `transform` is none of these, is not bijective, is a `GraphINN` that splits, or
+            draws its number of terms from numpy (normflows' `Residual` without one). In forward,
             where a linear layer of nflows would use the matrix that it keeps in evaluation mode.
 
     Example:
@@ -100,8 +102,12 @@ def is_taken_apart(transform: Any) -> bool:
 
 def layers_of(whole: Any) -> Iterator[InvertibleModule]:
     """Return the layers of a composition as invertible modules; none for a layer."""
-    is_freia = runs_as(whole).startswith("FrEIA.framework.")
-    return map(adapt, _modules_of_freia(whole) if is_freia else parts_of(whole))
+    own = runs_as(whole)
+    if own == "FrEIA.framework.graph_inn.GraphINN":
+        return _adapted_nodes(whole)
+    if own == "FrEIA.framework.sequence_inn.SequenceINN":
+        return _adapted_sequence(whole)
+    return map(adapt, parts_of(whole))
 
 
 class _OfTorch(Adapted):
@@ -116,7 +122,7 @@ class _OfTorch(Adapted):
                 "`transform` keeps its last value (`cache_size` 1), which would be one that "
                 "backward computes. Give `transform.with_cache(0)`."
             )
-        super().__init__(transform, inverts=is_undone_in_closed_form(transform))
+        super().__init__(transform, why_not=why_not_built(transform))
 
     def _built(self, context: Tensor | None) -> Any:
         return self.transform
@@ -139,8 +145,7 @@ class _OfZuko(_OfTorch):
     takes_context = True
 
     def __init__(self, transform: Any) -> None:
-        inverts = is_undone_in_closed_form(transform)
-        Adapted.__init__(self, transform, networks_of(transform), inverts=inverts)
+        Adapted.__init__(self, transform, networks_of(transform), why_not_lazy(transform))
 
     def _built(self, context: Tensor | None) -> Any:
         return self.transform(context)
@@ -155,7 +160,7 @@ class _OfNflows(Adapted):
     """A transform of nflows."""
 
     def __init__(self, transform: Any) -> None:
-        super().__init__(transform, networks_of(transform), inverts=is_closed(transform))
+        super().__init__(transform, networks_of(transform), why_not(transform))
         parts: Iterator[Any] = transform.modules()
         self._linear = tuple(part for part in parts if hasattr(part, "using_cache"))
 
@@ -193,25 +198,29 @@ class _OfNormflows(_OfNflows):
 
 
 class _OfFrEIA(Adapted):
-    """A module of FrEIA with one input and one output, and at most one condition, the context.
+    """A module of FrEIA with one input and one output.
 
     Args:
         transform: the module.
+        places: where its conditions are in the context; None for those that it has itself.
     """
 
-    def __init__(self, transform: Any) -> None:
-        num_ends = len(transform.dims_in), len(transform.output_dims(transform.dims_in))
-        if num_ends != (1, 1) or len(transform.dims_c) > 1:
+    def __init__(self, transform: Any, places: Sequence[slice] | None = None) -> None:
+        if len(transform.dims_in) != 1 or len(transform.output_dims(transform.dims_in)) != 1:
             raise ValueError(
                 f"`transform` is a {type(transform).__name__}, which splits or joins, but a chain "
-                "passes one tensor on, and one context. Join several conditions in one; use "
-                "others outside of the chain."
+                "passes one tensor on. Use it outside of the chain."
             )
-        super().__init__(transform, networks_of(transform), inverts=is_closed(transform))
-        self.takes_context = bool(transform.dims_c)
+        places = _places_of(transform.dims_c) if places is None else places
+        self._places = list(zip(places, transform.dims_c, strict=True))
+        super().__init__(transform, networks_of(transform), why_not(transform))
+        self.takes_context = bool(self._places)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
-        given = {} if context is None else {"c": [context]}
+        given: dict[str, Any] = {}
+        if context is not None:
+            flat = context.flatten(1)
+            given = {"c": [flat[:, at].unflatten(1, tuple(dims)) for at, dims in self._places]}
         if back and hasattr(self.transform, "fac_rev"):  # it scales what it is given, in place
             x = x.clone()
         (y,), log_det = self.transform([x], rev=back, jac=True, **given)
@@ -227,25 +236,59 @@ _ADAPTERS: dict[str, Callable[[Any], Adapted]] = {
 }
 
 
-def _modules_of_freia(whole: Any) -> list[Any]:
-    """Return the modules of a network of FrEIA, or raise unless each gets the output of one."""
-    modules: list[Any] = list(whole.module_list)
-    if runs_as(whole) == GRAPH:
-        ends = [*whole.in_nodes, *whole.out_nodes, *whole.condition_nodes]
-        nodes = [node for node in whole.node_list if node not in ends]
-        before = [*whole.in_nodes[:1], *nodes]
-        is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1 and all(
-            [each for each, _ in node.inputs] == [source] and len(node.outputs) == 1
-            for source, node in zip(before, nodes, strict=False)
-        )
-        conditions: set[Any] = {each for node in nodes for each in node.conditions}
-        modules = [node.module for node in nodes]
+def _places_of(dims: Sequence[Sequence[int]]) -> list[slice]:
+    """Return the places of conditions in a context of all, each flattened."""
+    ends = [*accumulate(map(math.prod, dims), initial=0)]
+    return list(map(slice, ends, ends[1:]))
+
+
+def _dims_of_conditions(whole: Any) -> dict[int, Sequence[int]]:
+    """Return the shapes of the conditions of a `SequenceINN`, by their numbers."""
+    pairs = zip(whole.module_list, whole.conditions, strict=True)
+    dims = {at: module.dims_c[0] for module, at in pairs if at is not None}
+    return {at: dims[at] for at in sorted(dims)}
+
+
+def conditions_of(whole: Any, conditions: Any) -> list[Tensor] | None:
+    """Return the conditions of a network of FrEIA, as the context joins them; None if it cannot.
+
+    Its own call takes such: they are too few or too many, of another size than it declares (which
+    its layers may allow), or of several types, one of which would be rounded.
+    """
+    given: list[Tensor] = [conditions] if isinstance(conditions, Tensor) else [*(conditions or ())]
+    if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
+        declared = _dims_of_conditions(whole)
+        given = [given[at] for at in declared if at < len(given)]
+        dims = list(declared.values())
     else:
-        is_sequence, conditions = True, {at for at in whole.conditions if at is not None}
-    if not is_sequence or len(conditions) > 1:
+        dims = [node.dims for node in whole.condition_nodes]
+    is_declared = [tuple(each.shape[1:]) for each in given] == [*map(tuple, dims)]
+    return given if is_declared and len({each.dtype for each in given}) < 2 else None
+
+
+def _adapted_sequence(whole: Any) -> Iterator[InvertibleModule]:
+    """Adapt the modules of a `SequenceINN`; the context has its conditions by their numbers."""
+    dims = _dims_of_conditions(whole)
+    places = dict(zip(dims, _places_of(list(dims.values())), strict=True))
+    for module, at in zip(whole.module_list, whole.conditions, strict=True):
+        yield _OfFrEIA(module, () if at is None else (places[at],))
+
+
+def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
+    """Adapt the modules of a `GraphINN`, if each node receives the output of the one before."""
+    places = _places_of([node.dims for node in whole.condition_nodes])
+    ends = [*whole.in_nodes, *whole.out_nodes, *whole.condition_nodes]
+    nodes = [node for node in whole.node_list if node not in ends]
+    before = whole.in_nodes[:1]
+    is_sequence = len(whole.in_nodes) == len(whole.out_nodes) == 1
+    for node in nodes:
+        is_sequence &= [given for given, _ in node.inputs] == before and len(node.outputs) == 1
+        before = [node]
+    if not is_sequence:
         raise ValueError(
-            f"`transform` is a {type(whole).__name__} that splits or joins, or has several "
-            "conditions, but a chain passes one tensor on, and one context. Join the conditions, "
-            "adapt the sequences in it, or build them as a SequenceINN."
+            "`transform` is a GraphINN that splits or joins, but a chain passes one tensor on. "
+            "Adapt the sequences in it, or build them as a SequenceINN."
         )
-    return modules
+    place_of: dict[Any, slice] = dict(zip(whole.condition_nodes, places, strict=True))
+    for node in nodes:
+        yield _OfFrEIA(node.module, tuple(map(place_of.__getitem__, node.conditions)))

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeGuard, cast
+from collections.abc import Iterator
+from typing import Any, TypeGuard, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
-from recoup._core.drift_guard import Drift
-from recoup._core.module_marks import check_pair, has_inverse, is_hooked
+from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.module_marks import is_hooked
 from recoup._core.saved_tensors import detached
 from recoup._core.slots import State
-from recoup.errors import ConvergenceError, NotInvertibleError
+from recoup.errors import ConvergenceError
+from recoup.invertible.chain_stages import (
+    ModuleStage,
+    StageGroup,
+    check_defined,
+    joined,
+    state_of,
+    to_output,
+    to_state,
+)
 from recoup.invertible.channels import ActNorm
 from recoup.invertible.contract import Adapted, InvertibleModule
-from recoup.invertible.rearrange import Split
 from recoup.planning.budget import HasMemoryMode, is_bytes
-from recoup.schedules import Way
+from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for
 
 
@@ -88,9 +95,8 @@ class Chain(HasMemoryMode, InvertibleModule):
                     "InvertibleModule. Derive from recoup.invertible.InvertibleModule, or put it "
                     "in a recoup.Sequential, which takes any module."
                 )
-            _check_defined(index, module)
+            check_defined(index, module)
             self.add_module(str(index), module)
-        self._started: list[bool] = []  # the modes of all modules in which layers have started
         self._set_memory_mode(memory, drift)
 
     def _check_memory(self, memory: Memory) -> None:
@@ -101,12 +107,12 @@ class Chain(HasMemoryMode, InvertibleModule):
             self._say_what_recomputes()
 
     def _say_what_recomputes(self) -> None:
-        modules = dict(self._named(flat=True))
-        names = [f"`{name}`" for name, each in modules.items() if not each.inverts_in_backward]
+        names = [name for name, module in self._named(flat=True) if not module.inverts_in_backward]
         if names:
+            shown_names = ", ".join(f"`{name}`" for name in names[:3])
             warnings.warn(
-                f'Under memory="constant" {len(names)} of {len(modules)} modules '
-                f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) are recomputed from "
+                f'Under memory="constant" {len(names)} of {len(list(self._named(flat=True)))} '
+                f"modules ({shown_names}{', ...' if len(names) > 3 else ''}) are recomputed from "
                 "their kept inputs: their inverses are iterations, which cost more and are not "
                 "exact. Memory grows by one input each.",
                 stacklevel=4,
@@ -115,8 +121,17 @@ class Chain(HasMemoryMode, InvertibleModule):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> InvertibleModule:
-        return list(self)[index]
+    @overload
+    def __getitem__(self, index: int) -> InvertibleModule: ...
+    @overload
+    def __getitem__(self, index: slice) -> Chain: ...
+    def __getitem__(self, index: int | slice) -> InvertibleModule:
+        modules = list(self)
+        if isinstance(index, int):
+            return modules[index]
+        return Chain(
+            *modules[index], memory=self._memory_of_other_lengths, drift=self._drift.anew()
+        )
 
     def __iter__(self) -> Iterator[InvertibleModule]:
         return cast("Iterator[InvertibleModule]", iter(self._modules.values()))
@@ -144,33 +159,34 @@ class Chain(HasMemoryMode, InvertibleModule):
         return (uncompiled(Chain._forward) if is_watched() else Chain._forward)(self, x, context)
 
     def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
-        stages = self._module_stages(context)
-        if self._budget.is_bound or True in [stage.is_adapted for stage in stages]:
-            self._start(x, context)
         if self._budget.is_bound:
-            blocks = [stage.module for stage in stages]
+            self._start(x, context)
+            blocks = [module for _, module in self._named(flat=True)]
             call, args = self._forward_plainly, (x, context)
             return self._budget.run(self, call, args, blocks, self._drift)
-        units = _joined(stages) if self._memory == "constant" else stages
+        stages = self._module_stages(context)
+        if False in [stage.module.has_started for stage in stages if stage.is_adapted]:
+            self._start(x, context)
+        units = joined(stages) if self._memory == "constant" else stages
         links = {
-            unit.name: unit.module if isinstance(unit, _ModuleStage) else unit for unit in units
+            unit.name: unit.module if isinstance(unit, ModuleStage) else unit for unit in units
         }
-        ways: list[Way] = [
-            "invert" if each.inverts_in_backward else "recompute" for each in links.values()
-        ]
-        executor = self._ready_executor(links, tuple(ways))
-        groups: list[_ModuleStage | _StageGroup] = []
+        ways: tuple[Way, ...] = tuple(
+            ["invert" if each.inverts_in_backward else "recompute" for each in links.values()]
+        )
+        executor = self._ready_executor(links, ways)
+        groups: list[ModuleStage | StageGroup] = []
         for each in executor.groups:
             several = units[each.start : each.stop]
-            groups.append(several[0] if len(several) == 1 else _StageGroup(several))
-        state, values = executor.execute(groups, _state_of(x, context))
+            groups.append(several[0] if len(several) == 1 else StageGroup(several))
+        state, values = executor.execute(groups, state_of(x, context))
         log_dets: list[Tensor] = []
         for value in values:
             log_dets += value if isinstance(value, list) else (value,)
         return self._to_pair(x, context, state, log_dets)
 
     def _forward_plainly(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
-        state = _state_of(x, context)
+        state = state_of(x, context)
         log_dets: list[Tensor] = []
         for stage in self._module_stages(context):
             state, value = stage.forward(state)
@@ -182,33 +198,33 @@ class Chain(HasMemoryMode, InvertibleModule):
     ) -> tuple[Any, Tensor]:
         if context is not None:
             state = (state[0], *state[2:])
-        return _to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
+        return to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
-        """Let layers start from their first batch, in a forward that changes nothing else.
-
-        That is needed once in each mode, in which it finds all of them started if it runs again.
-        """
+        """Let layers start from their first batch, in a forward that changes nothing else."""
         modules = list(self.modules())
-        modes = [module.training for module in modules]
-        waiting = any(
-            isinstance(m, Adapted) or (isinstance(m, ActNorm) and m.training and not m.started)
-            for m in modules
-        )
-        if not waiting or modes == self._started:
+        adapted = [m for m in modules if isinstance(m, Adapted) and not m.has_started]
+        norms = [m for m in modules if isinstance(m, ActNorm) and m.training and not m.started]
+        if not adapted and not norms:
             return
-        with _buffers_restored(modules), generators_restored():
-            state = _state_of(x, context)
-            for stage in self._module_stages(context):
-                with torch.enable_grad():  # some layers take gradients themselves
-                    state = detached(stage.forward(state)[0])
-        self._started = modes
+        before = [_OwnTensors(m) for m in modules if any(True for _ in m.buffers(recurse=False))]
+        try:
+            with generators_restored():
+                state = state_of(x, context)
+                for stage in self._module_stages(context):
+                    with torch.enable_grad():  # some layers take gradients themselves
+                        state = detached(stage.forward(state)[0])
+            for each in adapted:
+                each.has_seen_a_batch()
+        finally:
+            for each in before:
+                each.restore_buffers()
 
     def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
         self._check_context(context)
-        state = _to_state(y)
+        state = to_state(y)
         if context is not None:
             state = (state[0], context, *state[1:])
         log_dets: list[Tensor] = []
@@ -233,9 +249,9 @@ class Chain(HasMemoryMode, InvertibleModule):
     def _is_flat(self) -> bool:
         return self._memory != "linear"
 
-    def _module_stages(self, context: Tensor | None) -> list[_ModuleStage]:
+    def _module_stages(self, context: Tensor | None) -> list[ModuleStage]:
         return [
-            _ModuleStage(name, module, context) for name, module in self._named(flat=self._is_flat)
+            ModuleStage(name, module, context) for name, module in self._named(flat=self._is_flat)
         ]
 
     def _named(self, *, flat: bool) -> Iterator[tuple[str, InvertibleModule]]:
@@ -249,173 +265,73 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     def _sum(self, log_dets: Iterator[Tensor], like: Tensor, *, flat: bool) -> Tensor:
         """Sum the log-determinants of the stages, each inner chain first: addition rounds."""
-        if not len(self):
-            dtype = like.dtype if like.is_floating_point() else None
-            return torch.zeros(len(like), device=like.device, dtype=dtype)
-        values = [
-            module._sum(log_dets, like, flat=True) if flat and _is_flat(module) else next(log_dets)
-            for module in self
-        ]
-        return sum(values[1:], values[0])
+        total: Tensor | None = None
+        for module in self:
+            if flat and _is_flat(module):
+                value = module._sum(log_dets, like, flat=True)
+            else:
+                value = next(log_dets)
+            total = value if total is None else total + value
+        if total is not None:
+            return total
+        dtype = like.dtype if like.is_floating_point() else None
+        return torch.zeros(len(like), device=like.device, dtype=dtype)
 
 
-class _ModuleStage:
-    """A module that maps the first tensor of the state; a context and early latents pass by.
+class HasChain(nn.Module):
+    """A module whose `memory` and `drift` are those of its `chain`; parts with chains follow.
 
-    The early latents of a module come last in the state after it.
-
-    Args:
-        name: its name in the chain.
-        module: the module.
-        context: the context of the chain, the second tensor of the state; None for none.
+    Attributes:
+        chain: The chain of the module itself.
     """
 
-    compares = True
-
-    def __init__(self, name: str, module: InvertibleModule, context: Tensor | None) -> None:
-        self.name = f"module `{name}` ({type(module).__name__})"
-        self.module: Any = module
-        self.code: object = module
-        self.modules = (module,)
-        self.is_adapted = isinstance(module, Adapted)
-        self.is_in_place: bool = module.__dict__.get("inplace", False)
-        self._hands_context = context is not None and module.takes_context
-        self._is_checked = False
-        self._is_split = isinstance(module, Split)  # whose value has the early latent last
-        self._num_early = module.num_early
-
-    def forward(self, state: State) -> tuple[State, Tensor]:
-        """Return the next state and the log-determinant."""
-        returned = self.module(state[0], *self._context(state))
-        if not self._is_checked:  # a later run returns the same
-            check_pair(returned, len(state[0]), "forward", self.name, num_early=self._num_early)
-            self._is_checked = True
-        y, log_det = returned
-        first, *early = y if self._is_split else _to_state(y)
-        return (first, *state[1:], *early), log_det
-
-    def invert(self, state: State) -> tuple[State, Tensor]:
-        """Return the state before the module, and the log-determinant of its inverse."""
-        start = len(state) - self._num_early
-        after = (state[0], *state[start:])
-        y = after if self._is_split else _to_output(after)
-        returned = self.module.inverse(y, *self._context(state))
-        x, log_det = check_pair(returned, len(state[0]), "inverse", self.name)
-        return (x, *state[1:start]), log_det
-
-    def inverse(self, state: State) -> State:
-        """Return the state before the module."""
-        if self.is_adapted:  # its log-determinant may cost another run
-            return (self.module.input_of(state[0], *self._context(state)), *state[1:])
-        return self.invert(state)[0]
-
-    def _context(self, state: State) -> State:
-        return state[1:2] if self._hands_context else ()
-
-
-class _StageGroup:
-    """Several modules as one stage, because the schedule treats all of them alike.
-
-    Args:
-        units: the stages, or groups of them: two or more.
-    """
-
-    compares = True
-
-    def __init__(self, units: Sequence[_ModuleStage | _StageGroup]) -> None:
-        stages: list[_ModuleStage] = []
-        for unit in units:
-            stages += unit._stages if isinstance(unit, _StageGroup) else (unit,)
-        self._stages = stages
-        self.name = f"{stages[0].name} to {stages[-1].name}"
-        self.code, self.is_in_place = stages[0].code, stages[0].is_in_place
-        self.modules = [stage.module for stage in stages]
+    chain: Chain
 
     @property
-    def inverts_in_backward(self) -> bool:
-        """Whether backward inverts each of them."""
-        return all(module.inverts_in_backward for module in self.modules)
+    def memory(self) -> Memory:
+        """The memory mode of the chain; may be set at any time.
 
-    def forward(self, state: State) -> tuple[State, list[Tensor]]:
-        """Return the state after the last module, and the log-determinants of all."""
-        log_dets: list[Tensor] = []
-        for stage in self._stages:
-            state, value = stage.forward(state)
-            log_dets.append(value)
-        return state, log_dets
+        Setting it also sets that of the parts with chains of their own, except for a `Schedule`,
+        which is made for one chain.
+        """
+        return self.chain.memory
 
-    def inverse(self, state: State) -> State:
-        """Return the state before the first module."""
-        for stage in reversed(self._stages):
-            state = stage.inverse(state)
-        return state
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.chain.memory = memory
+        if not isinstance(memory, Schedule):
+            for part in self._parts_with_chains():
+                part.memory = memory
 
+    @property
+    def drift(self) -> DriftGuard:
+        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
+        return self.chain.drift
 
-def _joined(stages: Sequence[_ModuleStage]) -> Sequence[_ModuleStage | _StageGroup]:
-    """Join adapted layers without networks to a layer before or after them."""
-    if True not in [stage.is_adapted for stage in stages]:
-        return stages
-    groups: list[list[_ModuleStage]] = []
-    for stage in stages:
-        before = groups[-1] if groups else []
-        are_adapted = all(each.is_adapted for each in (*before, stage))
-        lights = [each.module.is_light for each in before] if are_adapted else []
-        if lights and (stage.module.is_light or all(lights)):
-            before.append(stage)
-        else:
-            groups.append([stage])
-    return [group[0] if len(group) == 1 else _StageGroup(group) for group in groups]
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self.chain.drift = drift
+        for part in self._parts_with_chains():
+            part.drift = self.chain.drift.anew()
+
+    def _parts_with_chains(self) -> list[HasChain]:
+        return [part for part in self.children() if isinstance(part, HasChain)]
 
 
-def _state_of(x: Tensor, context: Tensor | None) -> State:
-    """Return the state before the first module."""
-    return (x,) if context is None else (x, context)
+class _OwnTensors:
+    """The parameters and buffers of a module itself, with their values now."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = [(p, p.clone()) for p in module.parameters(recurse=False)]
+        self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers(recurse=False)}
 
-def _to_output(state: State) -> Any:
-    """Return what a chain returns for the state after its last module."""
-    return state[0] if len(state) == 1 else (*state[1:], state[0])
-
-
-def _to_state(y: Any) -> State:
-    """Return the state after the last module, from what a chain returned."""
-    if isinstance(y, Tensor):
-        return (y,)
-    return (y[-1], *y[:-1])
-
-
-def _check_defined(index: int, module: InvertibleModule) -> None:
-    """Raise unless a module defines both directions, or declares that it has forward only."""
-    name = f"`modules[{index}]` is a {type(module).__name__}, which"
-    if getattr(module.forward, "is_missing", False):
-        raise ValueError(f"{name} does not define `forward`.")
-    if module.inverts_in_backward and not has_inverse(module):
-        raise NotInvertibleError(
-            f"{name} does not define `inverse`. Define it; or, for a module that is used forward "
-            "only (a density that is not sampled), set `inverts_in_backward = False` on its class: "
-            'memory="constant" then recomputes it.'
-        )
-
-
-@contextmanager
-def _buffers_restored(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Restore the buffers of modules, but of one that has set its parameters: it has started."""
-    before = [
-        (
-            module,
-            [(p, p.clone()) for p in module.parameters(recurse=False)],
-            {name: (b, b.clone()) for name, b in module.named_buffers(recurse=False)},
-        )
-        for module in modules
-        if any(True for _ in module.buffers(recurse=False))
-    ]
-    try:
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            if all(torch.equal(*pair) for pair in parameters):
-                for name, (buffer, value) in buffers.items():
-                    setattr(module, name, value if buffer.is_inference() else buffer.copy_(value))
+    def restore_buffers(self) -> None:
+        """Restore the buffers, unless the module has set its parameters: then it has started."""
+        if all(torch.equal(*pair) for pair in self._parameters):
+            for name, (buffer, content) in self._buffers.items():
+                kept = content if buffer.is_inference() else buffer.copy_(content)
+                setattr(self._module, name, kept)
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:

@@ -109,23 +109,38 @@ class Adapted(InvertibleModule):
     Args:
         transform: the layer; a child of the adapter, if it is a module.
         networks: the networks that both directions evaluate on the same inputs (See Rule 2).
-        inverts: whether backward inverts the layer (See Rule 1).
+        why_not: why backward does not invert the layer; empty if it does (See Rule 1).
     """
 
     takes_context = True
 
     def __init__(
-        self, transform: Any, networks: Iterable[nn.Module] = (), *, inverts: bool
+        self, transform: Any, networks: Iterable[nn.Module] = (), why_not: str = ""
     ) -> None:
         super().__init__()
         self.transform = transform
-        self.inverts_in_backward = inverts
-        self._networks = tuple(dict.fromkeys(networks)) if inverts else ()
+        self.why_not = why_not
+        self._started: set[bool] = set()  # the modes in which it has started (See Rule 3)
+        self._networks = () if why_not else tuple(dict.fromkeys(networks))
+
+    @property
+    def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether backward inverts the layer; if not, `repr` says why."""
+        return not self.why_not
 
     @property
     def is_light(self) -> bool:
         """Whether backward inverts the layer, and it has no networks."""
-        return self.inverts_in_backward and not self._networks
+        return not self.why_not and not self._networks
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in (See Rule 3)."""
+        return getattr(self.transform, "training", True) in self._started
+
+    def has_seen_a_batch(self) -> None:
+        """Note that the layer has seen a batch."""
+        self._started.add(getattr(self.transform, "training", True))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
@@ -151,7 +166,7 @@ class Adapted(InvertibleModule):
 
     def extra_repr(self) -> str:
         """Show what backward does with the layer."""
-        return "inverted" if self.inverts_in_backward else "recomputed"
+        return f"recomputed: {self.why_not}" if self.why_not else "inverted"
 
 
 class Backwards(Adapted):
@@ -163,8 +178,14 @@ class Backwards(Adapted):
 
     def __init__(self, layer: InvertibleModule) -> None:
         networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
-        super().__init__(layer, networks, inverts=layer.inverts_in_backward)
+        why_not = "" if layer.inverts_in_backward else "backward does not invert it"
+        super().__init__(layer, networks, getattr(layer, "why_not", why_not))
         self.takes_context = layer.takes_context
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the layer has seen a batch in the mode that it is in."""
+        return getattr(self.transform, "has_started", True)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         layer = self.transform if back else self.transform.inverse

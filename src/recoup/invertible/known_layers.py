@@ -70,8 +70,6 @@ _NETWORKS = {
     "subnet_s1 subnet_t1 subnet_s2 subnet_t2",
 }
 
-GRAPH = "FrEIA.framework.graph_inn.GraphINN"
-
 # What compositions have their layers in, in the order from data to latent, by the classes that
 # define how they run.
 _PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
@@ -82,25 +80,20 @@ _PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "normflows.flows.base.Composite": lambda whole: whole._flows[::-1],
     "normflows.flows.affine.glow.GlowBlock": lambda whole: whole.flows[::-1],
     "FrEIA.framework.sequence_inn.SequenceINN": lambda whole: whole.module_list,
-    GRAPH: lambda whole: whole.module_list,
+    "FrEIA.framework.graph_inn.GraphINN": lambda whole: whole.module_list,
 }
 
 INVERSE = "torch.distributions.transforms._InverseTransform"
 
-# Of zuko, that build a transform for each sample; autoregressive ones undo it in several passes.
-_LAZY = (
-    "zuko.flows.autoregressive.MaskedAutoregressiveTransform",
-    "zuko.flows.coupling.GeneralCouplingTransform",
-    "zuko.flows.gaussianization.ElementWiseTransform",
-)
-
 # What transforms around one other have it in.
 _WRAPPERS = {
     INVERSE: "_inv",
-    "zuko.lazy.LazyInverse": "transform",
     "torch.distributions.transforms.IndependentTransform": "base_transform",
     "zuko.transforms.DependentTransform": "base",
 }
+
+_UNKNOWN = "its inverse is not known to be cheap and exact"
+_SEQUENTIAL = "its inverse runs once for each dimension"
 
 
 def parts_of(transform: Any) -> list[Any]:
@@ -116,28 +109,50 @@ def networks_of(transform: nn.Module) -> Iterator[nn.Module]:
         yield from (child for name, child in owner.named_children() if name in names)
 
 
-def is_closed(transform: object) -> bool:
-    """Whether the inverse of a layer is a closed form (See Rule 2)."""
+def _is_closed(transform: object) -> bool:
     return type(transform).__qualname__ in _CLOSED.get(type(transform).__module__, "").split()
 
 
-def is_undone_in_closed_form(transform: Any) -> bool:
-    """Whether that holds of all that is in a transform of torch, or a lazy one of zuko."""
-    if is_closed(transform):
-        return True
+def why_not(transform: Any) -> str:
+    """Return why a layer of nflows, normflows or FrEIA is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
+    return _SEQUENTIAL if any("utoregressive" in n for n in names_of(transform)) else _UNKNOWN
+
+
+def why_not_built(transform: Any) -> str:
+    """Return why a transform that is built is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
     kind = names_of(transform)[0]
     if kind in _WRAPPERS:
-        return is_undone_in_closed_form(getattr(transform, _WRAPPERS[kind]))
+        return why_not_built(getattr(transform, _WRAPPERS[kind]))
+    if kind not in _PARTS:
+        return _UNKNOWN
+    reasons = [why_not_built(each) for each in parts_of(transform)]
+    return next((each for each in reasons if each), "")
+
+
+def why_not_lazy(transform: Any) -> str:
+    """Return why a lazy transform of zuko is recomputed; "" if it is inverted."""
+    kind = names_of(transform)[0]
+    if kind == "zuko.lazy.LazyInverse":
+        return why_not_lazy(transform.transform)
     if kind == "zuko.lazy.UnconditionalTransform":
         with torch.no_grad():
             built = transform()
         check_bijective(built)
-        return is_undone_in_closed_form(built)
-    if kind in _LAZY:
+        return why_not_built(built)
+    if kind == "zuko.flows.autoregressive.MaskedAutoregressiveTransform" and transform.passes > 2:
+        return f"its inverse runs {transform.passes} times, once for each dimension"
+    if kind in (
+        "zuko.flows.autoregressive.MaskedAutoregressiveTransform",
+        "zuko.flows.coupling.GeneralCouplingTransform",
+        "zuko.flows.gaussianization.ElementWiseTransform",
+    ):
         like: Tensor = next(transform.parameters())
-        built = transform.univariate(*map(like.new_zeros, transform.shapes))
-        return getattr(transform, "passes", 2) <= 2 and is_undone_in_closed_form(built)
-    return kind in _PARTS and all(map(is_undone_in_closed_form, parts_of(transform)))
+        return why_not_built(transform.univariate(*map(like.new_zeros, transform.shapes)))
+    return _UNKNOWN
 
 
 def undone(transform: Any, y: Tensor) -> Tensor:

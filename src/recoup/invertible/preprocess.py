@@ -15,7 +15,7 @@ from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
-from recoup.invertible.chain import Chain
+from recoup.invertible.chain import Chain, HasChain
 from recoup.invertible.contract import (
     InvertibleModule,
     at_each_position,
@@ -204,7 +204,7 @@ class Dequantize(InvertibleModule):
         return y.new_full((y.shape[0],), -math.prod(y.shape[1:]) * math.log(self.levels))
 
 
-class VariationalDequantize(Dequantize):
+class VariationalDequantize(HasChain, Dequantize):
     """Add learned noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
 
     The noise is ``u = sigmoid(chain(eps, image))`` with standard normal eps, where the image is

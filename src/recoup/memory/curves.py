@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from recoup._arguments import check_callable, check_whole, is_whole, shown
 from recoup.errors import RecoupError
 from recoup.memory.meter import check_device
-from recoup.memory.points import Point, build_name, measure_point
+from recoup.memory.points import Point, build_name, measure_point, measuring
 from recoup.memory.size import aligned
 
 
@@ -144,8 +143,8 @@ def curve(
 
     Args:
         build: a function that another process can import, or its name: ``"module:function"`` or
-            ``"path/to/file.py:function"``. A script that calls `curve` must do so under
-            ``if __name__ == "__main__":``.
+            ``"path/to/file.py:function"``. A script that holds it, and calls `curve`, does so under
+            ``if __name__ == "__main__":``, since that process imports it.
         depths: the values of `depth` for `build`, such as numbers of blocks; each at least 1.
         memories: the values of `memory` for `build`, such as memory modes.
         device: ``"cpu"`` or an accelerator.
@@ -180,11 +179,10 @@ def curve(
     where = check_device(device)
     if progress is not None:
         check_callable(progress=progress)
-    if multiprocessing.parent_process() is not None:
+    if measuring:
         raise RecoupError(
-            "`curve` was called in a process that another one started, most likely to measure a "
-            "point, by the script that holds the builder. Put that call under "
-            '`if __name__ == "__main__":`.'
+            "`curve` was called while its process imported the builder, by the script that holds "
+            'it. Put that call under `if __name__ == "__main__":`.'
         )
     points: list[Point] = []
     for depth in sorted(set(depths)):

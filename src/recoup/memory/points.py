@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,9 @@ from recoup.errors import RecoupError
 from recoup.memory.meter import Measurement, measure
 
 Step = Callable[[], object]
+
+measuring: list[str] = []
+"""The builder whose steps this process measures, in a process that `measure_point` has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,10 @@ def measure_point(
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         try:
-            answer = process.submit(measured, build, depth, memory, device, repeats, num_threads)
+            with _without_script():
+                answer = process.submit(
+                    measured, build, depth, memory, device, repeats, num_threads
+                )
             found = answer.result()
         except BuildError as error:
             raise BuildError(f'`build` is "{build}": {error}') from error
@@ -82,10 +88,24 @@ def measure_point(
     return Point(depth, memory, found.peak_bytes, found.held_bytes, found.seconds)
 
 
+@contextmanager
+def _without_script() -> Generator[None]:
+    """Return a context in which a new process does not run the script of this one again."""
+    own = vars(sys.modules["__main__"])
+    kept = {name: own[name] for name in ("__file__", "__spec__") if name in own}
+    own.pop("__file__", None)
+    own["__spec__"] = None
+    try:
+        yield
+    finally:
+        own.update(kept)
+
+
 def measured(
     build: str, depth: int, memory: str | int, device: str, repeats: int, num_threads: int
 ) -> Measurement:
     """Measure a step in this process; any error but a `BuildError` is a `RecoupError`."""
+    measuring.append(build)
     torch.set_num_threads(num_threads)
     try:
         with redirect_stdout(sys.stderr):  # a builder may print

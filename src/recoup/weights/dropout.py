@@ -8,8 +8,9 @@ Rule 1. While this is in force, each use of a weight notes its draws, where they
 Rule 2. An entry is left alone if all draws of all uses dropped it, and its gradient is zero. Who
         used it in another way (without noise, on another rank) gave it a gradient, which must not
         be lost. That of a dropped entry is zero, exactly.
-Rule 3. Weights are copied before the optimizer's step. After it, since it may have a closure that
-        makes draws, masks are drawn again, entries are written back, and draws forgotten.
+Rule 3. Masks are drawn again before the optimizer's step, since the step may change gradients, or
+        after it, if it has a closure, which makes the last ones. Weights are copied before it: a
+        closure may find them moved. Afterwards entries are written back, and draws forgotten.
 """
 
 from __future__ import annotations
@@ -151,11 +152,12 @@ _Uses = list[tuple[WeightDropout, set[Drawn]]]  # the dropout of each use of a w
 
 
 class FrozenDropped:
-    """The freezing of dropped weights, until `remove` is called."""
+    """The freezing of dropped weights, until `remove` is called or its block of code ends."""
 
     def __init__(self, optimizer: Optimizer, weights: list[tuple[Tensor, _Uses]]) -> None:
         self._weights = weights
-        self._copies: list[Tensor] = []
+        self._copies: list[Tensor | None] = []
+        self._frozen: list[Tensor | None] = []  # of a step without a closure
         self._uses = [use for _, uses in weights for use in uses]
         for step, noted in self._uses:
             step.records = [*step.records, noted]
@@ -171,33 +173,51 @@ class FrozenDropped:
         for step, noted in self._uses:
             step.records = [each for each in step.records if each is not noted]
 
-    def _copy(self, *given: object) -> None:
-        self._copies = [weight.detach().clone() for weight, _ in self._weights]
+    def __enter__(self) -> FrozenDropped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _copy(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Copy the weights and, where there is no closure, find the entries."""
+        has_closure = callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
+        self._copies = [
+            weight.detach().clone() if has_closure or any(noted for _, noted in uses) else None
+            for weight, uses in self._weights
+        ]
+        self._frozen = [] if has_closure else self._find()
+
+    def _find(self) -> list[Tensor | None]:
+        return [_frozen(weight, uses) for weight, uses in self._weights]
 
     @torch.no_grad()
     def _write_back(self, *given: object) -> None:
-        """Write the entries that are left alone back, and forget the draws."""
-        for (weight, uses), copy in zip(self._weights, self._copies, strict=True):
-            if any(noted for _, noted in uses):
-                weight.copy_(torch.where(_frozen(weight, uses), copy, weight))
-        self._copies = []
+        """Write the entries back."""
+        frozen = self._frozen or self._find()
+        for (weight, _), copy, mask in zip(self._weights, self._copies, frozen, strict=True):
+            if copy is not None and mask is not None:
+                weight.copy_(torch.where(mask, copy, weight))
+        self._copies, self._frozen = [], []
         for _, noted in self._uses:
             noted.clear()
 
 
 @torch.no_grad()
-def _frozen(weight: Tensor, uses: _Uses) -> Tensor:
+def _frozen(weight: Tensor, uses: _Uses) -> Tensor | None:
     """Return the entries of a weight that are left alone."""
+    drawn = [(step, each) for step, noted in uses for each in noted]
+    if not drawn:
+        return None
     found, gradient = torch.ones_like(weight, dtype=torch.bool), weight.grad
     if gradient is not None and gradient.layout is torch.sparse_coo:
         gradient = gradient.coalesce()
         found[tuple(gradient.indices())] = gradient.values() == 0
     elif gradient is not None:
         found = gradient == 0
-    for step, noted in uses:
-        for each in noted:
-            ones = torch.ones_like(weight, memory_format=torch.contiguous_format)
-            found &= step.compute(ones, (), each, is_new=True) == 0
+    for step, each in drawn:
+        ones = torch.ones_like(weight, memory_format=torch.contiguous_format)
+        found &= step.compute(ones, (), each, is_new=True) == 0
     return found
 
 

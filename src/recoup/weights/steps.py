@@ -52,11 +52,14 @@ class Frame:
 @contextmanager
 def running_on(layer: nn.Module, weights: list[Tensor]) -> Generator[None]:
     """Return a context in which a recurrent layer has these weights in its list."""
+    before = local.lists.get(id(layer))
     local.lists[id(layer)] = weights
     try:
         yield
     finally:
         del local.lists[id(layer)]
+        if before is not None:
+            local.lists[id(layer)] = before
 
 
 def leave(frame: Frame) -> None:
