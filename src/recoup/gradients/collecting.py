@@ -256,16 +256,23 @@ class _Move:
 
     Attributes:
         received: the ids of the targets that got a gradient.
+        is_late: whether gradients only are noted, to be moved later.
+        noted: the targets that got such a gradient.
     """
 
     def __init__(self, store: Container, replaced: ReplacedGrad, storages: set[int] | None) -> None:
         self._store, self._replaced, self._storages = store, replaced, storages
         self.received: set[int] = set()
+        self.is_late, self.noted = False, list[Tensor]()
 
     def __call__(self, target: Tensor) -> None:
         """Move the gradient of a target, if it is not that of a context within."""
         gradient = target.grad
-        if gradient is not None and ReplacedGrad.holders[id(target)][-1] is self._replaced:
+        if gradient is None or ReplacedGrad.holders[id(target)][-1] is not self._replaced:
+            return
+        if self.is_late:
+            self.noted.append(target)
+        else:
             target.grad = None
             self.received.add(id(target))
             self._store._add(target, gradient, is_ours=is_handed_over(gradient, self._storages))
@@ -309,13 +316,25 @@ def moving(
             if grad is not None:  # a reducer may write to it
                 contexts.callback(grad.copy_, grad.clone())
         contexts.enter_context(replaced)
-        for target in () if reduces or is_read else targets:  # See Rule 3
+        move.is_late = is_read
+        for target in () if reduces else targets:  # See Rule 3
             handle = cast("Any", target).register_post_accumulate_grad_hook(move)
             contexts.callback(handle.remove)
         yield move, replaced
+        move.is_late = False
+        lost = next((target for target in move.noted if target.grad is None), None)
+        if lost is not None:
+            raise GradientError(
+                f"Within `collecting`, `.grad` of {described(lost)} was set to None after it had "
+                "got a gradient (by `zero_grad`, for instance), which is lost. Do that before or "
+                "afterwards."
+            )
         for target in targets:
             if target.grad is not None:
                 move(target)
+        for target in targets:  # hooks run in the order of backward
+            if (gradient := store._gradients.pop(target, None)) is not None:
+                store._gradients[target] = gradient
 
 
 def is_handed_over(gradient: Tensor, storages: set[int] | None) -> bool:

@@ -116,6 +116,8 @@ def measured(
         raise
     except (Exception, SystemExit) as error:  # of which some cannot be sent to another process
         raise RecoupError(" ".join(f"{type(error).__name__}: {error}".split())) from error
+    finally:
+        measuring.pop()
 
 
 def _step_of(build: Callable[..., object], depth: int, memory: str | int, device: str) -> Step:

@@ -184,7 +184,7 @@ def test_each_value_must_be_a_grey_level():
 @pytest.mark.parametrize(
     ("flow", "data", "message"),
     [
-        (small_flow().requires_grad_(False), None, "empty parameter list"),
+        (small_flow().requires_grad_(False), None, "nothing to train"),
         (nn.Linear(2, 2), None, "`flow` is Linear.*, but must be a Flow"),
         *((small_flow(num_classes=3), (torch.zeros(9, 2), labels), r"`images\[1\]` ")
           for labels in (torch.rand(9), torch.arange(8), torch.arange(9) - 1)),
@@ -201,4 +201,5 @@ def test_a_training_that_diverges_is_seen_and_extra_states_may_be_anything():
         "get_extra_state": lambda self: {"note": [1]}, "set_extra_state": lambda self, state: None,
     })  # fmt: skip
     assert fitted(flow).validation_bits_per_dim < math.inf
-    assert fitted(flow, learning_rate=1e30).validation_bits_per_dim == math.inf
+    with pytest.warns(UserWarning, match="Try a smaller `learning_rate`"):
+        assert fitted(flow, learning_rate=1e30).validation_bits_per_dim == math.inf

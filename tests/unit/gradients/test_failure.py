@@ -149,7 +149,7 @@ def test_an_error_half_way(way, was_empty, x):
     with Undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
         collect(store, sine(module(x)), way)
     module.fails = False
-    if was_empty or way == "grad":
+    if was_empty or way in ("grad", "collecting"):
         assert_holds(store, module, before)
     else:
         for use in (
@@ -176,22 +176,28 @@ def test_an_error_half_way(way, was_empty, x):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_what_code_within_collecting_does_to_grad_loses_nothing():
+def test_code_within_collecting_reads_and_scales_what_is_in_grad():
     module, (x, _) = made("linear")
-    weight, want = module.weight, plain(module, [x] * 2, torch.sum)
+    weight, want = module.weight, plain(module, [x], torch.sum)
     store = GradStore.from_backward(module(x).sum(), module.parameters())
     with Undisturbed(*module.parameters()), store.collecting():
         module.zero_grad()
         module(x).sum().backward()
-        module.zero_grad()
-        weight.grad = torch.ones_like(weight)
         (weight**3).sum().backward(create_graph=True)
-    torch.testing.assert_close(store[module.bias], want["bias"])
-    torch.testing.assert_close(store[weight], want["weight"] + 1 + 3 * weight**2)
-    with store.collecting():
-        store.step(torch.optim.SGD(module.parameters(), lr=0.0))
-        module(x).sum().backward()
-    assert_holds(store, module, plain(module, [x], torch.sum))
+        found = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+    wanted = {"weight": want["weight"] + 3 * weight**2, "bias": want["bias"]}
+    norm = torch.nn.utils.get_total_norm(wanted.values())
+    torch.testing.assert_close(found, norm)
+    for name, gradient in store.named(module).items():
+        torch.testing.assert_close(gradient, want[name] + wanted[name] * 1e-3 / (norm + 1e-6))
+
+    def lose():
+        with store.collecting():
+            module(x).sum().backward()
+            module.zero_grad()
+
+    with pytest.raises(GradientError, match=r"Within `collecting`.*lost"):
+        lose()
 
 
 def test_a_tensor_that_was_resized():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import multiprocessing
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from recoup.errors import RecoupError
-from recoup.memory import Curve, Point, curve, figures, load_builder
+from recoup.memory import Curve, Point, curve, curves, figures, load_builder
 from recoup.memory.points import build_name, measured, training_step
 
 BUILDERS = Path(__file__).with_name("builders.py")
@@ -96,7 +95,7 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_a_worker_does_not_start_workers(monkeypatch):
-    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    monkeypatch.setattr(curves, "measuring", ["chain:build"])
     with pytest.raises(RecoupError, match='under `if __name__ == "__main__":`'):
         curve("chain:build", [4], ["linear"])
 
