@@ -147,9 +147,10 @@ def test_every_budget_is_kept_with_the_same_result(name: str):
 
     frontier = recoup.plan(model, *args, loss=loss, **kwargs)
     whole, wanted = frontier.plan("1 GiB"), result_of(model, step)
-    # A stem may be one more block, where it holds much.
+    # What runs before blocks and between them may be more of them, where it holds much.
+    num_between = {"resnet": 1, "whisper": 6}.get(name, 0)
     num_found = len({row.name for row in whole.blocks})
-    assert num_found in (num_blocks, num_blocks + (name == "resnet")) or not num_blocks
+    assert num_found in (num_blocks, num_blocks + num_between) or not num_blocks
     assert ways_of(whole) == {"keep"}
     near = PREDICTED.get(name, 0.05)
     assert whole.most_bytes == pytest.approx(allocated(model, step), rel=near)
@@ -161,7 +162,7 @@ def test_every_budget_is_kept_with_the_same_result(name: str):
         frontier.plan(least // 2)
     assert caught.value.least_bytes == least
     assert f"({least} bytes" in str(caught.value)
-    forwards: list[int] = []
+    times: list[float] = []
     for k in range(num_budgets + 1):
         plan = frontier.plan(least + (whole.most_bytes - least) * k // num_budgets)
         with warnings.catch_warnings():
@@ -171,6 +172,6 @@ def test_every_budget_is_kept_with_the_same_result(name: str):
         # How many rows an expert is given depends on what was drawn.
         exactly = {"moe": 0.01}.get(name, near if name in IN_PLACE else 0)
         assert plan.rehearsed_peak_bytes == pytest.approx(peak, rel=exactly)
-        forwards.append(sum(row.num_forwards for row in plan.blocks))
-    assert forwards == sorted(forwards, reverse=True)
+        times.append(plan.predicted_time_ratio)
+    assert times == sorted(times, reverse=True)
     assert ways_of(frontier.plan(least)) != {"keep"} or name == "dropouts"

@@ -173,7 +173,11 @@ class Step:
             between()
             with without_gradients(foreign_leaves(self.model, losses)) as leaves:
                 mark()
-                torch.autograd.backward(losses)
+                try:
+                    torch.autograd.backward(losses)
+                except Exception as error:
+                    explain_higher_order(f"The backward of a {type(self.model).__name__}", error)
+                    raise
                 mark()
                 gradients = {id(leaf): leaf.grad for leaf in leaves}
         del outputs
