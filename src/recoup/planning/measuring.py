@@ -97,7 +97,7 @@ def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None =
         with followed([module for _, module in blocks], meter):
             gradients = step.run(between=meter.loss_ended)
         meter.ended(line.mark())
-        outcome = outcome_of(step.model, gradients)
+        outcome = outcome_of(step.model, gradients, step.written)
     return Measured(meter.calls, meter.loss, meter.between, outcome)
 
 

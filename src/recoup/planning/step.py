@@ -273,7 +273,7 @@ def rehearse(step: Step) -> Rehearsed:
         marks: list[Span] = []
         gradients = step.run(between=lambda: marks.append(line.mark()))
         marks.append(line.mark())  # before the outcome is summed up, which takes memory, too
-        outcome = outcome_of(step.model, gradients)
+        outcome = outcome_of(step.model, gradients, step.written)
         del gradients
     own = most_of(marks)
     found = [own.requested, own.allocated, own.reserved or 0, marks[0].end_bytes]

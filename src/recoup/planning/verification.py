@@ -14,8 +14,8 @@ Rule 4. Sketches may differ by the rounding of kernels, relative to the tensor, 
         largest one: summands may have cancelled in a small gradient. If they differ by more, the
         plain step is run once more. The largest distance between its two runs (from kernels that
         sum in no fixed order) is then allowed as well, as far as it can be rounding: of every
-        tensor, since it is chance which of them a run moves. That can be several hundredths: a
-        gradient of attention is a small sum of large terms.
+        tensor, since it is chance which of them a run moves. In 16 bits that can be several
+        hundredths: a gradient of attention is a small sum of large terms.
 Rule 5. Where a plan inverts blocks, the tolerance of its drift guard is allowed, relative to the
         norm of each gradient.
 Rule 6. Parts in tiles, and codes of compiled blocks, sum in another order. That is allowed more
@@ -50,7 +50,7 @@ _ROUNDING = 32.0  # in units of the eps of the type; half of it is that of a ske
 _ROUNDING_OF_SUMS = 256.0  # where products over a large vocabulary are cut in tiles
 _MOST = 2.0**-6  # a larger relative difference is not rounding, even in 16-bit types
 _MOST_OF_SUMS = 2.0**-4
-_MOST_NOISE = 2.0**-4  # where two runs of the plain step differ
+_MOST_OF_HALVES = 2.0**-4  # where two runs of the plain step differ
 _MOST_GROWTH = 2.0**-3
 _OWN_SPREAD = 4.0
 _NUDGES = 8.0
@@ -103,12 +103,15 @@ class Outcome(NamedTuple):
         return alike and same_states(self.states, other.states)
 
 
-def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
+def outcome_of(
+    model: nn.Module, given: Sequence[Tensor | None], written: Sequence[nn.Parameter] = ()
+) -> Outcome:
     """Return the outcome of a step.
 
     Args:
         model: the model, with its gradients.
         given: the gradients of the arguments.
+        written: the parameters that the forward writes to, which count as buffers.
     """
     states, streams = generator_states(), {"Python": pickle.dumps(random.getstate())}
     if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -121,6 +124,8 @@ def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
         for place, gradient in enumerate(given):
             gradients[f"the gradient of example argument {place}"] = _summary(gradient)
         buffers = {f"buffer `{name}`": _summary(each) for name, each in model.named_buffers()}
+        for place, parameter in enumerate(written):
+            buffers[f"written parameter {place}"] = _summary(parameter)
     return Outcome(gradients, buffers, states, streams)
 
 
@@ -168,7 +173,7 @@ class Verification:
             for name, scale in _scales(expected).items():
                 if expected[name].eps and scale:
                     spread = _distance(expected[name], again[name]) / scale
-                    if spread <= _MOST_NOISE:
+                    if spread <= self._most_noise(expected[name].eps):
                         self._spread = max(self._spread, spread)
 
     def allow_growth(self, outcome: Outcome, nudged: Outcome) -> None:
@@ -209,6 +214,11 @@ class Verification:
             "`blocks`. Or the step draws from a generator that no module, loss or argument holds."
         )
 
+    def _most_noise(self, eps: float) -> float:
+        """Return the largest distance of two runs that can be rounding, relative."""
+        is_half = eps >= torch.finfo(torch.half).eps
+        return max(self._most, _MOST_OF_HALVES) if is_half else self._most
+
     def _first(
         self, summaries: dict[str, Summary], expected: dict[str, Summary], tolerance: float
     ) -> str | None:
@@ -217,7 +227,7 @@ class Verification:
         for name, summary in summaries.items():
             norm, scale = expected[name].norm, scales[name]
             eps = max(summary.eps, self._least_eps) if summary.eps else 0.0
-            spread = min(_OWN_SPREAD * self._spread, _MOST_NOISE)
+            spread = min(_OWN_SPREAD * self._spread, self._most_noise(eps))
             noise = max(min(self._rounding * eps, self._most), spread)
             allowed = max(noise if eps else 0.0, tolerance) * scale
             allowed = max(allowed, self.growth.get(name, 0.0) * norm)
