@@ -242,7 +242,7 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
         module: a module, or a tree of modules, to which weight dropout has been applied.
 
     Returns:
-        A handle whose ``remove()`` ends it.
+        A handle whose ``remove()`` ends it; also a context manager.
 
     Raises:
         ValueError: when `optimizer` has no parameter of `module` with weight dropout, one of them
