@@ -124,8 +124,8 @@ def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
         kwargs: its keyword arguments.
         error: what it has raised.
     """
-    is_of_call = isinstance(error, TypeError) and not _fits(model, args, kwargs)
-    if is_of_call or isinstance(error, NotImplementedError):
+    may_be = not _fits(model, args, kwargs) or any(isinstance(each, dict) for each in args)
+    if (may_be and isinstance(error, TypeError)) or isinstance(error, NotImplementedError):
         given = ", ".join([*(type(each).__name__ for each in args), *kwargs]) or "nothing"
         error.add_note(
             f"The forward of {type(model).__name__} was given: {given}. Give its arguments as in "
