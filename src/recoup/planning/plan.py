@@ -180,7 +180,7 @@ class Plan(PlanReport):
         return StepBound(
             self._room.of(self.budget_bytes), self._room, self._rehearsed_bytes, held,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
-            self.modes if self.planned.root else (), pending,
+            () if self.planned.root is None else self.modes, pending,
         )  # fmt: skip
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:

@@ -134,7 +134,7 @@ class PlansByShape:
     """
 
     def __init__(self, first: Plan, step: Step, budget_bytes: int, options: PlanOptions) -> None:
-        self._model, self._call = step.model, step.root or step.call
+        self._model, self._call = step.model, step.call if step.root is None else step.root
         self._budget_bytes, self._options = budget_bytes, options
         self._pending = PendingForwards()
         self._of_thread = _OfThread()
