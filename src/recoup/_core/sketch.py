@@ -40,13 +40,13 @@ from recoup._core.operators import hidden_keys
 from recoup._core.tensors import has_values, is_without_values
 
 _COLUMNS = 16
-_OFHALVES = 17  # columns (See Rule 3)
+_OF_HALVES = 17  # columns (See Rule 3)
 _FEW = 64  # entries, which are a sketch themselves
 _FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
-_MANY = _OFHALVES * _MOST_ROWS  # entries
-_PIECE = 8 * _OFHALVES * _ROWS  # of tensors that are converted first, which stays in a cache
+_MANY = _OF_HALVES * _MOST_ROWS  # entries
+_PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first, which stays in a cache
 _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so little
 _WORDS = 2**12  # in a row
 _MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
@@ -235,7 +235,7 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
         return _sums(flat)
     if not flat.dtype.is_floating_point:
         return _hash_of(flat)
-    columns = _OFHALVES if flat.dtype in HALVES else _COLUMNS
+    columns = _OF_HALVES if flat.dtype in HALVES else _COLUMNS
     if flat.dtype in HALVES and flat.is_cuda:
         return _sums(flat, columns)
     # Kernels of the CPU are slow in half precision, and sums in it overflow.

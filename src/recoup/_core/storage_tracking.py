@@ -101,7 +101,8 @@ class StorageTracker(DispatchMode):
 
     Args:
         device: count storages on this type of device only; all if None.
-        levels: as for `Allocations`.
+        levels: a list to which the bytes alive are appended when they change; None for no
+            such list.
 
     Example:
         >>> import torch

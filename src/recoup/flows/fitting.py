@@ -185,7 +185,10 @@ def _weights(flow: Flow) -> dict[str, Any]:
 
 def _moved(flow: Flow, batch: Sequence[Tensor]) -> list[Tensor]:
     like = flow.base.like
-    return [batch[0].to(like), *(labels.to(like.device) for labels in batch[1:])]
+    x, *labels = batch
+    # Grey levels keep their type: a half would round them.
+    x = x.to(like) if flow.levels is None else x.to(like.device)
+    return [x, *(each.to(like.device) for each in labels)]
 
 
 @torch.no_grad()

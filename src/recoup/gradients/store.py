@@ -196,7 +196,7 @@ class GradStore(Stepping, Transfer):
             allow_empty: whether to allow that no target gets a gradient.
 
         Raises:
-            GradientError: no target got a gradient.
+            GradientError: no target got a gradient, or `.grad` of one was set to None after it had.
 
         Example:
             >>> import recoup, torch

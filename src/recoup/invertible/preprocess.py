@@ -314,6 +314,11 @@ def _numbers(name: str, given: Any) -> Tensor:
 @torch.no_grad()
 def check_data(x: Tensor, levels: int, name: str = "x") -> None:
     """Raise ValueError unless the values of `x`, in errors `name`, are levels, or NaN."""
+    if x.is_complex():
+        raise ValueError(
+            f"`{name}` is of type {x.dtype}, but grey levels are real. Give the real part, or the "
+            "real and the imaginary part as two channels."
+        )
     numbers = x[~x.isnan()] if x.is_floating_point() else x.flatten()
     if not numbers.numel():
         return

@@ -135,11 +135,7 @@ class Split(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Cut `x` of shape ``(N, C, ...)``; returns ``((h, z), log_det)``."""
-        if x.dim() < 2 or x.shape[1] < 2:
-            raise ValueError(
-                f"`x` has shape {tuple(x.shape)}, but Split needs (N, C, ...) with C of at least "
-                "2. Squeeze first, or use fewer levels."
-            )
+        _check_has_channels(x, 2, "Split", "Squeeze first, or use fewer levels.")
         h, z = x.tensor_split(2, dim=1)
         # A latent lives as long as the loss. A view would keep the storage of x that long.
         return (h, z.clone()), zero_log_det(x)
@@ -214,8 +210,17 @@ class Flip(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Reverse `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        _check_has_channels(x, 1, "Flip", "Reshape it.")
         return x.flip(1), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` by reversing once more; returns ``(x, log_det)``."""
         return self.forward(y)
+
+
+def _check_has_channels(x: Tensor, least: int, layer: str, way_out: str) -> None:
+    if x.dim() < 2 or x.shape[1] < least:
+        raise ValueError(
+            f"`x` has shape {tuple(x.shape)}, but {layer} needs (N, C, ...) with C of at least "
+            f"{least}. {way_out}"
+        )

@@ -15,8 +15,9 @@ Rule 3. If nothing repeats in a model, the outermost modules that its forward ca
         If there are none, the model keeps everything.
 Rule 4. If the measured step fails, since a block does something else when it runs again or torch
         has no way to run it so, and the plain step does not fail, the model keeps everything. So
-        does one whose forward writes to its parameters, which it may do once a step. One warning
-        says why if that fits the budget, and the error says it if not.
+        does one whose forward writes to parameters of every block, which it may do once a step;
+        blocks that have such keep their residuals. One warning says why everything is kept if that
+        fits the budget, and the error says it if not.
 Rule 5. There is nothing to compare the plain step with: its results are right by definition.
 """
 

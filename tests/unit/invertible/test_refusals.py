@@ -110,6 +110,7 @@ REFUSED = [
     # preprocessing
     (lambda: Normalize(0.0, [1.0, 0.0]), "`std` may be 0"),
     (lambda: Normalize([0.0, 1.0], [1.0, 1.0, 1.0]), "2 and `std` 3"),
+    (lambda: Dequantize(4)(torch.zeros(1, 2) * 1j), "grey levels are real"),
     (lambda: Normalize([0.0, 1.0], 1.0)(torch.randn(2, 4)), r"`x` has shape \(2, 4\)"),
     *((lambda stage=stage: VariationalDequantize(5, Chain(stage))(torch.zeros(2, 1, 4, 4)),
        "made noise of shape") for stage in (Squeeze(), Chain(Squeeze(), Split()))),
@@ -121,6 +122,7 @@ REFUSED = [
       for shape in ((1, 1, 5, 4), (1, 1, 4, 5), (1, 4, 4))),
     (lambda: Squeeze().inverse(torch.randn(1, 6, 2, 2)), "multiple of 4"),
     (lambda: Split()(torch.randn(2, 1, 4)), r"`x` has shape \(2, 1, 4\), but Split needs"),
+    (lambda: Flip()(torch.randn(4)), r"`x` has shape \(4,\), but Flip needs \(N, C"),
     (lambda: Permute([1, 0])(torch.randn(1, 4)), r"`x` has shape \(1, 4\)"),
 ]  # fmt: skip
 
