@@ -130,10 +130,9 @@ class Training:
 
         def backward() -> None:
             torch.manual_seed(SEED)
-            with around():
-                with self.autocast():
-                    loss = forward()
-                loss.backward()
+            with self.autocast():
+                loss = forward()
+            loss.backward()
 
         def step() -> None:
             backward()
@@ -142,14 +141,15 @@ class Training:
             self.case.model.zero_grad()
 
         try:
-            backward()
-            found["gradient_error"] = self.error()
-            step()
-            self.empty()
-            peaks = recoup.measure(step, device=self.device, repeats=0).peaks
-            seconds = min(seconds_of(step, self.device.type) for _ in range(ROUNDS))
-            if "budget_bytes" in found and self.device.type == "cuda":
-                found["num_retries"] = self.num_retries(step, found["budget_bytes"])
+            with around():
+                backward()
+                found["gradient_error"] = self.error()
+                step()
+                self.empty()
+                peaks = recoup.measure(step, device=self.device, repeats=0).peaks
+                seconds = min(seconds_of(step, self.device.type) for _ in range(ROUNDS))
+                if "budget_bytes" in found and self.device.type == "cuda":
+                    found["num_retries"] = self.num_retries(step, found["budget_bytes"])
         finally:
             setattr(self.case.owner, self.case.name, self.blocks)
             self.empty()
@@ -219,6 +219,7 @@ def of_model(name: str, device: str) -> Iterator[tuple[str, dict]]:
             plan = frontier.plan(budget)
         found = {"budget_bytes": budget, "usable_bytes": plan.usable_bytes}
         found |= {"predicted_bytes": plan.predicted_peak_bytes, "headroom": plan.headroom}
+        found["predicted_time"] = plan.predicted_time_ratio
         return training.row(way, around=plan.applied, **found)
 
     with training.autocast():

@@ -88,9 +88,9 @@ def test_inputs_that_wait_in_host_memory():
     layers = [[*frozen, torch.nn.Linear(WIDE, WIDE), torch.nn.Tanh()] for _ in range(12)]
     model = torch.nn.Sequential(*(torch.nn.Sequential(*block) for block in layers)).cuda()
     x = torch.randn(4 * WIDE, WIDE, device="cuda")
-    whole = recoup.plan(model, x, budget="8 GiB")
-    room = whole.most_bytes - whole.least_bytes
-    plans = [recoup.plan(model, x, budget=whole.least_bytes + room * k // 5) for k in range(5)]
+    frontier = recoup.plan(model, x)
+    least, most = frontier.least_bytes, frontier.points[-1].peak_bytes
+    plans = [frontier.plan(least + (most - least) * k // 16) for k in range(16)]
     offloads = [any(isinstance(each, Offload) for each in plan.actions) for plan in plans]
     plan = plans[offloads.index(True)]
     trained = [p for p in model.parameters() if p.requires_grad]

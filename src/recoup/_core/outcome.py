@@ -17,7 +17,7 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         Nor is a residual covered by what was made of a part of it; or one that is much smaller than
         others: a norm divides by a deviation, so that a factor of its input shows in that alone. Of
         those the norms are compared, many in one sketch, in 16 bits where the run has any: rounding
-        may come from there.
+        may come from there. (A weight that is only converted is no deviation.)
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
         beyond a few kilobytes, and a megabyte of small ones.
@@ -85,7 +85,17 @@ _OF_NUMBERS = frozenset((
 ))  # fmt: skip
 _OF_SEEDS_OR_BYTES = frozenset((torch.int64, torch.uint64, torch.uint8))
 # Nodes whose result shows a difference in one factor, whatever the other is (zeros: See Rule 8).
-_SCALES = frozenset(("MulBackward0", "DivBackward0"))
+_PRODUCTS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Bmm", "Convolution", "CudnnBatchNorm", "Div", "MkldnnConvolution", "Mm", "Mul",
+        "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm", "ScaledDotProductCudnnAttention",
+        "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
+        "ScaledDotProductFlashAttentionForCpu",
+    )
+)  # fmt: skip
+# Nodes whose result has the entries of their operand, and no others.
+_CONVERSIONS = frozenset(("TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0"))
 _DROPOUT = "NativeDropoutBackward0"
 # Nodes whose result is made of a part of their operand.
 _PARTS = frozenset(
@@ -104,6 +114,18 @@ _MOST_PINNED = 2**20  # bytes
 _NORMS = -1  # in the place of a version
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
+
+
+_kinds: dict[type[Any], tuple[bool, bool, bool, bool]] = {}  # of nodes
+
+
+def _kind_of(node: type[Any]) -> tuple[bool, bool, bool, bool]:
+    """Return whether nodes take a part, multiply, drop out, or are of a user's function."""
+    if issubclass(node, _OfPython):
+        return (False, False, False, True)
+    name = node.__name__
+    found = _kinds[node] = (name in _PARTS, name in _PRODUCTS, name == _DROPOUT, False)
+    return found
 
 
 class Frontier:
@@ -166,24 +188,26 @@ class Frontier:
                     found = waiting.pop(number) if found is None else found + waiting.pop(number)
             elif found is None:
                 continue
-            kind = type(node).__name__
-            is_kept, is_part = number in kept, kind in _PARTS
+            kind = cast("type[Any]", type(node))
+            is_part, is_product, is_dropout, is_python = _kinds.get(kind) or _kind_of(kind)
+            is_kept = number in kept
             if found is not None:
-                if not covers or is_kept or is_part or isinstance(node, _OfPython):
+                if not covers or is_kept or is_part or is_python:
                     now += found
                 else:
                     small: Residual | None = None  # after a mean, the deviation
                     for each in found:
                         if each[1].dtype in _OF_NUMBERS:
-                            if _SMALLER * each[1].numel() <= self.largest:
+                            is_small = _SMALLER * each[1].numel() <= self.largest
+                            if is_small and not _is_of_a_leaf(each[1].grad_fn):
                                 small = each
-                        elif kind != _DROPOUT:
+                        elif not is_dropout:
                             now.append(each)
                     if small is not None:
                         self._keep_small(small)
             if is_new and waiting:
                 following = node.next_functions
-                if is_kept or is_part or ((None, 0) in following and kind not in _SCALES):
+                if is_kept or is_part or (not is_product and (None, 0) in following):
                     covers = False
                 for each, _ in following:
                     if each is not None:
@@ -255,6 +279,13 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
             stride = tensor.stride() if is_plain else ()
             found[place] = Compared(sketch, tensor.dtype, tensor.shape, stride, address, version)
     return found
+
+
+def _is_of_a_leaf(node: Any) -> bool:
+    """Whether the result of a node is a leaf that is only converted."""
+    while type(node).__name__ in _CONVERSIONS:
+        node = node.next_functions[0][0]
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def _may_be_unwritten(tensor: Tensor) -> bool:

@@ -18,9 +18,10 @@ Rule 3. Kernels may round otherwise in a second run: threads add in another orde
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 Rule 5. On a CUDA device, launching a kernel takes longer than reading a few megabytes. So one
         kernel makes the sketch of a large tensor there: the weighted sums of its rows, some
-        thousands, which is twice as fast as sums of columns. (That of integers is the sums of rows
-        of words.) Two runs mostly make the same bits, and then nothing more is done. Only if they
-        do not, these sums are folded into the few numbers of Rule 1.
+        thousands, which is twice as fast as sums of columns. (That of integers is a product of rows
+        of their bytes with eight columns of random bytes, which takes no memory but for its
+        result.) Two runs mostly make the same bits, and then nothing more is done. Only if they do
+        not, these sums are folded into the few numbers of Rule 1.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _DEVICE_PIECE = 128 * _PIECE  # launching a kernel takes longer than reading so 
 _WORDS = 2**12  # in a row
 _MOST_WORDS = 2**16  # whose products are in memory at once, in a cache
 _DEVICE_WORDS = 2**23
+_BYTES = 2**12  # in a row
+_SUMS_OF_BYTES = 8  # of each row: kernels for bytes make no fewer
 _DEVICE_ROWS = 2**13  # of a tensor at most
 _DEVICE_WIDTH = 2**9  # entries of a row at least
 _COLUMN, _ROW = range(2)  # tables of odd numbers
@@ -89,11 +92,15 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
                     return cast("Any", _sums(tensor.view(-1))).tolist()
             if dtype in _EXACT and num and tensor.nbytes <= _FEW_BYTES:
                 return _hash_of_few(tensor)
-        elif tensor.is_cuda and tensor.is_contiguous() and not _num_modes():
+        elif tensor.is_cuda and not _num_modes() and (tensor.is_contiguous() or _is_turned(tensor)):
             num = tensor.numel() if tensor.data_ptr() else 0
-            if num > _MANY and tensor.dtype in _NUMBERS and not tensor.is_neg():
+            dtype = tensor.dtype
+            if num > _MANY and dtype in _NUMBERS and not tensor.is_neg():
                 with _alone():
                     return _sums_of_rows(tensor)
+            if num > _MANY and dtype in _EXACT and tensor.is_contiguous():
+                with _alone():
+                    return _hash_of(tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
@@ -118,6 +125,11 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
 
 
+def _is_turned(tensor: Tensor) -> bool:
+    """Whether a tensor is the transpose of a matrix that lies densely in memory."""
+    return tensor.dim() == 2 and tensor.stride() == (1, tensor.shape[0])
+
+
 def norms_of(tensors: list[Tensor]) -> Sketch:
     """Return the norms of dense tensors on one device, as one sketch."""
     with _no_functions(), _plainly(), _alone():
@@ -138,6 +150,8 @@ def make_tables(device: torch.device) -> None:
     _table(_MOST_ROWS, torch.float32, device)
     for table in (_COLUMN, _ROW):
         _odd(table, device)
+    if device.type == "cuda":
+        _random_bytes(device)
 
 
 def numbers_of(sketch: Sketch) -> list[float]:
@@ -146,17 +160,21 @@ def numbers_of(sketch: Sketch) -> list[float]:
 
 
 def are_equal(pairs: Iterable[tuple[Sketch, Sketch]]) -> bool:
-    """Whether the two sketches of each pair are the same bits; waits once for each device."""
-    devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    """Whether the two sketches of each pair are the same bits; waits for their devices."""
+    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for first, second in pairs:
         if isinstance(first, list) or isinstance(second, list):
             if first is not second and first != second:
                 return False
         else:
-            on_device = devices.setdefault(first.device, ([], []))
-            on_device[0].append(first.view(-1).view(torch.uint8))
-            on_device[1].append(second.view(-1).view(torch.uint8))
-    return all(torch.equal(*map(torch.cat, both)) for both in devices.values())
+            alike = kinds.setdefault((first.device, first.dtype, first.shape[1:]), ([], []))
+            alike[0].append(first)
+            alike[1].append(second)
+    return all(torch.equal(*(_bits(each) for each in both)) for both in kinds.values())
+
+
+def _bits(sketches: list[Tensor]) -> Tensor:
+    return torch.cat(sketches).view(torch.uint8)  # as numbers, NaN would not be itself
 
 
 def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
@@ -247,6 +265,16 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
 
 def _hash_of(integers: Tensor) -> Tensor:
     """Return a hash of the bits of integers (See Rule 1); of few, their bytes."""
+    if integers.is_cuda and (columns := _columns_for(integers)) is not None:  # See Rule 5
+        raw = integers.view(torch.int8)
+        num_rows, num_left = divmod(raw.numel(), _BYTES)
+        rows = raw.as_strided((num_rows, _BYTES), (_BYTES, 1))
+        sums = cast("Any", torch)._int_mm(rows, columns)
+        if not num_left:
+            return sums
+        left = _weighed(raw.view(-1)[num_rows * _BYTES :], _COLUMN)
+        return torch.cat((sums.view(-1), left.view(torch.int32)))
+    integers = integers.view(-1)
     if integers.storage_offset() * integers.dtype.itemsize % 4:
         integers = integers.clone()  # words are aligned
     raw = integers.view(torch.uint8)
@@ -259,9 +287,6 @@ def _hash_of(integers: Tensor) -> Tensor:
     pieces: tuple[Tensor, ...] = cast("Any", words).split(most)
     for piece in pieces:
         num_rows, num_left = divmod(piece.numel(), _WORDS)
-        if not raw.is_cpu and found is None and not num_left and num_words <= most:
-            rows = piece.view(num_rows, _WORDS)
-            return (rows * _odd(_COLUMN, raw.device)).sum(1)  # See Rule 5
         parts = [_weighed(piece[piece.numel() - num_left :], _COLUMN)] if num_left else []
         if num_rows:
             rows = piece[: piece.numel() - num_left].view(num_rows, _WORDS)
@@ -269,6 +294,27 @@ def _hash_of(integers: Tensor) -> Tensor:
         for part in parts:
             found = part if found is None else found * _NEXT + part
     return cast("Tensor", found)
+
+
+def _columns_for(integers: Tensor) -> Tensor | None:
+    """Return the columns of random bytes for the rows of a tensor, if a product can take these."""
+    has_rows = integers.nbytes // _BYTES > 16  # which the kernel asks for
+    is_aligned = integers.data_ptr() % 16 == 0
+    return _random_bytes(integers.device) if has_rows and is_aligned else None
+
+
+@functools.cache
+def _random_bytes(device: torch.device) -> Tensor | None:
+    """Return columns of random bytes; None on a device without products of bytes."""
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = (_SUMS_OF_BYTES, _BYTES)
+    found = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8, device="cpu")
+    columns = found.to(device).t()
+    try:
+        cast("Any", torch)._int_mm(found.new_zeros(32, _BYTES, device=device), columns)
+    except RuntimeError:
+        return None
+    return columns
 
 
 def _weighed(integers: Tensor, table: int) -> Tensor:
@@ -333,10 +379,10 @@ def _column(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _folded(sketch: Tensor) -> Tensor:
     """Return the few numbers of a sketch on a device (See Rule 5)."""
     sketch = sketch.view(-1)
-    if sketch.dtype is torch.uint8 or sketch.numel() <= _FEW:
-        return sketch
     with _alone():
-        return _weighed(sketch, _ROW) if sketch.dtype is torch.int64 else _sums(sketch)
+        while sketch.dtype is torch.int32 and sketch.numel() > _FEW:
+            sketch = _hash_of(sketch).view(-1)
+        return _sums(sketch) if sketch.is_floating_point() and sketch.numel() > _FEW else sketch
 
 
 @functools.cache

@@ -18,7 +18,9 @@ Rule 5. Compiled code draws other random numbers than the block's own, so a bloc
         no block compiled is the other kind to choose from (NOTE [ Kinds of blocks ], Rule 1).
 Rule 6. Where a step draws nothing, compiled blocks must give the gradients of uncompiled ones, but
         for what rounding grows to (Rule 7 of NOTE [ Compared steps ]). Where it draws, only
-        compiled steps can be compared with each other.
+        compiled steps can be compared with each other. A code that draws otherwise than the first
+        (kernels of attention draw from the same generator as the seeds of the compiler, in the
+        order in which it calls them) is left out: plans mix codes, and are compared.
 
 NOTE [ Inverted blocks ]
 
@@ -42,7 +44,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -124,19 +126,23 @@ def price_codes(own: PricedBlocks, backend: str) -> list[PricedBlocks]:
         backend: the backend of the compiler.
     """
     try:
-        candidates = _candidates(own, backend)
+        growth = _growth(own)
+        candidates = _candidates(own, backend, growth)
         chosen: dict[int, _Codes] = {}  # by the id of the block
         for call, each in zip(own.measured.calls, candidates, strict=True):
             if (codes := _chosen(each)) is not None:
                 chosen.setdefault(id(call.module), codes)
-        return [_compiled(own, candidates, chosen), own] if chosen else [own]
+        return [_compiled(own, candidates, chosen, growth), own] if chosen else [own]
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
         return [own]
 
 
 def _compiled(
-    own: PricedBlocks, candidates: Sequence[Sequence[_Candidate]], chosen: dict[int, _Codes]
+    own: PricedBlocks,
+    candidates: Sequence[Sequence[_Candidate]],
+    chosen: dict[int, _Codes],
+    growth: Mapping[str, float],
 ) -> PricedBlocks:
     """Return the plans in which all blocks that have chosen codes are compiled."""
     calls, moving_seconds = list(own.measured.calls), own.place.seconds_per_byte
@@ -145,8 +151,8 @@ def _compiled(
             of_tapes = tuple(each[index].code for index in codes.tapes)
             calls[place] = replace(call, codes=of_tapes, code_again=each[codes.again].code)
     step = replace(own.step)  # with a verification of its own
+    step.verification.growth |= growth
     measured = measure_blocks(step, own.blocks, codes_again(calls))
-    _check(own, step.verification, measured.outcome)
     *reference, tail = price(measured, moving_seconds)
     *costs, _ = price(own.measured, moving_seconds)
     seconds = own.seconds
@@ -185,25 +191,28 @@ def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost
     )
 
 
-def _check(own: PricedBlocks, verification: Verification, compiled: Outcome) -> None:
-    """Raise if compiled blocks compute something else than uncompiled ones (See Rule 6).
-
-    Args:
-        own: the blocks as they are.
-        verification: of the compiled blocks; what rounding grows to is allowed there, too.
-        compiled: the outcome of compiled blocks.
-    """
-    plain = own.measured.outcome
+def _growth(own: PricedBlocks) -> dict[str, float]:
+    """Return what rounding errors of blocks grow to in each gradient and buffer."""
+    found = Verification()
     nudged = measure_blocks(replace(own.step), own.blocks, NudgedCode()).outcome
-    verification.allow_growth(plain, nudged)
-    difference: str | None = None
-    if same_states(plain.states, generator_states()):
-        both = Verification(verification.growth)
-        both.expect(plain, is_plain=False)
-        both.allow_other_sums(_eps_of_products(own.step.device))
-        difference = both.difference(compiled)
-    if on_any_rank(own.step.model, difference is not None):
-        raise DifferentStepError(difference or "On another rank, a compiled step differs.")
+    found.allow_growth(own.measured.outcome, nudged)
+    return found.growth
+
+
+def _draws_nothing(own: PricedBlocks) -> bool:
+    return same_states(own.measured.outcome.states, generator_states())
+
+
+def _differs(
+    own: PricedBlocks, growth: Mapping[str, float], expected: Outcome, found: Outcome
+) -> str | None:
+    """Return how a step of compiled blocks differs from what is expected, if it does."""
+    both = Verification(growth)
+    both.expect(expected, is_plain=False)
+    both.allow_other_sums(_eps_of_products(own.step.device))
+    difference = both.difference(found)
+    is_other = on_any_rank(own.step.model, difference is not None)
+    return (difference or "On another rank, a compiled step differs.") if is_other else None
 
 
 def _eps_of_products(device: torch.device) -> float:
@@ -213,11 +222,14 @@ def _eps_of_products(device: torch.device) -> float:
     return _EPS_OF_TF32 if device.type == "cuda" and rounds else 0.0
 
 
-def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
+def _candidates(
+    own: PricedBlocks, backend: str, growth: Mapping[str, float]
+) -> list[list[_Candidate]]:
     """Return the codes that each call can run by, its own first (See Rule 1)."""
     step, calls = own.step, own.measured.calls
     found: list[list[_Candidate]] = [[] for _ in calls]
     failed: set[object] = set()
+    expected = own.measured.outcome if _draws_nothing(own) else None
     rate = 0.0  # of times without counting bytes to those with it
     begin = time.perf_counter()
     codes = (BlockCode(), *(CompiledCode(share, backend, failed) for share in SHARES))
@@ -234,6 +246,12 @@ def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
         measured = steps[-1]
+        if isinstance(code, CompiledCode):  # See Rule 6
+            expected = expected or measured.outcome
+            if (difference := _differs(own, growth, expected, measured.outcome)) is not None:
+                if expected is own.measured.outcome:
+                    raise DifferentStepError(difference)
+                continue
         held = replace(measured, calls=[replace(c, unheld_bytes=0) for c in measured.calls])
         kept, again = (
             largest_costs_among_ranks(step.model, price(each, own.place.seconds_per_byte))
