@@ -373,14 +373,16 @@ def budgets_table(found: dict) -> str:
     def planned(row: dict) -> tuple[str, ...]:
         retries = row.get("num_retries", "-")  # of devices that can be limited
         sizes = mib(row["budget_bytes"]), mib(row["predicted_bytes"])
-        return cells(row, *sizes, "no room" if retries is None else str(retries))
+        found = cells(row, *sizes, "no room" if retries is None else str(retries))
+        time = row.get("predicted_time")  # which older rows do not have
+        return *found, "-" if time is None else f"{time:.2f}"
 
     ways = [cells(row, row["name"]) for row in found["speeds"]]
     ways += [cells(row, f"each block: {row['name']}") for row in found.get("sketches", ())]
     beside = "requested MiB | allocated | reserved | speed | time over plain"
     budgets = map(planned, found.get("budgets", ()))
     return page(
-        table(f"model | budget MiB | predicted | retries | {beside}", budgets),
+        table(f"model | budget MiB | predicted | retries | {beside} | predicted", budgets),
         table(f"model | way | {beside}", ways),
         "<sub>Forward, loss and backward, of the Llama with the step of a fused AdamW; peaks "
         "beyond what is alive before, from an empty cache; the fastest of a few steps; `retries` "

@@ -273,7 +273,7 @@ class Recording(Frontier):
             self.saved.append((number, tensor.grad_fn, found))
             self.num_held += num
             self.largest = max(self.largest, num)
-            if self.num_held > _MOST_HELD:
+            if self.num_held > max(_MOST_HELD, self.largest):
                 self.follow(number)
         residuals.slots.append(weakref.ref(slot))
         if self._held and len(residuals.slots) in self._held:
