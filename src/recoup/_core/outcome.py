@@ -20,7 +20,8 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         may come from there. (A weight that is only converted is no deviation.)
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
-        beyond a few kilobytes, and a megabyte of small ones.
+        beyond that of the largest one (to follow the graph at each would take a GPU's host as long
+        as the operators), and a megabyte of small ones.
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.
@@ -85,15 +86,7 @@ _OF_NUMBERS = frozenset((
 ))  # fmt: skip
 _OF_SEEDS_OR_BYTES = frozenset((torch.int64, torch.uint64, torch.uint8))
 # Nodes whose result shows a difference in one factor, whatever the other is (zeros: See Rule 8).
-_PRODUCTS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "Bmm", "Convolution", "CudnnBatchNorm", "Div", "MkldnnConvolution", "Mm", "Mul",
-        "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm", "ScaledDotProductCudnnAttention",
-        "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
-        "ScaledDotProductFlashAttentionForCpu",
-    )
-)  # fmt: skip
+_SCALES = frozenset(("MulBackward0", "DivBackward0"))
 # Nodes whose result has the entries of their operand, and no others.
 _CONVERSIONS = frozenset(("TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0"))
 _DROPOUT = "NativeDropoutBackward0"
@@ -114,18 +107,6 @@ _MOST_PINNED = 2**20  # bytes
 _NORMS = -1  # in the place of a version
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
-
-
-_kinds: dict[type[Any], tuple[bool, bool, bool, bool]] = {}  # of nodes
-
-
-def _kind_of(node: type[Any]) -> tuple[bool, bool, bool, bool]:
-    """Return whether nodes take a part, multiply, drop out, or are of a user's function."""
-    if issubclass(node, _OfPython):
-        return (False, False, False, True)
-    name = node.__name__
-    found = _kinds[node] = (name in _PARTS, name in _PRODUCTS, name == _DROPOUT, False)
-    return found
 
 
 class Frontier:
@@ -188,11 +169,10 @@ class Frontier:
                     found = waiting.pop(number) if found is None else found + waiting.pop(number)
             elif found is None:
                 continue
-            kind = cast("type[Any]", type(node))
-            is_part, is_product, is_dropout, is_python = _kinds.get(kind) or _kind_of(kind)
-            is_kept = number in kept
+            kind = type(node).__name__
+            is_kept, is_part = number in kept, kind in _PARTS
             if found is not None:
-                if not covers or is_kept or is_part or is_python:
+                if not covers or is_kept or is_part or isinstance(node, _OfPython):
                     now += found
                 else:
                     small: Residual | None = None  # after a mean, the deviation
@@ -201,13 +181,13 @@ class Frontier:
                             is_small = _SMALLER * each[1].numel() <= self.largest
                             if is_small and not _is_of_a_leaf(each[1].grad_fn):
                                 small = each
-                        elif not is_dropout:
+                        elif kind != _DROPOUT:
                             now.append(each)
                     if small is not None:
                         self._keep_small(small)
             if is_new and waiting:
                 following = node.next_functions
-                if is_kept or is_part or (not is_product and (None, 0) in following):
+                if is_kept or is_part or ((None, 0) in following and kind not in _SCALES):
                     covers = False
                 for each, _ in following:
                     if each is not None:

@@ -69,7 +69,7 @@ State = tuple[Tensor, ...]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
-_MOST_HELD = 2**14  # elements of residuals until the graph is followed
+_MOST_HELD = 2**14  # elements of residuals, or of the largest one, until the graph is followed
 
 
 class Owner(Protocol):
