@@ -278,3 +278,27 @@ def test_a_block_that_is_compiled_again_and_again_runs_as_it_is(monkeypatch):
     monkeypatch.setattr(compiling, "_RECOMPILE_LIMIT", 8)
     with plan.applied(), pytest.warns(UserWarning, match="compiles it again and again"):
         collections.deque((step() for _ in range(12)), maxlen=0)
+
+
+class DrawsFirst(CompiledCode):
+    """A code that draws before its block does, as kernels may that are called in another order."""
+
+    def of_call(self, module, forward):
+        run = super().of_call(module, forward)
+
+        def drawing(*args):
+            torch.rand(int(self.share == 0.5))
+            return run(*args)
+
+        return drawing
+
+
+@pytest.mark.parametrize(
+    ("code", "names"), [(CompiledCode, {"compiled 1", "compiled 0.5", "compiled 0"}),
+                        (DrawsFirst, {"compiled 1", "compiled 0"})],
+)  # fmt: skip
+def test_a_code_that_draws_otherwise_than_the_first_is_left_out(monkeypatch, code, names):
+    monkeypatch.setattr(priced_ways, "CompiledCode", code)
+    model, x, _ = of_net(2)
+    compiled, _ = recoup.plan(model, x, loss=loss_of, compile="aot_eager")._kinds
+    assert {each.name for call in compiled.calls for each in call.codes} == names
