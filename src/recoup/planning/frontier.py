@@ -143,7 +143,7 @@ class Frontier:
 
     def _points_of(self, kind: PricedBlocks) -> list[FrontierPoint]:
         """Return the plans for a kind of blocks."""
-        whole = self._plain_seconds
+        whole = kind.plain_seconds
         return [
             FrontierPoint(
                 self._room.budget_for(point.peak_bytes),
@@ -154,12 +154,6 @@ class Frontier:
             )
             for point in kind.points
         ]
-
-    @property
-    def _plain_seconds(self) -> float:
-        """The time of a step that keeps every residual, without tiles and compiled blocks."""
-        kinds = [each for each in self._kinds if not each.is_compiled]
-        return next((k for k in kinds if k.step.tiled is None), self._kinds[-1]).kept_seconds
 
     @functools.cached_property
     def least_bytes(self) -> int:

@@ -78,6 +78,7 @@ class PricedBlocks(NamedTuple):
         costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
         seconds: the time of the step in which all calls that were seen keep their whole tapes.
+        plain_seconds: that time without compiled blocks and tiles.
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
         may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
@@ -94,6 +95,7 @@ class PricedBlocks(NamedTuple):
     costs: list[Cost]
     points: list[Point]
     seconds: float = 0.0
+    plain_seconds: float = 0.0
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
     may_tile: bool = False
@@ -105,14 +107,9 @@ class PricedBlocks(NamedTuple):
         """Whether some of the blocks are compiled."""
         return any(call.codes for call in self.calls)
 
-    @property
-    def kept_seconds(self) -> float:
-        """The time of a step in which all blocks keep their whole tapes."""
-        return self.seconds
-
     def seconds_of(self, point: Point) -> float:
         """Return the time of a step of the blocks that follows a plan."""
-        return self.kept_seconds + point.seconds - self.points[-1].seconds
+        return self.seconds + point.seconds - self.points[-1].seconds
 
     def seconds_within(self, budget_bytes: int) -> float:
         """Return the time of the fastest plan that is predicted to fit; infinite if none is."""
@@ -323,7 +320,7 @@ def price_blocks(
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
     costs = price(measured, place.seconds_per_byte)
-    kind = kind._replace(measured=measured, plain_bytes=plain_bytes)
+    kind = kind._replace(measured=measured, plain_bytes=plain_bytes, plain_seconds=times.plain)
     return kind.repriced(measured.calls, costs, times.plain)
 
 
@@ -333,7 +330,7 @@ def price_whole(step: Step) -> PricedBlocks:
     (seconds,) = largest_among_ranks(step.model, [seconds_of(step)])
     costs = [Cost(0.0, 0, 0, tape_run_bytes=found.peak_bytes, is_fixed=True)]
     measured = Measured([], Span(), Span(), found.outcome)
-    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], seconds)
+    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], seconds, seconds)
     return kind.with_costs(costs)
 
 

@@ -93,7 +93,7 @@ class PlanReport:
         self.policy, self.pending = kind.policy, kind.pending
         self.costs = tuple(kind.costs)
         self.frontier = tuple(kind.points)
-        self.kept_seconds = kind.kept_seconds
+        self.kept_seconds, self.plain_seconds = kind.seconds, kind.plain_seconds
         self.budget_bytes = budget_bytes
         self.baseline_bytes, self.headroom = room
         self.step_seconds = step_seconds
@@ -122,7 +122,7 @@ class PlanReport:
     def predicted_time_ratio(self) -> float:
         """The predicted time of a step, where 1 is the plain step."""
         seconds = self.kept_seconds + self.point.seconds - self.frontier[-1].seconds
-        return seconds / self.kept_seconds if self.kept_seconds else 1.0
+        return seconds / self.plain_seconds if self.plain_seconds else 1.0
 
     @property
     def rehearsed_peaks(self) -> Peaks:

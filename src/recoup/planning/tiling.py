@@ -45,7 +45,7 @@ def with_tiles(kind: PricedBlocks, tiles: int | bool) -> list[PricedBlocks]:
     if found.points[0].peak_bytes > _LESS * kind.points[0].peak_bytes:
         return [kind]
     found.step.verification.allow_other_sums(head.eps)  # known now
-    return [kind, found]
+    return [kind, found._replace(plain_seconds=kind.plain_seconds)]
 
 
 def _head_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHead | None:

@@ -302,3 +302,12 @@ def test_a_code_that_draws_otherwise_than_the_first_is_left_out(monkeypatch, cod
     model, x, _ = of_net(2)
     compiled, _ = recoup.plan(model, x, loss=loss_of, compile="aot_eager")._kinds
     assert {each.name for call in compiled.calls for each in call.codes} == names
+
+
+def test_times_of_plans_are_over_the_step_as_it_is():
+    model, x, _ = of_net(2)
+    frontier = recoup.plan(model, x, loss=loss_of, compile="aot_eager")
+    point = next(each for each in frontier.points if each.is_compiled)
+    plan = frontier.plan(point.peak_bytes)
+    assert plan.predicted_time_ratio == pytest.approx(point.relative_time)
+    assert point.relative_time != pytest.approx(1.0)
