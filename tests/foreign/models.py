@@ -98,13 +98,11 @@ FOREIGN: dict[str, Maker] = {
         d_model=32, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=64, decoder_ffn_dim=64,
         encoder_attention_heads=4, decoder_attention_heads=4, num_queries=6, num_labels=3,
     ),
-    "GPT-2": MODELS["gpt2"],
     "Mamba": of_transformers(
         "MambaConfig", "MambaForCausalLM", partial(_text, 12), vocab_size=64, hidden_size=32,
         state_size=4, num_hidden_layers=3,
     ),
     "T5": MODELS["t5"],
-    "Whisper": MODELS["whisper"],
     "CLIP": of_transformers(
         "CLIPConfig", "CLIPModel", _clip, projection_dim=16, vision_config=_OF_IMAGES,
         text_config=_OF_THREE | _SPECIAL | {"vocab_size": 64, "max_position_embeddings": 24},

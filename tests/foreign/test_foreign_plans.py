@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -14,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 import recoup
 from tests.alive import allocated_bytes
 from tests.foreign.models import FOREIGN
-from tests.neighbours.planned import assert_same, result_of
+from tests.neighbours.planned import result_of
 from tests.oracle import tensors
+from tests.plan_oracle import assert_as_plain, between, left_as_it_was
 from tests.planned_zoo import Case
 
 pytestmark = [pytest.mark.foreign, pytest.mark.slow]
@@ -39,40 +41,33 @@ def num_hooks(model: nn.Module) -> list[dict[str, int]]:
     ]
 
 
-def step(foreign: Case, given: dict[str, Any]) -> list[Tensor]:
-    """Run a step; return the outputs."""
-    numpy.random.seed(1)  # the spans that wav2vec2 masks
-    output = foreign.model(**given)
-    (output.loss if foreign.loss is None else foreign.loss(output)).backward()
-    return [each.detach() for each in tensors(output)]
+def step_of(foreign: Case, given: dict[str, Any]) -> Callable[[], list[Tensor]]:
+    """A step that returns the outputs."""
+
+    def step() -> list[Tensor]:
+        numpy.random.seed(1)  # the spans that wav2vec2 masks
+        output = foreign.model(**given)
+        (output.loss if foreign.loss is None else foreign.loss(output)).backward()
+        return [each.detach() for each in tensors(output)]
+
+    return step
 
 
-def results(foreign: Case, given: dict[str, Any]) -> dict[str, Any]:
-    return result_of(foreign.model, lambda: step(foreign, given))
-
-
-def peak_of(foreign: Case, given: dict[str, Any]) -> int:
-    """The bytes of a step with empty gradients, by the allocator."""
-    peak, _ = allocated_bytes(lambda: step(foreign, given))
-    foreign.model.zero_grad()
-    return peak
+def allocated(model: nn.Module, step: Callable[[], Any]) -> int:
+    with left_as_it_was(model):
+        return allocated_bytes(step)[0]
 
 
 def test_f1_f2_a_planned_step_is_the_plain_one(foreign: Case):
-    model, options = foreign.model, {"loss": foreign.loss, **foreign.kwargs}
+    model, step = foreign.model, step_of(foreign, foreign.kwargs)
     hooks, given = num_hooks(model), [t.clone() for t in tensors(foreign.kwargs)]
-    whole = recoup.plan(model, budget="1 GiB", **options)
+    frontier = recoup.plan(model, loss=foreign.loss, **foreign.kwargs)
     assert num_hooks(model) == hooks
-    plain = results(foreign, foreign.kwargs)
-    hooks = num_hooks(model)
-    span = whole.most_bytes - whole.least_bytes
+    plain, hooks = result_of(model, step), num_hooks(model)
     for k in range(NUM_BUDGETS):
-        budget = whole.least_bytes + span * (k + 1) // (NUM_BUDGETS + 1)
-        plan = recoup.plan(model, budget=budget, **options)
+        plan = frontier.plan(between(frontier, (k + 1) / (NUM_BUDGETS + 1)))
         assert num_hooks(model) == hooks
-        with plan.applied():
-            assert_same(results(foreign, foreign.kwargs), plain)
-            assert peak_of(foreign, foreign.kwargs) <= budget
+        assert_as_plain(plan, step, plain, peak=allocated)
     assert num_hooks(model) == hooks
     assert all(map(torch.equal, tensors(foreign.kwargs), given))
 
@@ -84,14 +79,12 @@ def test_batches_of_other_sizes_are_planned_again(foreign: Case):
     batches = [
         tree_map_only(Tensor, lambda t, n=n: torch.cat([t, t])[:n], foreign.kwargs) for n in sizes
     ]
-    points = recoup.plan(model, loss=foreign.loss, **batches[-1]).points
-    least, most = points[0].peak_bytes * 1.05, points[-1].peak_bytes
-    budget = int(least + (most - least) * 0.3)
-    plain = [results(foreign, given) for given in batches]
+    budget = between(recoup.plan(model, loss=foreign.loss, **batches[-1]), 0.35)
+    steps = [step_of(foreign, given) for given in batches]
+    plain = [result_of(model, step) for step in steps]
     options = {"loss": foreign.loss, "replan": True, **batches[0]}
     with recoup.plan(model, budget=budget, **options).applied() as plan:
-        for given, wanted in zip(batches, plain, strict=True):
-            assert_same(results(foreign, given), wanted)
-            assert peak_of(foreign, given) <= budget
+        for step, wanted in zip(steps, plain, strict=True):
+            assert_as_plain(plan, step, wanted, peak=allocated)
         assert len(plan.family) > 1
     assert not model._forward_pre_hooks

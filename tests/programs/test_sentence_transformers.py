@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import recoup
-from recoup.errors import BudgetError
 from tests.planned_zoo import transformers_or_skip
 from tests.programs.programs import (
     VOCABULARY,
     Trained,
     assert_same_training,
-    budget,
     bytes_of,
     run,
     settings,
@@ -96,12 +94,6 @@ def test_columns_of_two_lengths_have_plans_of_their_own(tmp_path):
     options = {"num_forwards": 2, "replan": True, "skips": 1}
     found = assert_same_training(of_two, of_two(), (least + most) // 2, **options)
     assert max(found.peaks[1:]) <= (least + most) // 2
-
-
-def test_two_forwards_in_a_plan_for_one_are_an_error(tmp_path):
-    _, most = bytes_of(functools.partial(train, tmp_path, whole))
-    with pytest.raises(BudgetError, match="num_forwards=2"):
-        train(tmp_path, whole, budget(most * 5 // 4))
 
 
 def batch(num: int, seed: int) -> dict[str, Any]:

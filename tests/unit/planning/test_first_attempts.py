@@ -77,6 +77,7 @@ def planned_for(build, *args, **kwargs):
     return lambda: recoup.plan(build(), *args, budget=BUDGET, **kwargs)
 
 
+FOUR = dense(4, 4)
 TAKEN = {
     "a decorator that takes more": planned_for(
         taking(supplying(Scaled.forward)), X, return_dict=True
@@ -87,15 +88,21 @@ TAKEN = {
         taking(lambda self, batch, labels=None: self.layers(batch["x"])), {"x": X, "labels": X}
     ),
     "a loss that gives more": planned_for(lambda: dense(3, 4), X, loss=loss_of_two),
-    "blocks that can be read once": planned_for(
-        lambda: dense(4, 4), X, loss=loss_of, blocks=iter("012")
-    ),
+    **{
+        f"blocks as {kind}": planned_for(lambda: FOUR, X, loss=loss_of, blocks=blocks)
+        for kind, blocks in {
+            "an iterator": iter("012"),
+            "a pattern": "[012]",
+            "names": ["0", "1", "2"],
+            "modules": [*FOUR[:3]],
+        }.items()
+    },
 }
 
 
 @pytest.mark.parametrize("attempt", TAKEN)
 def test_what_a_call_takes_is_taken_whatever_a_signature_says(attempt):
-    assert len(TAKEN[attempt]().blocks) == 3
+    assert [row.name[-1] for row in TAKEN[attempt]().blocks] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])

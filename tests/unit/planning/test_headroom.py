@@ -21,20 +21,6 @@ from tests.plan_oracle import Made, dense, in_a_row, ways_of
 LONGEST, BATCH = 1024, 8
 
 
-def block(width=768, num_heads=12):
-    def forward(block, x):
-        heads = block.qkv(block.norm1(x)).unflatten(-1, (3, num_heads, -1)).transpose(1, 3)
-        y = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
-        x = x + block.out(y.transpose(1, 2).flatten(2))
-        return x + block.mlp(block.norm2(x))
-
-    mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-    return Made(
-        forward, norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width), mlp=mlp,
-        qkv=nn.Linear(width, 3 * width), out=nn.Linear(width, width),
-    )  # fmt: skip
-
-
 def gpt(num_blocks, width=768, num_tokens=50257):
     """GPT-2 with fewer blocks."""
 
@@ -43,6 +29,8 @@ def gpt(num_blocks, width=768, num_tokens=50257):
         logits = F.linear(model.norm(in_a_row(model.blocks, x)), model.tokens.weight)
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
+    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    block = functools.partial(nn.TransformerEncoderLayer, width, 12, 4 * width, **options)
     return Made(
         forward, tokens=nn.Embedding(num_tokens, width), places=nn.Embedding(LONGEST, width),
         blocks=[block() for _ in range(num_blocks)], norm=nn.LayerNorm(width),

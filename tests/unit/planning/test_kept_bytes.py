@@ -13,7 +13,6 @@ import recoup
 from recoup._core.kept_products import PackedMask
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.planning.work import is_costly
 from tests.alive import held_after, no_collector
 from tests.oracle import Operators, loss_of_all
 from tests.unit.planning.test_kept_operators import EVERY, NONE, keeping, own
@@ -169,10 +168,6 @@ def test_a_census_shows_them_as_kept():
     rows = recoup.residuals(lambda: keeping(lambda x: (x.sin() @ w).cos().sum(), x))
     kept = [each for each in rows if each.way == "keep" and "aten.mm" in each.value]
     assert [each.num_bytes for each in kept] == [16 * 32 * 8]
-
-
-def test_an_operator_that_draws_may_be_costly():
-    assert is_costly(own.drawing_attention.default)
 
 
 # -- what is refused -------------------------------------------------------------------------------

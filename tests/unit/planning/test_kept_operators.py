@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from contextlib import nullcontext, suppress
 from functools import partial
 
@@ -17,8 +17,17 @@ import recoup
 from recoup._core.call import Call, run_again
 from recoup._core.kept_products import Products
 from recoup.errors import ChangedError, ReplayError
-from tests.oracle import assert_same_tensor, hooks_in_force, loss_of_all, tensors
-from tests.zoo import CHAINS, MODULES, chain_of, leaf
+from tests.deciding import is_second_run
+from tests.ways import (
+    SITUATIONS,
+    Called,
+    a_step_with,
+    assert_same,
+    built,
+    outcome,
+    three_steps,
+)
+from tests.zoo import CHAINS, MODULES, Fn, chain_of, dense, leaf
 
 EVERY, NONE = frozenset(range(1000)), frozenset()
 ODD = frozenset(range(1, 1000, 2))
@@ -49,230 +58,16 @@ COSTLY = frozenset({
 })  # fmt: skip
 
 
-def keeping(fn, *args, keeps=EVERY, saved=NONE, held=NONE, funcs=COSTLY, **kwargs):
+def keeping(fn, *args, keeps=EVERY, saved=NONE, held=NONE, funcs=COSTLY):
     products = Products(funcs, keeps, saved, held)
-    return run_again(Call("the call", fn, args, kwargs, products=products))
+    return run_again(Call("the call", fn, args, {}, products=products))
 
 
-def plainly(fn, *args, **kwargs):
-    return fn(*args, **kwargs)
+def on_the_cpu(fn, *args, **kept):
+    with save_on_cpu():
+        return keeping(fn, *args, **kept)
 
 
-def found(outputs, *leaves):
-    """The outputs and the gradients of tensors and of the parameters of modules."""
-    modules = [each for each in leaves if isinstance(each, nn.Module)]
-    leaves = [each for each in leaves if not isinstance(each, nn.Module)]
-    leaves += [p for module in modules for p in module.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(
-        loss_of_all(outputs), leaves, retain_graph=True, allow_unused=True
-    )
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    return [*tensors(outputs), *gradients, *buffers]
-
-
-def left_by(step, call):
-    torch.manual_seed(2)
-    return [*step(call), torch.get_rng_state()]
-
-
-def assert_as_plain(step, call):
-    want = left_by(step, plainly)
-    for _ in range(2):  # the first time, the code is looked at
-        for place, (a, b) in enumerate(zip(left_by(step, call), want, strict=True)):
-            # Kernels depend on the layout of inputs, and so does the order of their sums.
-            assert_same_tensor(str(place), a, b, 1e-12 if step in ROUNDING else 0.0)
-        assert hooks_in_force() is None
-
-
-# -- steps: what a call gives, plain or with kept products -----------------------------------------
-
-
-def in_calls_of_its_modules(name):
-    """A step of a chain of the zoo."""
-
-    def step(call):
-        modules, x = chain_of(name)
-        y = x = x.detach().requires_grad_(x.requires_grad)
-        for module in modules:
-            y = call(module, y)
-        return found(y, *([x] if x.requires_grad else []), nn.ModuleList(modules))
-
-    return step
-
-
-def mlp(width=6):
-    return nn.Sequential(
-        nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, width), nn.Sigmoid()
-    )
-
-
-def fused_attention(call):
-    x = leaf(2, 2, 3, 4)
-
-    def fn(x):
-        return F.scaled_dot_product_attention(x, x.sin(), x.cos(), is_causal=True)
-
-    return found(call(fn, x), x)
-
-
-def masks_before_other_draws(call):
-    x = torch.randn(33, 65, dtype=torch.bfloat16, requires_grad=True)  # no multiple of eight
-    return found(call(lambda x: F.dropout(x.sin(), 0.3) * torch.rand_like(x), x), x)
-
-
-def draws_of_which_some_are_kept(call):
-    def fn(x):
-        x = drawing_attention(x.sin())
-        x = (x * torch.rand_like(x)).sin()
-        return drawing_attention(x.cos()) * torch.rand_like(x)
-
-    x = leaf(5)
-    return found(call(fn, x), x)
-
-
-def changed_in_the_call(call):
-    x, w = leaf(4, 4), leaf(4, 4)
-    return found(call(lambda x, w: (x @ w).relu_().sin(), x, w), x, w)
-
-
-def changed_through_a_view(call):
-    def fn(x, w):
-        y = x @ w
-        y[0].mul_(2.0)
-        return y.sin()
-
-    x, w = leaf(4, 4), leaf(4, 4)
-    return found(call(fn, x, w), x, w)
-
-
-def changed_before_a_gradient_within(call):
-    x, w = leaf(4, 4), leaf(4, 4)
-
-    def fn(x):
-        y = (x @ w).mul_(2.0)
-        (slope,) = torch.autograd.grad(y.exp().sum(), x, create_graph=True)
-        return (y * slope).sin()
-
-    return found(call(fn, x), x)
-
-
-def changed_after_the_call(call):
-    x, w, v = leaf(4, 4), leaf(4, 4), leaf(4, 4)
-
-    def fn(x):
-        y = x.sin() @ w
-        return y, (y * 2) @ v
-
-    y, z = call(fn, x)
-    return found([y.relu_(), z], x, w, v)
-
-
-def an_operator_that_writes_to_what_it_is_given(call):
-    def fn(x):
-        cache = torch.zeros(4, 4).double()
-        with torch.no_grad():
-            own.cached_attention(x, cache)
-        return (x * cache).sin()
-
-    x = leaf(4, 4)
-    return found(call(fn, x), x)
-
-
-def an_operator_that_writes_where_it_is_told(call):
-    w, x = leaf(4, 4).detach(), leaf(4, 4)
-
-    def fn(x):
-        out = torch.zeros(4, 4).double()
-        with torch.no_grad():
-            torch.mm(x, w, out=out)
-        return (x * out).sin()
-
-    return found(call(fn, x), x)
-
-
-def an_operator_that_only_the_first_run_needed(call):
-    """What a cache keeps shifts all numbers: nothing is handed out in the wrong place."""
-    cache, w, v, x = {}, leaf(4, 4), leaf(4, 4), leaf(4, 4)
-
-    def fn(x):
-        if "table" not in cache:
-            cache["table"] = torch.eye(4).double() @ torch.ones(4, 4).double()
-        y = (x.sin() @ w) * cache["table"]
-        return (y.cos() @ v).sin()
-
-    return found(call(fn, x), x, w, v)
-
-
-def weights_shared_across_regions_under_autocast(call):
-    linear, x = nn.Linear(6, 6), torch.randn(4, 6, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = linear(x)
-        for _ in range(3):
-            y = call(lambda y: linear(linear(y).tanh()).sigmoid(), y)
-    return found(y, x, linear)
-
-
-def three_times_over_one_graph(call):
-    net, x = mlp().double(), leaf(4, 6)
-    y = call(net, x)
-    return [each for _ in range(3) for each in found(y, x, net)]
-
-
-def parts_of_one_graph(call):
-    a, b, x = leaf(4, 4), leaf(4, 4), leaf(4, 4)
-
-    def fn(x):
-        y = x @ a
-        return y.sin(), (y.cos() @ b).exp()
-
-    y, z = call(fn, x)
-    return [*found(y, x, a), *found(z, x, a, b)]
-
-
-def a_second_derivative(call):
-    net, x = mlp().double().eval(), leaf(4, 6)
-    (first,) = torch.autograd.grad(call(net, x).sin().sum(), x, create_graph=True)
-    return found(first.square(), x, net)[1:]
-
-
-def weights_that_stand_in_for_others(call):
-    net, x = mlp().double(), leaf(4, 6)
-    weights = {name: leaf(*value.shape) for name, value in net.named_parameters()}
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x):
-            return found(call(self.net, x).sin(), x, *weights.values())
-
-    named = {f"net.{name}": value for name, value in weights.items()}
-    return torch.func.functional_call(Whole(), named, (x,))
-
-
-def keyword_arguments(call):
-    net, x = mlp().double(), leaf(4, 6)
-    return found(call(lambda *, parts: {"y": net(parts[0])}, parts=[x])["y"], x, net)
-
-
-def hooks_that_transpose(call):
-    w, v, x = leaf(5, 6), leaf(6, 5), leaf(4, 5)
-    with saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
-        y = call(lambda x: ((x.sin() @ w).view(4, 6).cos() @ v).view(-1).tanh(), x)
-    return found(y, x, w, v)
-
-
-ROUNDING = [a_second_derivative, hooks_that_transpose]
-REFUSABLE = [changed_after_the_call]  # where the output itself is kept
-OF_FUNCTIONS = [
-    fused_attention, masks_before_other_draws, draws_of_which_some_are_kept, changed_in_the_call,
-    changed_through_a_view, changed_before_a_gradient_within, changed_after_the_call,
-    an_operator_that_writes_to_what_it_is_given, an_operator_that_writes_where_it_is_told,
-    an_operator_that_only_the_first_run_needed, weights_shared_across_regions_under_autocast,
-    three_times_over_one_graph, parts_of_one_graph, a_second_derivative,
-    weights_that_stand_in_for_others, keyword_arguments, hooks_that_transpose,
-]  # fmt: skip
 CHOICES = {
     "every": {},
     "none": {"keeps": NONE},
@@ -286,43 +81,130 @@ RESIDUALS = {
     "some residuals": {"saved": EVERY, "held": ODD},
     "all residuals": {"held": EVERY},
 }
-
-
-def on_the_cpu(fn, *args, **kwargs):
-    with save_on_cpu():
-        return keeping(fn, *args, **kwargs)
-
-
 in_residuals = pytest.mark.parametrize("residuals", RESIDUALS.values(), ids=RESIDUALS)
 
 
-def assert_as_plain_whatever_is_kept(step, residuals):
-    for keep, choice in itertools.product((keeping, on_the_cpu), CHOICES.values()):
-        may_refuse = step in REFUSABLE and residuals
-        with suppress(ChangedError, ReplayError) if may_refuse else nullcontext():
-            assert_as_plain(step, partial(keep, **choice, **residuals))
+def one_by_one(keep, stages, x):
+    for stage in stages:
+        x = keep(stage, x)
+    return x
 
 
-@in_residuals
-@pytest.mark.parametrize("step", OF_FUNCTIONS, ids=lambda step: step.__name__)
-def test_the_step_is_that_of_the_plain_run(step, residuals):
-    assert_as_plain_whatever_is_kept(step, residuals)
+def assert_as_plain_whatever_is_kept(modules, x, situation, residuals, rtol=0.0):
+    want = outcome(built("plain", modules), x, situation)
+    for keep in (on_the_cpu, *(partial(keeping, **choice) for choice in CHOICES.values())):
+        call = partial(one_by_one, partial(keep, **residuals))
+        assert_same(outcome(Called(call, copy.deepcopy(modules)), x, situation), want, rtol)
 
 
 @pytest.mark.sampled(40)
 @in_residuals
 @pytest.mark.parametrize("name", [*sorted(CHAINS.keys() - {"a hundred"}), *MODULES])
-def test_the_step_of_every_model_is_that_of_the_plain_run(name, residuals):
-    assert_as_plain_whatever_is_kept(in_calls_of_its_modules(name), residuals)
+def test_the_steps_of_every_model_are_those_of_the_plain_run(name, residuals):
+    # A stage that writes to what another has made is refused where that is kept itself.
+    may_refuse = name == "in place as stages" and residuals
+    with suppress(ChangedError) if may_refuse else nullcontext():
+        assert_as_plain_whatever_is_kept(*chain_of(name), three_steps, residuals)
 
 
-def torchs(fn, *args):
-    return torch_checkpoint(fn, *args, use_reentrant=False)
+@pytest.mark.sampled(48)  # each situation, with other residuals
+@in_residuals
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_every_situation(name, residuals):
+    # In a checkpoint of torch norms count twice; under autocast casts are shared across regions.
+    chain = "shared across depth" if "autocast" in name else "draws and buffers"
+    modules, x = chain_of("dropout" if "torchs" in name else chain)
+    rtol = 1e-12 if name == "gradient_of_the_gradient" else 0.0  # sums have another order
+    assert_as_plain_whatever_is_kept(modules[:4], x, SITUATIONS[name], residuals, rtol)
+
+
+# -- code that is hard on what is kept -------------------------------------------------------------
+
+
+def draws_of_which_some_are_kept(x):
+    x = drawing_attention(x.sin())
+    x = (x * torch.rand_like(x)).sin()
+    return drawing_attention(x.cos()) * torch.rand_like(x)
+
+
+def changed_through_a_view(x, linear):
+    y = linear(x)
+    y[0].mul_(2.0)
+    return y.sin()
+
+
+def changed_before_a_gradient_within(x, linear):
+    y = linear(x).mul_(2.0)
+    (slope,) = torch.autograd.grad(y.exp().sum(), x, create_graph=True)
+    return (y * slope).sin()
+
+
+def written_to_by_an_operator(x):
+    cache = torch.zeros(4, 4).double()
+    with torch.no_grad():
+        own.cached_attention(x, cache)
+    return (x * cache).sin()
+
+
+def written_where_an_operator_is_told(x, linear):
+    out = torch.zeros(4, 4).double()
+    with torch.no_grad():
+        torch.mm(x, linear.weight, out=out)
+    return (x * out).sin()
+
+
+def made_by_the_first_run_alone(x, first, second):
+    """What a cache keeps shifts all numbers: nothing is handed out in the wrong place."""
+    if not is_second_run():
+        first.table = torch.eye(4).double() @ torch.ones(4, 4).double()
+    return second((first(x.sin()) * first.table).cos()).sin()
+
+
+CODE = {
+    "fused attention": (
+        lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos(), is_causal=True),
+        leaf(2, 2, 3, 4),
+    ),
+    "masks before other draws": (
+        lambda x: F.dropout(x.sin(), 0.3) * torch.rand_like(x),
+        torch.randn(33, 65, dtype=torch.bfloat16, requires_grad=True),  # no multiple of eight
+    ),
+    "changed in the call": (lambda x, linear: linear(x).relu_().sin(), leaf(4, 4)),
+    **{
+        code.__name__: (code, leaf(4, 4))
+        for code in (
+            draws_of_which_some_are_kept, changed_through_a_view, changed_before_a_gradient_within,
+            written_to_by_an_operator, written_where_an_operator_is_told,
+            made_by_the_first_run_alone,
+        )
+    },
+}  # fmt: skip
+
+
+@in_residuals
+@pytest.mark.parametrize("name", CODE)
+def test_what_is_kept_is_right_whatever_code_does_to_it(name, residuals):
+    code, x = CODE[name]
+    num_layers = code.__code__.co_argcount - 1
+    layers = [nn.Linear(4, 4).double() for _ in range(num_layers)]
+    assert_as_plain_whatever_is_kept([Fn(code, *layers)], x, three_steps, residuals)
+
+
+@in_residuals
+def test_hooks_may_return_what_is_kept_in_another_layout(residuals):
+    def code(x, first, second):
+        return second(first(x.sin()).view(4, 6).cos()).view(-1).tanh()
+
+    hooks = partial(saved_tensors_hooks, lambda t: t.t().contiguous(), lambda t: t.t())
+    module = Fn(code, nn.Linear(5, 6), nn.Linear(6, 5)).double()
+    # Kernels depend on the layout of inputs, and so does the order of their sums.
+    situation = a_step_with(around=hooks)
+    assert_as_plain_whatever_is_kept([module], leaf(4, 5), situation, residuals, 1e-12)
 
 
 AROUND = {
     "recoup": recoup.checkpoint,
-    "torch": torchs,
+    "torch": partial(torch_checkpoint, use_reentrant=False),
     "itself": keeping,
     "half of itself": partial(keeping, keeps=frozenset([0, 3])),
 }
@@ -331,15 +213,18 @@ AROUND = {
 @pytest.mark.parametrize("outer", AROUND)
 @pytest.mark.parametrize("inner", AROUND)
 def test_one_in_another(outer, inner):
-    def step(call):
-        net, x = nn.Sequential(*(mlp() for _ in range(3))).double(), leaf(4, 6)
-        within = plainly if call is plainly else AROUND[inner]
-        return found(call(lambda x: net[2](within(net[1], net[0](x).sin())), x), x, net)
+    def call(stages, x):
+        within = AROUND[inner]
+        return AROUND[outer](lambda x: stages[2](within(stages[1], stages[0](x).sin())), x)
 
-    assert_as_plain(step, AROUND[outer])
+    modules, x = [dense(0.3).double() for _ in range(3)], leaf(4, 6)
+    plain = [modules[0], Fn(torch.sin), *modules[1:]]
+    want = outcome(built("plain", plain), x, three_steps)
+    assert_same(outcome(Called(call, modules), x, three_steps), want)
 
 
 MAKES = {
+    "a product": lambda x: torch.bmm(x, x.mT),
     "a batched product": lambda x: torch.matmul(x, x.mT),  # ends in `_unsafe_view`
     "a chunk": lambda x: torch.unsafe_chunk(x @ x.mT, 2, 1)[0],
     "a split": lambda x: torch.unsafe_split(x @ x.mT, 2, 1)[0],
@@ -358,20 +243,24 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("make", MAKES)
 def test_f1_an_output_changed_through_an_alias_with_a_version_of_its_own(make, write, when):
-    def fn(x):
+    def code(x):
         y = MAKES[make](x.sin())
         if when == "in the call":
             WRITES[write](y)
         return y, y.exp()  # saves its result alone
 
-    def step(call):
-        x = leaf(3, 4, 4)
-        y, z = call(fn, x)
-        if when == "after it":
-            WRITES[write](y)
-        return found([y, z], x)
+    def calling(keep):
+        def call(stages, x):
+            y, z = keep(stages[0], x)
+            if when == "after it":
+                WRITES[write](y)
+            return y, z
 
-    for call in (keeping, on_the_cpu, recoup.checkpoint):
-        assert_as_plain(step, call)
+        return Called(call, [Fn(code)])
+
+    x = leaf(3, 4, 4)
+    want = outcome(calling(lambda stage, x: stage(x)), x, three_steps)
+    for keep in (keeping, on_the_cpu, recoup.checkpoint):
+        assert_same(outcome(calling(keep), x, three_steps), want)
     with suppress(ChangedError, ReplayError):
-        assert_as_plain(step, partial(keeping, saved=EVERY))
+        assert_same(outcome(calling(partial(keeping, saved=EVERY)), x, three_steps), want)

@@ -28,7 +28,6 @@ from tests.plan_oracle import (
     Residual,
     assert_as_plain,
     between,
-    names_of,
     peak_of,
     square,
     stack,
@@ -54,13 +53,6 @@ def give_times(monkeypatch, **times):
 
 
 # -- what it does ----------------------------------------------------------------------------------
-
-
-def test_blocks_that_are_named():
-    model = stack()
-    for blocks in (r"[02]", ["0", "2"], [model[0], model[2]]):
-        plan = recoup.plan(model, batch(), budget="1 GiB", loss=square, blocks=blocks)
-        assert names_of(plan) == ["0", "2"]
 
 
 def test_a_total_counts_what_is_alive_before():

@@ -164,12 +164,6 @@ def test_output_layers_of_all_kinds_run_in_tiles(head, dtype):
     assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=rtol)
 
 
-def test_an_output_layer_without_a_cross_entropy_is_left_alone():
-    model, (tokens, _) = Plain(change=tied), batch()
-    plans = recoup.plan(model, tokens, loss=lambda y: y.square().mean(), tiles=True)
-    assert "tile: `head`" not in str(plans.plan(plans.least_bytes))
-
-
 def test_a_sequence_before_its_only_batch_runs_in_tiles():
     model, tokens = Plain(), batch(256, 1)[0]
     loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # noqa: E731

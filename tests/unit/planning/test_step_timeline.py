@@ -11,6 +11,7 @@ import recoup
 from recoup.flows import NICE
 from tests.oracle import assert_same_tensors
 from tests.plan_oracle import between, peak_of, square, stack, step_of
+from tests.zoo import conv_norm, transformer
 
 
 def chain(num=6, width=32, hidden=64):
@@ -18,19 +19,6 @@ def chain(num=6, width=32, hidden=64):
         return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     return stack(num, block), torch.randn(64, width)
-
-
-def convolutions():
-    def block():
-        conv = nn.Conv2d(8, 8, 3, padding=1)
-        return nn.Sequential(conv, nn.BatchNorm2d(8), nn.Dropout(0.2), nn.ReLU())
-
-    return stack(5, block), torch.randn(4, 8, 12, 12)
-
-
-def layers():
-    model = stack(3, lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
-    return model, torch.randn(4, 16, 16)
 
 
 def measured(model, x):
@@ -51,7 +39,7 @@ def modules_that(what, timeline):
 
 
 def test_the_most_bytes_are_those_of_the_meter_and_of_the_plan_and_no_trace_is_left():
-    model, x = convolutions()
+    model, x = stack(5, conv_norm), torch.randn(4, 3, 12, 12)
     step = step_of(model, x)
     step()
     gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
@@ -96,7 +84,7 @@ def test_blocks_that_run_again_say_so_as_often_as_planned():
     assert max(block.num_forwards for block in plan.blocks) > 2
     ways = {e.module.partition(".")[0]: e.way for e in found.planned.stretches if "." in e.module}
     assert ways == {block.name: block.way for block in plan.blocks}
-    plan, found = told(*layers(), 0.5)
+    plan, found = told(stack(3, transformer), torch.randn(4, 16, 8), 0.5)
     keeping = {block.name for block in plan.blocks if block.way == "keep products"}
     again = {*modules_that("runs again", found.planned)}
     assert keeping

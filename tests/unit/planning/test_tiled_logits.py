@@ -234,10 +234,13 @@ def test_what_logits_in_tiles_cannot_give_is_an_error(doubles, name):
     model.zero_grad()
 
 
-def test_a_function_of_another_library_is_left_alone_by_a_plan():
-    model = Plain()
-    made = recoup.plan(model, TOKENS, loss=_Own.apply, budget="30 MiB", tiles=True)
+@pytest.mark.parametrize("loss", [_Own.apply, lambda y: y.square().mean()])
+def test_an_output_layer_whose_loss_is_no_cross_entropy_is_left_alone(loss):
+    """Such as a function of another library."""
+    model = Plain(change=tied)
+    made = recoup.plan(model, TOKENS, loss=loss, budget="30 MiB", tiles=True)
     assert made.planned.tiled is None
+    assert "tile: `head`" not in str(made)
     with made.applied():
         assert type(model(TOKENS)) is torch.Tensor
 
