@@ -84,23 +84,6 @@ def test_block_of_revnets():
     assert torch.equal(y, torch.cat([y1, x2 + g(y1)], dim=1))
 
 
-def test_networks_are_asked_through_evaluate_once_in_each_direction():
-    asked = []
-
-    class Spy(AdditiveCoupling):
-        def evaluate(self, network, *inputs, then=None):
-            asked.append(network)
-            return super().evaluate(network, *inputs, then=then)
-
-    f, g = Says(1.0, num_channels=2), Says(2.0, num_channels=2)
-    layer = Spy(f, g)
-    y, _ = layer(torch.randn(3, 4))
-    assert asked == [f, g]
-    layer.inverse(y)
-    assert asked == [f, g, g, f]
-    assert (f.num_calls, g.num_calls) == (2, 2)
-
-
 def test_what_the_docstrings_say_is_kept():
     x, k = torch.randn(2, 4, 8, 8, requires_grad=True), 16
     unit = x.untyped_storage().nbytes()
