@@ -17,7 +17,7 @@ from recoup._core import outcome, slots
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import AdditiveCoupling, Chain
-from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape, constant
+from recoup.schedules import constant
 from tests.alive import no_collector
 from tests.deciding import is_second_run
 from tests.oracle import Operators, hooks_in_force
@@ -79,16 +79,6 @@ def test_a_region_around_regions_stops_before_the_last_of_them(dropout):
     for _ in range(2):
         assert all(map(torch.equal, step(recoup.checkpoint), wanted))
     assert [runs.count(index) for index in range(3)] == [3, 3, 3 if dropout else 2]
-
-
-def test_an_input_that_is_kept_and_passed_on_is_not_overwritten():
-    """The first stage of a segment returns its input, and the second changes it in place."""
-    tape = (Tape(0), Tape(1), Tape(2))
-    actions = (Keep(0), Advance(0, 3), Load(0), Drop(0), *tape, *(Reverse(i) for i in (2, 1, 0)))
-    modules, x = [nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(6, 6)], leaf(5, 6)
-    chain = recoup.Sequential(*modules, memory=Schedule(3, actions)).double()
-    want = torch.autograd.grad(modules[2](x.relu()).sin().sum(), x)
-    assert torch.equal(*torch.autograd.grad(chain(x).sin().sum(), x), *want)
 
 
 def raises_again(x):

@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from recoup._core.graph_ends import nodes_of
-from recoup._core.saved_tensors import Way, current, pair_in_force
+from recoup._core.saved_tensors import Way
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals
 from tests.alive import no_collector
+from tests.oracle import state_of_torch
 
 WAYS = get_args(Way)
 X_BYTES = 32 * 16 * 4
@@ -98,23 +99,11 @@ def listed(fn):
     ]
 
 
-def state():
-    return (
-        pair_in_force(),
-        torch._C._len_torch_function_stack(),
-        dict(nn.modules.module._global_forward_hooks),
-        dict(nn.modules.module._global_forward_pre_hooks),
-        dict(nn.modules.module._global_forward_hooks_always_called),
-        current.observer,
-        torch.is_grad_enabled(),
-    )
-
-
 @pytest.fixture(autouse=True)
 def nothing_remains():
-    before = state()
+    before = state_of_torch()
     yield
-    assert state() == before
+    assert state_of_torch() == before
 
 
 # -- bytes: those that the tracker sees alive ------------------------------------------------------
