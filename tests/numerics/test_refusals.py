@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from recoup.schedules import (
 from tests.deciding import is_second_run
 from tests.invertible_zoo import invertible_chain_of, net
 from tests.oracle import hooks_in_force, loss_of_all, tensors
+from tests.ways import called
 from tests.zoo import dense, leaf
 
 
@@ -132,13 +132,6 @@ def test_lazy_modules_are_called_outside_of_a_region_first():
         recoup.checkpoint(lazy, torch.randn(4, 6))
     lazy(torch.randn(4, 6))
     recoup.checkpoint(lazy, torch.randn(4, 6)).sum().backward()
-
-
-def called(way, *modules):
-    """Modules in a row: in a checkpoint, in a value that is not kept, or in a chain."""
-    fn = nn.Sequential(*modules) if len(modules) > 1 else modules[0]
-    regions = {"checkpoint": partial(recoup.checkpoint, fn), "value": recoup.recompute(fn)}
-    return regions.get(way) or recoup.Sequential(*modules, memory=way)
 
 
 CULPRITS = {

@@ -21,6 +21,7 @@ from recoup.schedules import constant
 from tests.alive import no_collector
 from tests.deciding import is_second_run
 from tests.oracle import Operators, hooks_in_force
+from tests.ways import called
 from tests.zoo import Fn, dense, leaf
 
 
@@ -157,13 +158,9 @@ class Counts(nn.Module):
 
 def test_a_buffer_that_is_a_residual_and_changes_before_backward():
     """Plain torch refuses this; here it is what the buffer was when it was multiplied."""
-    for make in (
-        lambda module: partial(recoup.checkpoint, module),
-        recoup.recompute,
-        lambda module: recoup.Sequential(module, nn.Identity(), memory="inputs"),
-    ):
+    for way in ("checkpoint", "value", "inputs"):
         module, x = Counts(), torch.ones(3, requires_grad=True)
-        call = make(module)
+        call = called(way, module, *([nn.Identity()] if way == "inputs" else []))
         first, _ = call(x), call(x)
         first.sum().backward()
         assert x.grad.tolist() == [2.0] * 3
