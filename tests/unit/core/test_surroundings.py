@@ -9,6 +9,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from recoup._core.operators import InMode
 from recoup.errors import ChangedError, ReplayError
 from tests.oracle import Operators
 from tests.plan_oracle import Made
+from tests.ways import one_by_one, recomputing
 from tests.zoo import Fn
 
 
@@ -100,7 +102,7 @@ def planned(model, x):
 
 
 def checkpointed(model, x):
-    return lambda x: recoup.checkpoint(model[1], recoup.checkpoint(model[0], x))
+    return partial(one_by_one, model)
 
 
 def counts_of(model):
@@ -152,11 +154,7 @@ def chained(model, x):
 
 
 def recomputed(model, x):
-    def run(x):
-        with recoup.recomputing():
-            return model(x)
-
-    return run
+    return partial(recomputing, model)
 
 
 @pytest.mark.parametrize("way", [planned, checkpointed, chained, recomputed])
