@@ -49,9 +49,7 @@ MODELS = {  # and the most calls of a step
     "sqrt": (lambda: recoup.Sequential(*(small(8) for _ in range(10)), memory="sqrt"), 253),
     "constant": (lambda: Chain(*couplings(), memory="constant"), 2450),
     "noise": (lambda: recoup.weight_noise(nn.Linear(8, 8)), 60),
-    "noise and dropout": (
-        lambda: recoup.weight_dropout(recoup.weight_noise(nn.Linear(8, 8))), 130,
-    ),
+    "noise and dropout": (lambda: recoup.weight_dropout(recoup.weight_noise(nn.Linear(8, 8))), 130),
 }  # fmt: skip
 
 

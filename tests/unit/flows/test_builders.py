@@ -81,20 +81,14 @@ BOARDS = NORM, BOARD, NORM, BOARD_2, NORM, BOARD
 @pytest.mark.parametrize(
     ("name", "options", "kinds"),
     [
-        (
-            "realnvp", {"num_steps": 3},
-            ["Logit", *BOARDS, "Squeeze", NORM, HALVES, NORM, HALVES_2, NORM, HALVES, "Split",
-             *BOARDS],
-        ),
-        (
-            "flow++", {"num_steps": 1},
-            ["Logit", NORM, BOARD, "Squeeze", NORM, MIX, HALVES, NORM, MIX, BOARD],
-        ),
-        (
-            # The mixing takes the place of turns: every coupling changes the second half.
-            "glow", {"alpha": None, "num_steps": 1},
-            ["Normalize", "Squeeze", NORM, MIX, HALVES, "Split", "Squeeze", NORM, MIX, HALVES],
-        ),
+        ("realnvp", {"num_steps": 3},
+         ["Logit", *BOARDS, "Squeeze", NORM, HALVES, NORM, HALVES_2, NORM, HALVES, "Split",
+          *BOARDS]),
+        ("flow++", {"num_steps": 1},
+         ["Logit", NORM, BOARD, "Squeeze", NORM, MIX, HALVES, NORM, MIX, BOARD]),
+        # The mixing takes the place of turns: every coupling changes the second half.
+        ("glow", {"alpha": None, "num_steps": 1},
+         ["Normalize", "Squeeze", NORM, MIX, HALVES, "Split", "Squeeze", NORM, MIX, HALVES]),
         ("iresnet", {"num_levels": 2}, ["Logit", *SCALE, *SCALE, NORM]),
         ("iresnet", {"alpha": None, "num_steps": 1}, ["Normalize", *SCALE[:3], NORM]),
     ],
