@@ -273,11 +273,14 @@ def test_a_full_disk(folder, monkeypatch):
     assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad(model(x).sum(), x))
 
 
-def test_where_nothing_can_be_saved(folder):
+def test_nothing_is_left(folder):
     def loss(x):
         with recoup.offloading(1, folder):
-            return x.sum()
+            return (x.sin() @ torch.ones(3)).sum()
 
+    with pytest.raises(RuntimeError, match="size"):
+        loss(torch.ones(4, 4, requires_grad=True))
+    assert pair_in_force() is None
     with torch.no_grad(), recoup.offloading(1, folder):
         assert pair_in_force() is None
     with pytest.raises(RecoupError, match=r"torch\.func"):
