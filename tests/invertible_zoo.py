@@ -184,6 +184,19 @@ def twice_in_one() -> list[InvertibleModule]:
     return [AdditiveCoupling(network, network) for _ in range(3)]
 
 
+def stiff(
+    depth: int, scale: float = 3.0, kind: type[AdditiveCoupling] = AdditiveCoupling, **options: Any
+) -> list[InvertibleModule]:
+    """Couplings of 16 values; with networks of this scale, inverses lose their way."""
+    torch.manual_seed(0)
+    networks = [
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2 * depth)
+    ]
+    for parameter in nn.ModuleList(networks).parameters():
+        parameter.data *= scale
+    return [kind(*pair, **options) for pair in zip(networks[::2], networks[1::2], strict=True)]
+
+
 INVERTIBLE: dict[str, Callable[[], tuple[list[InvertibleModule], Tensor]]] = {
     "couplings": lambda: (couplings(0.0), leaf(4, 6)),
     "dropout": lambda: (couplings(0.5), leaf(4, 6)),

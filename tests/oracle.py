@@ -9,13 +9,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules import module
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
+
+from recoup._core import saved_tensors
+from recoup._core.saved_tensors import pair_in_force
+from recoup.weights.steps import local
 
 
 def hooks_in_force():
     """The innermost pair of saved-tensor hooks: None where nobody has left any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def state_of_torch() -> dict[str, Any]:
+    """What code may change for a while in torch and in recoup, and must put back."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return {
+        "hooks": pair_in_force(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack() + is_in_torch_dispatch_mode(),
+        "function modes": torch.overrides._get_current_function_mode_stack(),
+        "grad mode": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), nesting),
+        "an observer": saved_tensors.current.observer,
+        "forwards": [*local.frames, *local.lists],
+        "hooks of modules": [
+            dict(each) for name, each in vars(module).items() if name.startswith("_global_forward")
+        ],
+    }
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -145,6 +145,13 @@ def built(way, modules):
     return Called(CALLS.get(way, nn.Sequential.__call__), modules)
 
 
+def called(way, *modules):
+    """Modules in a row as they are: in a checkpoint, in a value that is not kept, or in a chain."""
+    fn = nn.Sequential(*modules) if len(modules) > 1 else modules[0]
+    regions = {"checkpoint": partial(recoup.checkpoint, fn), "value": recoup.recompute(fn)}
+    return regions.get(way) or recoup.Sequential(*modules, memory=way)
+
+
 # -- situations ------------------------------------------------------------------------------------
 
 

@@ -10,14 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
 from recoup import weights
-from recoup._core import saved_tensors as save_observer
-from recoup._core.saved_tensors import pair_in_force
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain
-from recoup.weights.steps import local
+from tests.oracle import state_of_torch
 
 X = torch.linspace(-20, 20, 512 * 6).reshape(512, 6).sin()
 TRAP = SimpleNamespace(place="", error=KeyError)  # where a step raises, and what
@@ -133,21 +130,6 @@ MODES = ONCE | {
     "sampled": (flow, by(lambda flow, x: flow.log_prob(flow.sample(4).detach()))),
     "planned": (planned, by(nn.Module.__call__)),
 }
-
-
-def state_of_torch():
-    nesting = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return {
-        "hooks": pair_in_force(),
-        "dispatch modes": torch._C._len_torch_dispatch_stack() + is_in_torch_dispatch_mode(),
-        "function modes": torch.overrides._get_current_function_mode_stack(),
-        "grad mode": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), nesting),
-        "an observer": save_observer.current.observer,
-        "forwards": [*local.frames, *local.lists],
-        "hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
-    }
 
 
 def run(step, model, state):

@@ -209,19 +209,6 @@ def test_an_error_in_the_first_step_leaves_the_chain_as_it_was(monkeypatch):
     step()
 
 
-class OneWay(Off):
-    error = NotImplementedError("no closed form")
-
-
-def test_a_module_without_an_inverse_is_not_inverted():
-    model = nn.Sequential(*(OneWay() for _ in range(6)))
-    for each in model:
-        each.forward = lambda x, scale=each.scale: (scale * x).sin()
-    with pytest.warns(UserWarning, match=r"No block is inverted.*no closed form"):
-        frontier = recoup.plan(model, batch(), exact=False)
-    assert frontier.least_bytes == recoup.plan(model, batch()).least_bytes
-
-
 @pytest.mark.drifts
 def test_a_module_whose_inverse_drifts_is_not_inverted_or_an_error():
     chain, _, _, _ = assert_inverts(lambda memory: chain_of(memory, [Off]), batch())
@@ -296,18 +283,22 @@ def test_a_state_is_computed_again_over_stages_that_were_taped():
     assert chain.drift.refused
 
 
-class OfAnotherShape(AdditiveCoupling):
-    """A coupling whose inverse is wrong."""
+class OneWay(Off):
+    error = NotImplementedError("no closed form")
 
+
+class OfAnotherShape(Off):
     def inverse(self, y):
-        return super().inverse(y)[0][:, :2], super().inverse(y)[1]
+        x, log_det = super().inverse(y)
+        return x[:, :2], log_det
 
 
-def test_blocks_that_cannot_be_inverted_are_not():
-    blocks = [OfAnotherShape(*(nn.Linear(DIM // 2, DIM // 2) for _ in "ab")) for _ in range(6)]
-    chain, x = Chain(*blocks).double(), batch()
-    loss = lambda output: output[0].square().sum()  # noqa: E731
-    with pytest.warns(UserWarning, match="No block is inverted"):
-        frontier = recoup.plan(chain, x, loss=loss, exact=False, blocks=list(chain))
-    plan = frontier.plan(frontier.least_bytes)
-    assert_as_plain(plan, lambda: loss(chain(x)).backward())
+@pytest.mark.parametrize(("kind", "words"), [(OneWay, "no closed form"), (OfAnotherShape, "")])
+def test_blocks_that_cannot_be_inverted_are_not(kind, words):
+    chain, x = Chain(*(kind() for _ in range(6))).double(), batch()
+    loss = lambda output: output[0].sin().sum()  # noqa: E731
+    given = {"loss": loss, "blocks": list(chain)}
+    with pytest.warns(UserWarning, match=f"No block is inverted.*{words}"):
+        frontier = recoup.plan(chain, x, **given, exact=False)
+    assert frontier.least_bytes == recoup.plan(chain, x, **given).least_bytes
+    assert_as_plain(frontier.plan(frontier.least_bytes), lambda: loss(chain(x)).backward())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from recoup.schedules import (
 from tests.deciding import is_second_run
 from tests.invertible_zoo import invertible_chain_of, net
 from tests.oracle import hooks_in_force, loss_of_all, tensors
+from tests.ways import called
 from tests.zoo import dense, leaf
 
 
@@ -146,11 +146,8 @@ CULPRITS = {
 @pytest.mark.parametrize("name", CULPRITS)
 def test_errors_name_the_culprit(name, way):
     change, said = CULPRITS[name]
-    model, others = dense(0.5).double(), [dense().double() for _ in range(8)]
-    if way == "sqrt":
-        y = recoup.Sequential(*others[:4], model, *others[4:], memory="sqrt")(leaf(3, 6))
-    else:
-        y = recoup.checkpoint(model, leaf(3, 6))
+    model, others = dense(0.5).double(), [dense().double() for _ in range(4 * (way == "sqrt"))]
+    y = called(way, *others, model, *others)(leaf(3, 6))
     change(model)
     for _ in range(2):
         with pytest.raises(ChangedError, match=said):
@@ -178,10 +175,8 @@ def test_a_second_run_that_differs(name, way):
         def forward(self, x):
             return OTHERWISE[name][0](x, int(is_second_run()))
 
-    call = partial(recoup.checkpoint, Stage())
-    if way != "checkpoint":
-        call = recoup.Sequential(Stage(), *(nn.Identity() for _ in range(5)), memory=way)
-    y = call(leaf(4, 4))
+    others = [] if way == "checkpoint" else [nn.Identity() for _ in range(5)]
+    y = called(way, Stage(), *others)(leaf(4, 4))
     with pytest.raises(ReplayError, match=f"Stage.*{OTHERWISE[name][1]}"):
         y.sum().backward()
 
@@ -190,11 +185,8 @@ def test_a_second_run_that_differs(name, way):
 @pytest.mark.parametrize("is_second", [False, True])
 def test_an_input_that_is_changed_in_place(way, is_second):
     """Before the first backward, or before the second."""
-    h, stages = leaf(4, 6) * 1.0, [dense().double() for _ in range(6)]
-    if way == "checkpoint":
-        loss = recoup.checkpoint(nn.Sequential(*stages), h).sum()
-    else:
-        loss = recoup.Sequential(*stages, memory=way)(h).sum()
+    h = leaf(4, 6) * 1.0
+    loss = called(way, *(dense().double() for _ in range(6)))(h).sum()
     if is_second:
         torch.autograd.grad(loss, h, retain_graph=True)
     with torch.no_grad():
@@ -221,18 +213,11 @@ def test_an_end_of_a_constant_chain_that_is_changed_in_place(name, place, words)
         loss_of_all(ends[1]).backward()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda layer: partial(recoup.checkpoint, layer),
-        recoup.recompute,
-        lambda layer: recoup.Sequential(layer, nn.Identity(), memory="inputs"),
-    ],
-)
-def test_a_weight_that_shows_in_no_residual(make):
+@pytest.mark.parametrize("way", ["checkpoint", "value", "inputs"])
+def test_a_weight_that_shows_in_no_residual(way):
     """The input of a linear layer stays the same, and its gradient is that of another weight."""
     layer, x = nn.Linear(5, 5), torch.randn(3, 5, requires_grad=True)
-    loss = make(layer)(x).sum()
+    loss = called(way, layer, *([nn.Identity()] if way == "inputs" else []))(x).sum()
     with torch.no_grad():
         layer.weight.mul_(2)
     with pytest.raises(ChangedError, match=r"A parameter that .* was changed in place"):
@@ -260,9 +245,8 @@ def with_a_transform(x):
 @pytest.mark.parametrize("way", ["checkpoint", "value", "sqrt"])
 def test_transforms_of_torch_say_so(way):
     """Around a region, and in it."""
-    chain = recoup.Sequential(nn.Tanh(), *[dense().double()] * 4, memory="sqrt")
-    ways = {"checkpoint": partial(recoup.checkpoint, with_a_transform), "sqrt": chain}
-    call, x = ways.get(way) or recoup.recompute(with_a_transform), leaf(4, 6)
+    in_a_row = nn.Tanh(), *[dense().double()] * 4
+    call, x = called(way, *(in_a_row if way == "sqrt" else [with_a_transform])), leaf(4, 6)
     with pytest.raises(RecoupError, match=r"torch\.func|saved tensor hooks"):
         torch.func.grad(lambda x: call(x).sum())(x.detach())
     if way != "sqrt":

@@ -17,10 +17,11 @@ from recoup._core import outcome, slots
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import AdditiveCoupling, Chain
-from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape, constant
+from recoup.schedules import constant
 from tests.alive import no_collector
 from tests.deciding import is_second_run
 from tests.oracle import Operators, hooks_in_force
+from tests.ways import called
 from tests.zoo import Fn, dense, leaf
 
 
@@ -79,16 +80,6 @@ def test_a_region_around_regions_stops_before_the_last_of_them(dropout):
     for _ in range(2):
         assert all(map(torch.equal, step(recoup.checkpoint), wanted))
     assert [runs.count(index) for index in range(3)] == [3, 3, 3 if dropout else 2]
-
-
-def test_an_input_that_is_kept_and_passed_on_is_not_overwritten():
-    """The first stage of a segment returns its input, and the second changes it in place."""
-    tape = (Tape(0), Tape(1), Tape(2))
-    actions = (Keep(0), Advance(0, 3), Load(0), Drop(0), *tape, *(Reverse(i) for i in (2, 1, 0)))
-    modules, x = [nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(6, 6)], leaf(5, 6)
-    chain = recoup.Sequential(*modules, memory=Schedule(3, actions)).double()
-    want = torch.autograd.grad(modules[2](x.relu()).sin().sum(), x)
-    assert torch.equal(*torch.autograd.grad(chain(x).sin().sum(), x), *want)
 
 
 def raises_again(x):
@@ -167,13 +158,9 @@ class Counts(nn.Module):
 
 def test_a_buffer_that_is_a_residual_and_changes_before_backward():
     """Plain torch refuses this; here it is what the buffer was when it was multiplied."""
-    for make in (
-        lambda module: partial(recoup.checkpoint, module),
-        recoup.recompute,
-        lambda module: recoup.Sequential(module, nn.Identity(), memory="inputs"),
-    ):
+    for way in ("checkpoint", "value", "inputs"):
         module, x = Counts(), torch.ones(3, requires_grad=True)
-        call = make(module)
+        call = called(way, module, *([nn.Identity()] if way == "inputs" else []))
         first, _ = call(x), call(x)
         first.sum().backward()
         assert x.grad.tolist() == [2.0] * 3

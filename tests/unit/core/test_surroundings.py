@@ -9,16 +9,19 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
 from recoup._core.operators import InMode
 from recoup.errors import ChangedError, ReplayError
+from tests.oracle import Operators
 from tests.plan_oracle import Made
+from tests.ways import one_by_one, recomputing
 from tests.zoo import Fn
 
 
@@ -99,7 +102,7 @@ def planned(model, x):
 
 
 def checkpointed(model, x):
-    return lambda x: recoup.checkpoint(model[1], recoup.checkpoint(model[0], x))
+    return partial(one_by_one, model)
 
 
 def counts_of(model):
@@ -151,11 +154,7 @@ def chained(model, x):
 
 
 def recomputed(model, x):
-    def run(x):
-        with recoup.recomputing():
-            return model(x)
-
-    return run
+    return partial(recomputing, model)
 
 
 @pytest.mark.parametrize("way", [planned, checkpointed, chained, recomputed])
@@ -291,30 +290,25 @@ def test_a_plan_keeps_such_blocks_and_says_so():
     assert state.seen == 16
 
 
-class Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_flags_of_dispatch_modes_stay_as_they_were_where_threads_overlap():
     """The thread that began first ends first: the other one found the flags set."""
     is_entered, is_left = threading.Event(), threading.Event()
 
     def run():
-        with suppress(KeyError), InMode(Mode()):
+        with suppress(KeyError), InMode(Operators()):
             is_entered.set()
             is_left.wait(10)
             raise KeyError
 
     thread = threading.Thread(target=run)
-    with InMode(Mode()):
+    with InMode(Operators()):
         thread.start()
         assert is_entered.wait(10)
         assert is_in_torch_dispatch_mode()
     is_left.set()
     thread.join()
     assert not is_in_torch_dispatch_mode()
-    with Mode():
+    with Operators():
         run()
         assert is_in_torch_dispatch_mode()
     assert not is_in_torch_dispatch_mode()

@@ -140,35 +140,37 @@ def test_progress_is_a_line_for_each_epoch(capsys):
     assert [line.split()[1] for line in printed.err.splitlines()] == ["1:", "2:"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"data": torch.zeros(9, 3)},
-            r"`images` is Tensor \(9, 3\), but must be a tensor .* \(N, 2\)",
-        ),
-        (
-            {"data": (torch.zeros(9, 2), torch.zeros(9))},
-            r"`images` is Tensor \(9, 2\), Tensor \(9,\), but must be a tensor",
-        ),
-        ({"data": points().index_fill(0, torch.tensor([7]), torch.nan)}, "`images` has values tha"),
-        ({"data": points().numpy()}, "`images` is ndarray.* torch.from_numpy"),
-        ({"data": torch.zeros(1, 2)}, "`images` has 1 samples, and none are left"),
-        ({"validation": torch.zeros(9, 3)}, "`validation` is Tensor"),
-        ({"validation": 0.0}, "`validation` is 0.0"),
-        ({"test": 1.0}, "`test` is 1.0"),
-        ({"epochs": 0}, "`epochs` is 0, but must be a whole number"),
-        ({"patience": 2.5}, "`patience` is 2.5"),
-        ({"batch_size": 0}, "`batch_size` is 0"),
-        ({"learning_rate": -1.0}, "`learning_rate` is -1.0"),
-        ({"learning_rate": float("nan")}, "`learning_rate` is nan"),
-        ({"seed": 1.5}, "`seed` is 1.5"),
-        ({"memory": "cubic"}, "`memory` is 'cubic'"),
-    ],
-)
-def test_a_mistake_is_named(options, message):
+MISTAKES = {
+    r"`images` is Tensor \(9, 3\), but must be a tensor .* \(N, 2\)": {"data": torch.zeros(9, 3)},
+    r"`images` is Tensor \(9, 2\), Tensor \(9,\), but must be a tensor":
+        {"data": (torch.zeros(9, 2), torch.zeros(9))},
+    "`images` has values tha": {"data": points().index_fill(0, torch.tensor([7]), torch.nan)},
+    "`images` is ndarray.* torch.from_numpy": {"data": points().numpy()},
+    "`images` has 1 samples, and none are left": {"data": torch.zeros(1, 2)},
+    "`validation` is Tensor": {"validation": torch.zeros(9, 3)},
+    "`validation` is 0.0": {"validation": 0.0},
+    "`test` is 1.0": {"test": 1.0},
+    "`epochs` is 0, but must be a whole number": {"epochs": 0},
+    "`patience` is 2.5": {"patience": 2.5},
+    "`batch_size` is 0": {"batch_size": 0},
+    "`learning_rate` is -1.0": {"learning_rate": -1.0},
+    "`learning_rate` is nan": {"learning_rate": math.nan},
+    "`seed` is 1.5": {"seed": 1.5},
+    "`memory` is 'cubic'": {"memory": "cubic"},
+    "nothing to train": {"flow": small_flow().requires_grad_(False)},
+    "`flow` is Linear.*, but must be a Flow": {"flow": nn.Linear(2, 2)},
+    **{rf"`images\[1\]` {words}":
+        {"flow": small_flow(num_classes=3), "data": (torch.zeros(9, 2), labels)}
+       for words, labels in (("is .*torch.float32", torch.rand(9)),
+                             (r"is .*shape \(8,\)", torch.arange(8)),
+                             ("holds -1 to 7", torch.arange(9) - 1))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_named(message):
     with pytest.raises(ValueError, match=message):
-        fitted(small_flow(), **options)
+        fitted(**{"flow": small_flow()} | MISTAKES[message])
 
 
 def test_each_value_must_be_a_grey_level():
@@ -179,20 +181,6 @@ def test_each_value_must_be_a_grey_level():
         with pytest.raises(ValueError, match=r"`images` .* whole grey levels, 0 to 16"):
             fitted(flow, pictures, memory="sqrt")
     assert flow.memory != "sqrt"
-
-
-@pytest.mark.parametrize(
-    ("flow", "data", "message"),
-    [
-        (small_flow().requires_grad_(False), None, "nothing to train"),
-        (nn.Linear(2, 2), None, "`flow` is Linear.*, but must be a Flow"),
-        *((small_flow(num_classes=3), (torch.zeros(9, 2), labels), r"`images\[1\]` ")
-          for labels in (torch.rand(9), torch.arange(8), torch.arange(9) - 1)),
-    ],
-)  # fmt: skip
-def test_a_model_that_is_none_or_frozen_and_labels_are_named(flow, data, message):
-    with pytest.raises(ValueError, match=message):
-        fitted(flow, data)
 
 
 def test_a_training_that_diverges_is_seen_and_extra_states_may_be_anything():

@@ -27,10 +27,7 @@ from recoup.invertible import (
     Split,
     Squeeze,
 )
-
-
-def mlp(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs))
+from tests.invertible_zoo import net
 
 
 def conv(inputs: int, outputs: int) -> nn.Module:
@@ -46,7 +43,7 @@ def images(*size: int) -> Tensor:
 def mixture(k: int, halves: tuple[int, int], *size: int, **options: Any) -> Any:
     """A coupling of mixtures of `k`, and what it takes: how much is given, and how much changed."""
     given, changed = halves
-    network = (conv if size else mlp)(given, (3 * k + 2) * changed)
+    network = (conv if size else net)(given, (3 * k + 2) * changed)
     channels = given if "split" in options else given + changed
     return MixtureCoupling(network, num_components=k, **options), images(channels, *size)
 
@@ -58,9 +55,9 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "conv1x1-lu": lambda: (InvertibleConv1x1LU(3), images(3, 2, 2)),
     "additive": lambda: (AdditiveCoupling(conv(2, 2)), images(4, 2, 3)),
     "additive-two": lambda: (AdditiveCoupling(conv(2, 1), conv(1, 2)), images(3, 2, 2)),
-    "revnet": lambda: (AdditiveCoupling(mlp(1, 2), mlp(2, 1), condition="second"), images(3)),
+    "revnet": lambda: (AdditiveCoupling(net(1, 2), net(2, 1), condition="second"), images(3)),
     "affine-two": lambda: (AffineCoupling(conv(2, 2), conv(1, 4)), images(3, 2, 2)),
-    "affine-second": lambda: (AffineCoupling(mlp(1, 4), condition="second"), images(3)),
+    "affine-second": lambda: (AffineCoupling(net(1, 4), condition="second"), images(3)),
     "additive-board": lambda: (
         AdditiveCoupling(conv(2, 2), conv(2, 2), split="checkerboard"), images(2, 2, 4)
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import distributions, nn
 from torch import distributions as dist
+from torch import nn
 
 import recoup
 from recoup.errors import NotInvertibleError
@@ -26,26 +26,11 @@ from recoup.invertible import (
     adapt,
     check_invertible,
 )
-from tests.invertible_zoo import INVERTIBLE, Scale, invertible_chain_of
-from tests.oracle import assert_same_step, run_step
+from tests.invertible_zoo import Scale
+from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.zoo import leaf
 
 every_memory = pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
-
-
-@pytest.mark.parametrize("name", sorted(INVERTIBLE))
-def test_the_inverse_undoes_forward(name):
-    modules, x = invertible_chain_of(name)
-    model = Chain(*modules)
-    model(x)  # ActNorm starts
-    model.eval()
-    for memory in ("linear", "constant"):
-        model.memory = memory
-        y, log_det = model(x)
-        back, undone = model.inverse(y)
-        torch.testing.assert_close(back, x, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(undone, -log_det, rtol=0, atol=1e-9)
-        assert log_det.shape == (len(x),)
 
 
 class ForwardOnly(ActNorm):
@@ -99,7 +84,7 @@ def learned_noise():
 
 def adapted():
     loc = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    transform = distributions.AffineTransform(loc, 2.0, event_dim=1)
+    transform = dist.AffineTransform(loc, 2.0, event_dim=1)
     first, second = adapt(transform), adapt(transform)
     first.loc = loc  # of a transform, which is no module
     return [ActNorm(4), first, second]
@@ -131,7 +116,7 @@ def test_gradients_are_those_of_linear_memory(name):
         assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
 
 
-@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+@every_memory
 def test_hooks_on_an_inner_chain_run_in_backward(memory):
     calls, inner = [], Chain(Flip(), ActNorm(2).eval())
     inner.register_full_backward_pre_hook(lambda *_: calls.append(1))
@@ -265,19 +250,16 @@ def test_those_that_saturate_are_recomputed_and_an_invertible_module_is_returned
 
 
 def test_a_norm_that_was_frozen_before_counts_once():
-    found = []
-    for memory in ("linear", "constant"):
-        torch.manual_seed(0)
-        nets = [
-            nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)
-        ]
-        chain = Chain(
-            *(layer for net in nets for layer in (AffineCoupling(net), Flip())), memory=memory
-        )
-        for is_training in (False, True, True):
-            for net in nets:
-                net[1].train(is_training)
-            y, log_det = chain(torch.randn(16, 4) + 1)
-            (y.square().sum() - log_det.sum()).backward()
-        found.append(nets[-1][1].state_dict())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    nets = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)]
+    chain = Chain(*(layer for net in nets for layer in (AffineCoupling(net), Flip()))).double()
+
+    def three_steps(chain, x):
+        for is_training in (False, True):
+            for coupling in chain[::2]:
+                coupling.network[1].train(is_training)
+            loss_of_all(chain(x)).backward()
+        return chain(x)
+
+    x = leaf(16, 4)
+    want = run_step(chain, x, call=three_steps)
+    assert_same_step(run_step(chain, x, call=three_steps, memory="constant"), want, rtol=1e-10)

@@ -83,40 +83,28 @@ NUMBER = {"log_det": lambda self, d: (d.detach(),)}  # training drives the scale
 DEPENDS, GRADIENTS = "no gradient, though it depends on:", "wrong: a stage before (log_scale), w"
 DAMAGED = {  # the module, the names of findings, and what the report says
     "inverse": (Scale(inverse=lambda self, x, d: (x + 1e-3, d)), [*ROUND_TRIPS, "constant"], ""),
-    "no inverse": (
-        Scale(inverse=raises), [*ROUND_TRIPS, "log-det of", OF_INVERSE, "constant"],
-        "NotImplementedError: not written yet",
-    ),
+    "no inverse": (Scale(inverse=raises), [*ROUND_TRIPS, "log-det of", OF_INVERSE, "constant"],
+                   "NotImplementedError: not written yet"),
     "sign": (Scale(inverse=lambda self, x, d: (x, -d)), [LOG_DETS, OF_INVERSE], ""),
-    "absolute": (
-        Scale(log_det=lambda self, d: (d.abs(),)), [JACOBIAN, OF_LOG_DET, OF_INVERSE], ""
-    ),
+    "absolute": (Scale(log_det=lambda self, d: (d.abs(),)), [JACOBIAN, OF_LOG_DET, OF_INVERSE], ""),
     "a number": (Scale(**NUMBER), [OF_LOG_DET, OF_INVERSE], f"{DEPENDS} w"),
     "a number within": (
         Chain(Flip(), Scale(**NUMBER), Flip()), [OF_LOG_DET, OF_INVERSE], f"{DEPENDS} 1.w"
     ),
     "a number back": (Scale(inverse=lambda self, x, d: (x, d.detach())), [OF_INVERSE], ""),
-    "training": (
-        Scale(inverse=lambda self, x, d: (x + self.training, d)), ["constant"], GRADIENTS
-    ),
+    "training": (Scale(inverse=lambda self, x, d: (x + self.training, d)), ["constant"], GRADIENTS),
     "nan in training": (
         Scale(inverse=lambda self, x, d: (x * math.nan if self.training else x, d)),
         ["constant"], GRADIENTS,
     ),
     "not of x": (Bends(("x",)), [OF_LOG_DET, OF_INVERSE], f"{DEPENDS} the input"),
     "not of w": (Bends(("w",)), [OF_LOG_DET, OF_INVERSE], f"{DEPENDS} w"),
-    "no pair": (
-        Scale(forward=lambda self, y, d: y), ["what forward returns"],
-        "returned a tensor of shape (3, 3)",
-    ),
-    "dimensions": (
-        Scale(forward=lambda self, y, d: (y[:, :2], d)), None,
-        "`forward` maps 3 numbers a sample to 2",
-    ),
+    "no pair": (Scale(forward=lambda self, y, d: y), ["what forward returns"],
+                "returned a tensor of shape (3, 3)"),
+    "dimensions": (Scale(forward=lambda self, y, d: (y[:, :2], d)), None,
+                   "`forward` maps 3 numbers a sample to 2"),
     "context": (OfContext("the gradient"), [OF_LOG_DET], f"{DEPENDS} the context"),
-    "context of the inverse": (
-        OfContext("the inverse"), [*ROUND_TRIPS, "constant"], "the context"
-    ),
+    "context of the inverse": (OfContext("the inverse"), [*ROUND_TRIPS, "constant"], "the context"),
 }  # fmt: skip
 X = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
 

@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from recoup._core.graph_ends import nodes_of
-from recoup._core.saved_tensors import Way, current, pair_in_force
+from recoup._core.saved_tensors import Way
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals
 from tests.alive import no_collector
+from tests.oracle import state_of_torch
 
 WAYS = get_args(Way)
 X_BYTES = 32 * 16 * 4
@@ -98,23 +99,11 @@ def listed(fn):
     ]
 
 
-def state():
-    return (
-        pair_in_force(),
-        torch._C._len_torch_function_stack(),
-        dict(nn.modules.module._global_forward_hooks),
-        dict(nn.modules.module._global_forward_pre_hooks),
-        dict(nn.modules.module._global_forward_hooks_always_called),
-        current.observer,
-        torch.is_grad_enabled(),
-    )
-
-
 @pytest.fixture(autouse=True)
 def nothing_remains():
-    before = state()
+    before = state_of_torch()
     yield
-    assert state() == before
+    assert state_of_torch() == before
 
 
 # -- bytes: those that the tracker sees alive ------------------------------------------------------
@@ -125,28 +114,21 @@ def of(model, *size):
     return lambda: model(x() if not size else torch.ones(*size).mul(0.5))
 
 
-def noisy_lstm():
-    model = recoup.weight_dropout(nn.LSTM(16, 8), r"weight_hh_l\d+", p=0.5)
-    return lambda: model(torch.ones(5, 3, 16).mul(0.5))[0]
-
-
 def autocast():
     model, given = nn.Sequential(noisy(), nn.GELU()), x()
     # A leaf made within would be held, though nobody saves it.
     return lambda: torch.autocast("cpu", torch.bfloat16)(model)(given)
 
 
-def region_of_torch():
-    module = block()
-    return lambda: apart(module, x()).sin()
-
-
 BUILDS = {
     "transformer": lambda: of(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, 6, 16),
-    "noisy lstm": noisy_lstm,
+    "noisy lstm": lambda: partial(
+        lambda model: model(torch.ones(5, 3, 16).mul(0.5))[0],
+        recoup.weight_dropout(nn.LSTM(16, 8), r"weight_hh_l\d+", p=0.5),
+    ),
     "autocast": autocast,
     "sqrt": lambda: of(recoup.Sequential(*(block() for _ in range(5)), memory="sqrt")),
-    "region of torch": region_of_torch,
+    "region of torch": lambda: partial(lambda module: apart(module, x()).sin(), block()),
 }
 
 
@@ -204,16 +186,6 @@ def on_the_cpu(module):
         y = recoup.checkpoint(module, y)
         y = apart(module, y + 1)
     return y.exp()
-
-
-def of_a_method():
-    root = Root()
-    return lambda: root.method(x())
-
-
-def two_roots():
-    first, second = Root(), Root()
-    return lambda: second(first(x()))
 
 
 def beside_another_thread():
@@ -278,8 +250,8 @@ LISTED = {
         "input of the checkpointed call of Sequential, -, offload, 1", *AGAIN,
         "input of checkpoint, -, offload, 1", *AGAIN, "exp, -, keep, 1"]),
     # names
-    "a method": (of_a_method, IN_ROOT[:2]),
-    "two roots": (two_roots, [
+    "a method": (lambda: partial(lambda root: root.method(x()), Root()), IN_ROOT[:2]),
+    "two roots": (lambda: partial(lambda one, two: two(one(x())), Root(), Root()), [
         "linear, Root.within.0, keep, 1", "gelu, Root.within.1, keep, 1", "exp, Root, keep, 1",
         "linear, Root#2.within.0, keep, 0", "gelu, Root#2.within.1, keep, 1",
         "exp, Root#2, keep, 1"]),
@@ -416,7 +388,7 @@ def test_hooks_of_others_see_what_they_would_have_seen():
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_equal_residuals_share_a_row_and_the_largest_stands_first():
+def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_their_order():
     mib, kept = 2**20, ("linear [8, 8] float32", "layers.0")
     first = Residual("gelu [8, 8] float32", "layers.0", mib, "recompute")
     entries = Residuals((first, *(Residual(*kept, size, "keep") for size in (mib // 2, mib, 0))))
@@ -433,9 +405,6 @@ def test_equal_residuals_share_a_row_and_the_largest_stands_first():
     with pytest.raises(ValueError, match=r"`way` is 'kept', but must be one of keep, recompute"):
         entries.total_bytes("kept")
     assert str(Residuals(())).splitlines()[-1].split() == ["total", "0.000", "keep"]
-
-
-def test_ways_are_in_their_order():
-    entries = (Residual("gelu [8, 8] float32", "0", 2**20, way) for way in reversed(WAYS))
-    lines = str(Residuals(tuple(entries))).splitlines()
+    in_another_order = (Residual(*kept, mib, way) for way in reversed(WAYS))
+    lines = str(Residuals(tuple(in_another_order))).splitlines()
     assert tuple(line.split()[-1] for line in lines[-5:]) == WAYS

@@ -27,12 +27,12 @@ class Builder:
         """Bound to an object."""
 
 
-def by_hand(**changes):
-    values = {"seconds": 0.004, **changes}
+def by_hand(*memories, **values):
+    exponents = {"sqrt": 0.5, 3: 0}
     points = [
-        Point(depth, memory, int(2**20 * depth**exponent), 0, **values)
-        for depth in (4, 16, 64)
-        for memory, exponent in (("linear", 1), ("sqrt", 0.5), (3, 0))
+        Point(depth, memory, int(2**20 * depth ** exponents.get(memory, 1)), 0, **values)
+        for depth in (4, 16)
+        for memory in memories
     ]
     return Curve("chain:build", "cpu", tuple(points))
 
@@ -76,22 +76,23 @@ def test_what_another_process_cannot_import_is_refused(monkeypatch, tmp_path):
         build_name(build_here)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"depths": []}, r"`depths` is \[\], but must be a list"),
-        ({"depths": [4, 0]}, r"`depths` is \[4, 0\], but must hold numbers"),
-        ({"memories": "linear"}, "`memories` is 'linear', but must be a list"),
-        ({"repeats": -1}, "`repeats` is -1"),
-        ({"num_threads": 0}, "`num_threads` is 0"),
-        ({"device": "meta"}, '`device` is "meta"'),
-        *(({"build": name}, 'must name a function as "module:function"')
-          for name in ("build", "module:", ":build", "module:a.b")),
-    ],
-)  # fmt: skip
-def test_wrong_arguments(arguments, message):
+MISTAKES = {
+    r"`depths` is \[\], but must be a list": {"depths": []},
+    r"`depths` is \[4, 0\], but must hold numbers": {"depths": [4, 0]},
+    "`memories` is 'linear', but must be a list": {"memories": "linear"},
+    "`repeats` is -1": {"repeats": -1},
+    "`num_threads` is 0": {"num_threads": 0},
+    '`device` is "meta"': {"device": "meta"},
+    **{f'`build` is {name!r}, but must name a function as "module:function"': {"build": name}
+       for name in ("build", "module:", ":build", "module:a.b")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_wrong_arguments(message):
+    given = {"build": "chain:build", "depths": [4], "memories": ["linear"]}
     with pytest.raises(ValueError, match=message):
-        curve(**{"build": "chain:build", "depths": [4], "memories": ["linear"], **arguments})
+        curve(**given | MISTAKES[message])
 
 
 def test_a_worker_does_not_start_workers(monkeypatch):
@@ -112,14 +113,14 @@ def test_exponents_are_a_least_squares_fit_of_two_points_or_more():
 
 
 def test_the_table():
-    assert by_hand().table().splitlines()[:3] == [
+    timed, plain = (by_hand("linear", "sqrt", 3, seconds=each) for each in (0.004, None))
+    assert timed.table().splitlines()[:3] == [
         "depth  memory  peak MiB  held MiB  step ms",
         "    4  linear      4.00      0.00     4.00",
         "    4  sqrt        2.00      0.00     4.00",
     ]
-    table = by_hand(seconds=None).table()
-    assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB"
-    lines = str(by_hand()).splitlines()
+    assert plain.table().splitlines()[0] == "depth  memory  peak MiB  held MiB"
+    lines = str(timed).splitlines()
     assert lines[0] == "chain:build on cpu"
     assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
 
@@ -139,13 +140,6 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def made(*memories, **values):
-    points = [
-        Point(depth, memory, 2**20 * depth, 0, **values) for depth in (4, 16) for memory in memories
-    ]
-    return Curve("chain:build", "cpu", tuple(points))
-
-
 @pytest.mark.parametrize(
     ("suffix", "start"), [(".png", b"\x89PNG"), (".PDF", b"%PDF"), (".svg", b"<?xml")]
 )
@@ -154,7 +148,7 @@ def test_formats_of_pictures(tmp_path, monkeypatch, suffix, start):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would raise
     # Read beneath its own methods, which import pyplot when asked for the backend.
     before = dict(dict.items(matplotlib.rcParams))
-    path = made("sqrt").figure(tmp_path / "new" / f"curve{suffix}")
+    path = by_hand("sqrt").figure(tmp_path / "new" / f"curve{suffix}")
     assert path.read_bytes().startswith(start)
     assert [file.name for file in path.parent.iterdir()] == [f"curve{suffix}"]
     assert dict(dict.items(matplotlib.rcParams)) == before
@@ -166,10 +160,10 @@ PEAK, TIME = "Peak memory of a step", "Time of a step"
 @pytest.mark.parametrize(
     ("curve", "parts", "absent"),
     [
-        (made("linear", 3, "constant", "other", seconds=0.25),
-         [f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16", "3 slots  16",
+        (by_hand("linear", 3, "constant", "other", seconds=0.25),
+         [f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16", "3 slots  1<",
           "linear  250", "3 slots  250", "#d55e00", "#009e73", "#e69f00"], []),
-        (made("sqrt", seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
+        (by_hand("sqrt", seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
         (Curve("chain:build", "cpu", (Point(1, "linear", 0, 0),)), [PEAK], ["Time"]),
     ],
 )  # fmt: skip
@@ -184,12 +178,12 @@ def test_what_is_drawn_in_which_unit(curve, parts, absent):
 def test_what_cannot_be_drawn(tmp_path, monkeypatch):
     for name in ("curve", "curve.gif"):
         with pytest.raises(ValueError, match=r"must end in one of \.png, \.svg, \.pdf"):
-            made("sqrt").figure(tmp_path / name)
+            by_hand("sqrt").figure(tmp_path / name)
     with pytest.raises(ValueError, match="`points` is empty"):
-        made().figure(tmp_path / "curve.png")
+        by_hand().figure(tmp_path / "curve.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'recoup\[plots\]'"):
-        made("sqrt").figure(tmp_path / "curve.png")
+        by_hand("sqrt").figure(tmp_path / "curve.png")
     assert list(tmp_path.iterdir()) == []
 
 

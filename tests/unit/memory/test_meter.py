@@ -161,18 +161,18 @@ def test_printed():
     assert str(far) == "peak 3 MiB (requested 2 MiB, reserved 20 MiB), held 0 B on cuda:0"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"device": "meta"}, '`device` is "meta", but torch finds no such device here'),
-        ({"device": "gpu"}, '`device` is "gpu", which torch does not know'),
-        ({"repeats": -1}, "`repeats` is -1, but must be a whole number, at least 0"),
-        ({"device": "cuda:99"}, "torch finds no such device here"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
+MISTAKES = {
+    '`device` is "meta", but torch finds no such device here': {"device": "meta"},
+    '`device` is "gpu", which torch does not know': {"device": "gpu"},
+    '`device` is "cuda:99", but torch finds no such device here': {"device": "cuda:99"},
+    "`repeats` is -1, but must be a whole number, at least 0": {"repeats": -1},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_wrong_arguments(message):
     with pytest.raises(ValueError, match=message):
-        measure(lambda: None, **arguments)
+        measure(lambda: None, **MISTAKES[message])
 
 
 @pytest.mark.cuda

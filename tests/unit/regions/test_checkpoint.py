@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
 from tests.oracle import assert_same_step, run_step
+from tests.ways import called
 from tests.zoo import Fn, chain_of, leaf
 
 NORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -132,10 +133,7 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
 @pytest.mark.parametrize("way", ["checkpoint", "sqrt"])
 def test_hooks_around_see_what_is_kept_and_each_parameter(way):
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(5)))
-    call = functools.partial(recoup.checkpoint, model)
-    if way != "checkpoint":
-        call = recoup.Sequential(*model, memory=way)
-    x, packed = torch.randn(2, 3, 4, 4) * 1, []
+    call, x, packed = called(way, *model), torch.randn(2, 3, 4, 4) * 1, []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: packed.append(tensor) or tensor.detach(), lambda tensor: tensor
     ):

@@ -182,15 +182,13 @@ def check_all_budgets(chain):
         assert before.seconds > after.seconds
 
 
-@settings(max_examples=40)
-@given(st.lists(costs_with_moments(), min_size=1, max_size=5))
-def test_moments_equal_exhaustive_search(chain):
-    check_all_budgets(chain)
+WITH_MOMENTS = st.lists(costs_with_moments(), min_size=1, max_size=5)
+WITH_CHOICES = st.lists(costs_with_choices(), min_size=1, max_size=4)
 
 
-@settings(max_examples=80)
-@given(st.lists(costs_with_choices(), min_size=1, max_size=4))
-def test_choices_equal_exhaustive_search(chain):
+@settings(max_examples=120)
+@given(WITH_MOMENTS | WITH_CHOICES)
+def test_the_frontier_is_that_of_exhaustive_search(chain):
     check_all_budgets(chain)
 
 

@@ -31,20 +31,14 @@ from recoup.schedules import (
 )
 from recoup.schedules.memory import schedule_for
 
-SEGMENT = Schedule(
-    3,
-    (
-        *(Keep(0), Advance(0, 2), Tape(2), Reverse(2)),
-        *(Load(0), Drop(0), Tape(0), Tape(1), Reverse(1), Reverse(0)),
-    ),
-)
-STEP_BACK = Schedule(
-    3,
-    (
-        *SEGMENT.actions[:4],
-        *(Load(0), Advance(0, 1), Tape(1), Reverse(1), Load(0), Drop(0), Tape(0), Reverse(0)),
-    ),
-)
+SEGMENT = Schedule(3, (
+    Keep(0), Advance(0, 2), Tape(2), Reverse(2),
+    Load(0), Drop(0), Tape(0), Tape(1), Reverse(1), Reverse(0),
+))  # fmt: skip
+STEP_BACK = Schedule(3, (
+    *SEGMENT.actions[:4],
+    Load(0), Advance(0, 1), Tape(1), Reverse(1), Load(0), Drop(0), Tape(0), Reverse(0),
+))  # fmt: skip
 AGAIN = Schedule(
     2, (Keep(0), Advance(0, 1), Tape(1), Reverse(1), Load(0), Drop(0), Tape(0), Reverse(0))
 )
