@@ -24,8 +24,6 @@ class Beside(Callback):
         train: the training text ``(T,)`` as numbers.
         validation: the validation text.
         columns: number of columns of each.
-        nudge: what the first weights by hand are multiplied by, to see what rounding grows to.
-        changed: settings by hand that are not the example's, to see that they count.
 
     Attributes:
         losses: of each step, the example's and that by hand.
@@ -34,17 +32,7 @@ class Beside(Callback):
             largest entry.
     """
 
-    def __init__(
-        self,
-        train: Tensor,
-        validation: Tensor,
-        columns: tuple[int, int],
-        *,
-        nudge: float = 1.0,
-        **changed: float,
-    ) -> None:
-        self._nudge = nudge
-        self._changed = changed
+    def __init__(self, train: Tensor, validation: Tensor, columns: tuple[int, int]) -> None:
         self._train = side_by_side(train, columns[0])
         self._validation = side_by_side(validation, columns[1])
         self._start = 0
@@ -54,9 +42,9 @@ class Beside(Callback):
         self.gradient_error = 0.0
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        given = {**pl_module.hparams, **self._changed}
+        given = pl_module.hparams
         settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
-        weights = {name: p * self._nudge for name, p in pl_module.network.named_parameters()}
+        weights = {name: p * 1.0 for name, p in pl_module.network.named_parameters()}
         self.by_hand = PlainTraining(weights, settings)
 
     def on_train_start(self, trainer, pl_module) -> None:

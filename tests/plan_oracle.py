@@ -32,8 +32,8 @@ class Made(nn.Module):
         for name, part in parts.items():
             setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
 
-    def forward(self, *args: Any) -> Any:
-        return self.of_parts(self, *args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.of_parts(self, *args, **kwargs)
 
 
 def in_a_row(modules: Any, x: Any) -> Any:

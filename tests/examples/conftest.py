@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -63,6 +65,13 @@ class Run:
         place = [f"--trainer.logger.save_dir={out}", f"--trainer.max_epochs={epochs}"]
         self.cli = self.main(["fit", *self.tiny, *QUIET, *place, *options])
         return Path(self.cli.trainer.log_dir)
+
+    def started(self, *options):
+        """Train in a process of its own."""
+        command = [sys.executable, str(EXAMPLES / f"{self.name}.py"), "fit", *self.tiny, *QUIET]
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([*command, *options], env=os.environ | paths, **quiet)
 
     def go_on(self, folder, *options, checkpoint="last", epochs=2):
         """Resume the run of a folder; return the folder of the new one."""

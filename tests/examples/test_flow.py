@@ -65,16 +65,21 @@ def drawn(capsys):
         return np.asarray(picture)
 
 
-def test_a_trained_flow_is_tested_and_draws(flows, capsys):
-    folder = flows.fit()
+DRAWINGS = {"false": (9, (3, 3)), "true": (20, (10, 2))}  # with classes: of samples, in a grid
+
+
+@pytest.mark.parametrize("conditional", DRAWINGS)
+def test_a_trained_flow_is_tested_and_draws_a_row_for_each_class(flows, capsys, conditional):
+    num_samples, (rows, columns) = DRAWINGS[conditional]
+    folder = flows.fit(f"--data.conditional={conditional}")
     run = flows.use("test", folder)
     assert same(run.model.state_dict(), weights(folder, "best"))
     tested = run.trainer.callback_metrics
     assert tested["test_bits_per_dim"] == pytest.approx(
         float(tested["test_latent"] + tested["test_log_det"]), abs=1e-5
     )
-    flows.use("predict", folder, "--model.num_samples=9")
-    assert drawn(capsys).shape == (3 * (64 + 6) + 6,) * 2
+    flows.use("predict", folder, f"--model.num_samples={num_samples}")
+    assert drawn(capsys).shape == (rows * (64 + 6) + 6, columns * (64 + 6) + 6)
 
 
 def test_points_and_their_classes(flows, capsys):
@@ -112,21 +117,13 @@ def test_a_density_lies_where_its_points_are():
     assert row / panel.shape[0] == pytest.approx(0.28, abs=0.08)  # from above
 
 
-def test_classes_of_pictures_have_a_row_each(flows, capsys):
-    folder = flows.fit("--data.conditional=true", epochs=1)
-    flows.use("predict", folder, "--model.num_samples=20")
-    assert drawn(capsys).shape == (10 * 70 + 6, 2 * 70 + 6)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_presets_build_what_their_names_say(flows, path):
     names = {"glow": "Glow", "nice": "NICE", "realnvp": "RealNVP"}
     names |= {"flowpp": "FlowPlusPlus", "iresnet": "IResNet"}
-    args = ["-c", str(path), *QUIET, "--model.flow.init_args.width=4"]
-    args += [
-        "--data.batch_size=10",
-        f"--model.flow.init_args.num_{'couplings' if 'nice' in path.stem else 'steps'}=2",
-    ]
+    depth = "num_couplings" if "nice" in path.stem else "num_steps"
+    args = ["-c", str(path), *QUIET, "--data.batch_size=10"]
+    args += ["--model.flow.init_args.width=4", f"--model.flow.init_args.{depth}=2"]
     if path.stem.endswith(("mnist", "paper", "pictures")):
         shape = (20, 28, 28) if path.stem.endswith("mnist") else (20, 32, 32, 3)
         np.savez("some.npz", images=np.arange(np.prod(shape)).reshape(shape).astype(np.uint8))
@@ -164,11 +161,8 @@ def test_examples_use_public_names_only():
 def test_parts_share_no_picture_and_do_not_follow_the_seed():
     images = torch.from_numpy(load_digits().images).to(torch.uint8)[:, None]
     data, other = Images(seed=1), Images(seed=2)
-    assert {part: len(each) for part, each in data.parts.items()} == {
-        "train": 1437,
-        "test": 180,
-        "validation": 180,
-    }
+    sizes = {part: len(each) for part, each in data.parts.items()}
+    assert sizes == {"train": 1437, "test": 180, "validation": 180}
     assert same(data.parts, other.parts)
     everything = torch.cat(list(data.parts.values())).flatten(1)
     assert torch.equal(everything.sum(1).sort().values, images.flatten(1).sum(1).sort().values)

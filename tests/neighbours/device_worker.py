@@ -32,16 +32,9 @@ from tests.zoo import CHAINS, MODULES, chain_of
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
 OTHERS = (
-    "constant",
-    "sqrt of invertible",
-    "flows",
-    "weights",
-    "settings",
-    "gradients",
-    "plans",
-    "bytes",
+    "constant", "sqrt of invertible", "flows", "weights", "settings", "gradients", "plans", "bytes",
     "captured",
-)
+)  # fmt: skip
 # Every so many-th model, each in every so many-th way.
 STRIDES = (1, 1) if "all" in sys.argv else (2, 5)
 

@@ -14,21 +14,6 @@ from torch.nn import functional as F
 import recoup
 from recoup.planning import compiling, priced_ways, verified_plan
 
-__all__ = [
-    "Block",
-    "Language",
-    "Logits",
-    "Net",
-    "assert_same",
-    "fresh",
-    "give_steady_times",
-    "give_steps_times",
-    "loss_of",
-    "peak_of",
-    "plan_for",
-    "result_of",
-]
-
 
 class Block(nn.Module):
     def __init__(self, width: int = 32) -> None:

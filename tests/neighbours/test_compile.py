@@ -13,6 +13,7 @@ from recoup.invertible import AdditiveCoupling, Chain, Flip
 from recoup.weights import applied, same_draw
 from tests.alive import allocated_bytes
 from tests.weight_zoo import MORE, OURS, Runs, first_of
+from tests.zoo import Fn
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 WIDTH, BATCH = 64, 16
@@ -154,17 +155,16 @@ REGIONS = {
 }
 
 
-class Breaking(nn.Module):
-    def forward(self, x):
-        y = x * 2
-        torch._dynamo.graph_break()
-        return y.sin()
+def breaking(x):
+    y = x * 2
+    torch._dynamo.graph_break()
+    return y.sin()
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("region", REGIONS)
 def test_around_code_that_breaks_a_graph(region):
-    call, layer = REGIONS[region](Breaking()), nn.Linear(WIDTH, WIDTH)
+    call, layer = REGIONS[region](Fn(breaking)), nn.Linear(WIDTH, WIDTH)
 
     def linear(x):
         return layer(call(x + torch.randn_like(x))).sin()
@@ -180,18 +180,12 @@ def block():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
-class Tree(nn.Module):
-    """A block and a layer that are run in some way: `run(block, layer, x)`."""
-
-    def __init__(self, run):
-        super().__init__()
-        self.block, self.layer, self.run = block(), nn.Linear(8, 8), run
-
-    def forward(self, x):
-        return self.run(self.block, self.layer, x)
+def tree(run):
+    """A block and a layer that are run in some way: `run(x, block, layer)`."""
+    return Fn(run, block(), nn.Linear(8, 8))
 
 
-def checkpointed(block, layer, x):
+def checkpointed(x, block, layer):
     """Parts of a tree in checkpoints, one of them twice, and one outside, too."""
     x = layer(x).tanh()
     for part in (block, block, layer):
@@ -199,7 +193,7 @@ def checkpointed(block, layer, x):
     return layer(x).tanh()
 
 
-def broken(block, layer, x):
+def broken(x, block, layer):
     """A break of the graph between reads of the same weights."""
     x = layer(block(x))
     torch._dynamo.graph_break()
@@ -220,9 +214,9 @@ def loop(cell, x):
 
 
 def tied():
-    tree = Tree(lambda block, layer, x: layer(block(x)))
-    tree.layer.weight = tree.block[0].weight
-    return recoup.weight_dropout(tree, ".*weight", tied="same")
+    layers = block()
+    layers[2].weight = layers[0].weight
+    return recoup.weight_dropout(layers, ".*weight", tied="same")
 
 
 STACKED = OURS["stacked"]
@@ -233,10 +227,10 @@ WHOLE = {  # in one graph
     "rows": lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)),
     "loop": lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), loop), r".*weight_.."),
     "each its own": lambda: nn.Sequential(*[STACKED(nn.Linear(8, 8)) for _ in range(2)]),
-    "checkpointed": lambda: STACKED(Tree(checkpointed)),
+    "checkpointed": lambda: STACKED(tree(checkpointed)),
 }
 MODULES = WHOLE | {
-    "broken": lambda: STACKED(Tree(broken)),
+    "broken": lambda: STACKED(tree(broken)),
     "recurrent": lambda: STACKED(recurrent(), r".*weight.*"),
     "tied": tied,
     "all": lambda: MORE["all"](block()),  # a function and a learned deviation among them

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
+import lightning
 import pytest
 import torch
 from torch import nn
 
 import recoup
 from recoup.errors import GradientError
+from tests.neighbours.trainers import lightning_trainer
 from tests.oracle import assert_same_tensors
+from tests.plan_oracle import Made
 
 pytestmark = [
     # What the compiler does on its own account.
@@ -49,20 +52,12 @@ def assert_collected(model, losses, mode, call=None):
     return want
 
 
-class Partly(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.norm, self.unused = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.norm(nn.functional.gelu(self.used(x)))
-
-
 @pytest.mark.sampled(1)
 @in_all_modes
 def test_a_compiled_model(mode, fresh_compiler):
     """What it does not use is absent; the names are those of the model inside."""
-    model = Partly().double()
+    parts = {"used": nn.Linear(6, 6), "norm": nn.LayerNorm(6), "unused": nn.Linear(6, 6)}
+    model = Made(lambda model, x: model.norm(model.used(x)).tanh(), **parts).double()
     compiled = torch.compile(model, backend="aot_eager")
     want = assert_collected(model, on_batches(4, 6), mode, call=compiled)
     assert sorted(want) == ["norm.bias", "norm.weight", "used.bias", "used.weight"]
@@ -83,15 +78,15 @@ def of_chain():
     return recoup.Sequential(*blocks, memory="sqrt").double(), on_batches(4, 6)
 
 
-def of_parametrization(wrap):
-    return wrap(nn.Linear(5, 5).double()).eval(), on_batches(3, 5)
+def parametrized(wrap):
+    return lambda: (wrap(nn.Linear(5, 5).double()).eval(), on_batches(3, 5))
 
 
 MODELS = {
     "transformer": of_transformer,
     "chain": of_chain,
-    "weight norm": lambda: of_parametrization(nn.utils.parametrizations.weight_norm),
-    "spectral norm": lambda: of_parametrization(nn.utils.parametrizations.spectral_norm),
+    "weight norm": parametrized(nn.utils.parametrizations.weight_norm),
+    "spectral norm": parametrized(nn.utils.parametrizations.spectral_norm),
 }
 
 
@@ -120,8 +115,6 @@ def regressor():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", ["collecting", "backward"])
 def test_manual_optimization_in_lightning(way, tmp_path):
-    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-
     class Module(lightning.LightningModule):
         automatic_optimization = False
 
@@ -141,11 +134,7 @@ def test_manual_optimization_in_lightning(way, tmp_path):
                 self.store.mean_().clip_norm_(0.05)
                 self.store.step(self.optimizers())
 
-    module, no = Module(), ("logger", "enable_checkpointing", "enable_progress_bar")
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False,
-        **dict.fromkeys(no, False),
-    )  # fmt: skip
+    module, trainer = Module(), lightning_trainer(tmp_path, max_epochs=1)
     trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
     model, optimizer = regressor()
     for window in BATCHES.split(2):

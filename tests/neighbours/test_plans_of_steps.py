@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import BudgetError
+from tests import plan_oracle
 from tests.alive import allocated_bytes
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+from tests.plan_oracle import Made, between
 from tests.weight_zoo import Uses
 
 
@@ -31,11 +33,10 @@ def batch(size: int = 64) -> Tensor:
     return torch.randn(size, 32, generator=torch.Generator().manual_seed(size))
 
 
-def budget_between(share: float, model: nn.Module, *args: Any, **options: Any) -> int:
-    """A budget between the least (0) and what a plain step takes (1)."""
-    frontier = recoup.plan(model, *args, **options)
-    least = frontier.least_bytes
-    return int(least + (max(frontier.points[-1].peak_bytes, least) - least) * share)
+def plan_at(share: float, model: nn.Module, x: Tensor, **options: Any) -> recoup.Plan:
+    """The plan for a budget between the least (0) and what a plain step takes (1)."""
+    frontier = recoup.plan(model, x, **options)
+    return frontier.plan(between(frontier, share))
 
 
 def several(*outputs: Tensor) -> Tensor:
@@ -49,6 +50,9 @@ def peak_of(model: nn.Module, step: Any) -> int:
     return result_of(model, lambda: [allocated_bytes(step)[0]])["returned 0"]
 
 
+assert_as_plain = partial(plan_oracle.assert_as_plain, peak=peak_of)
+
+
 def step_of(model: nn.Module, num: int, x: Tensor, loss: Any = several) -> Any:
     return lambda: loss(*(model(x) for _ in range(num))).backward()
 
@@ -59,54 +63,36 @@ def step_of(model: nn.Module, num: int, x: Tensor, loss: Any = several) -> Any:
 @pytest.mark.parametrize(("num", "share"), [(2, 0.0), (2, 1.1), (3, 0.5)])
 def test_forwards_that_are_planned_together(num: int, share: float):
     model, x = net(), batch()
-    options: Any = {"loss": several, "num_forwards": num}
-    budget = budget_between(share, model, x, **options)
-    step, single = step_of(model, num, x), step_of(model, 1, x)
-    wanted, alone = result_of(model, step), result_of(model, single)
-    with recoup.plan(model, x, budget=budget, **options).applied() as plan:
+    steps = step_of(model, num, x), step_of(model, 1, x)
+    wanted = [result_of(model, step) for step in steps]
+    with plan_at(share, model, x, loss=several, num_forwards=num).applied() as plan:
         assert len(plan.blocks) == num * len(model.blocks)
-        assert peak_of(model, step) <= budget
-        for _ in range(2):
-            assert_same(result_of(model, step), wanted)
-            assert_same(result_of(model, single), alone)
+        for step, result in [*zip(steps, wanted, strict=True)] * 2:
+            assert_as_plain(plan, step, result)
 
 
 def test_each_output_has_a_loss_of_its_own_if_none_is_given():
-    model, x = net(), batch()
-    plan = recoup.plan(model, x, budget="1 GiB", num_forwards=2)
+    model = net()
+    plan = recoup.plan(model, batch(), budget="1 GiB", num_forwards=2)
     assert len(plan.blocks) == 2 * len(model.blocks)
-    with pytest.raises(ValueError, match="`num_forwards` is 0"):
-        recoup.plan(model, x, budget="1 GiB", num_forwards=0)
 
 
-@dataclasses.dataclass
-class Output:
-    found: Any
-
-
-class InObjects(nn.Module):
-    """A model whose output is an attribute of an object in an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Any:
-        return SimpleNamespace(inner=Output(self.net(x)))
+def in_an_object(model: Any, x: Tensor) -> Any:
+    """An output that is an attribute of an object in an object."""
+    return SimpleNamespace(inner=SimpleNamespace(found=model.net(x)))
 
 
 def test_a_forward_too_many_is_an_error_before_it_takes_memory():
-    model, x = InObjects(), batch()
+    model, x = Made(in_an_object, net=net()), batch()
     loss = lambda output: loss_of(output.inner.found)  # noqa: E731
-    budget = budget_between(0.5, model, x, loss=loss)
-    with recoup.plan(model, x, budget=budget, loss=loss).applied():
+    with plan_at(0.5, model, x, loss=loss).applied() as plan:
         loss(model(x)).backward()  # the first step, which is watched
         first = model(x)
 
         def second() -> None:
             with pytest.raises(BudgetError, match=r"second time.*num_forwards=2") as caught:
                 model(x)
-            assert caught.value.least_bytes > budget
+            assert caught.value.least_bytes > plan.budget_bytes
 
         assert allocated_bytes(second)[0] < 1024
         loss(first).backward()  # what is pending no more, counts no more
@@ -126,8 +112,7 @@ def test_a_forward_more_that_fits_goes_on():
     model, x = net(), batch()
     step = step_of(model, 2, x)
     wanted, peak = result_of(model, step), peak_of(model, step)
-    with recoup.plan(model, x, budget=2 * peak, loss=several).applied():
-        assert_same(result_of(model, step), wanted)
+    assert_as_plain(recoup.plan(model, x, budget=2 * peak, loss=several), step, wanted)
 
 
 def test_replanning_for_more_forwards():
@@ -159,20 +144,20 @@ def test_replanning_for_more_forwards():
 
 def test_a_plan_of_evaluation_is_not_for_training():
     model, x = net().eval(), batch()
-    budget = budget_between(0.3, model, x, loss=loss_of)
-    with recoup.plan(model, x, budget=budget, loss=loss_of).applied():
-        step_of(model, 1, x, loss_of)()
+    step = step_of(model, 1, x, loss_of)
+    with plan_at(0.3, model, x, loss=loss_of).applied() as plan:
+        step()
         for part, words in ((model, r".*model.train\(\).*replan=True"), (model.blocks[1], "")):
             part.train()
             with pytest.raises(ValueError, match=f"in evaluation mode{words}"):
                 model(x)
             model.eval()
-    with recoup.plan(model, x, budget=budget, loss=loss_of, replan=True).applied() as plan:
+    options: Any = {"budget": plan.budget_bytes, "loss": loss_of, "replan": True}
+    with recoup.plan(model, x, **options).applied() as plan:
         model.train()
         model(x)
         assert plan.family != (plan,)
-        model.zero_grad()
-        assert peak_of(model, step_of(model, 1, x, loss_of)) <= budget
+        assert peak_of(model, step) <= plan.budget_bytes
 
 
 def large(y: Tensor) -> Tensor:
@@ -185,11 +170,10 @@ def is_profiled() -> bool:
 
 def test_a_loss_outside_of_the_model_that_does_not_fit_is_said_once():
     model, x = net(), batch()
-    plan = recoup.plan(model, x, budget=budget_between(1.1, model, x, loss=loss_of), loss=loss_of)
-    with plan.applied():
-        with pytest.warns(UserWarning, match=r"first step of a Net .* `loss=`"):
-            large(model(x)).backward()
-        assert not is_profiled()
+    plan = plan_at(1.1, model, x, loss=loss_of)
+    with plan.applied(), pytest.warns(UserWarning, match=r"first step of a Net .* `loss=`"):
+        large(model(x)).backward()
+    assert not is_profiled()
     with plan.applied():
         loss_of(model(x)).backward()  # the first step fits
         large(model(x)).backward()
@@ -198,7 +182,7 @@ def test_a_loss_outside_of_the_model_that_does_not_fit_is_said_once():
 @pytest.mark.parametrize("replan", [False, True])
 def test_a_graph_in_a_reference_cycle_is_not_pending(replan):
     model, x = net(), batch()
-    budget = budget_between(0.0, model, x)
+    budget = recoup.plan(model, x).least_bytes
     plan = recoup.plan(model, x, budget=budget, replan=replan).apply()
     gc.disable()
     try:
@@ -259,11 +243,8 @@ def test_energies_and_forces():
     positions.grad = None
     frontier = recoup.plan(model, positions, loss=loss)
     assert positions.grad is None
-    budget = (frontier.least_bytes + most) // 2
     assert frontier.least_bytes < 0.9 * most
-    with frontier.plan(budget).applied():
-        assert peak_of(model, step) <= budget
-        assert_same(result_of(model, step), wanted)
+    assert_as_plain(frontier.plan((frontier.least_bytes + most) // 2), step, wanted)
 
 
 # --- what cannot be planned -----------------------------------------------------------------------
@@ -285,9 +266,7 @@ def test_blocks_that_cannot_run_again_are_kept_and_that_is_said():
     with pytest.warns(UserWarning, match=words) as said:
         plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
     assert len(said) == 1
-    with plan.applied():
-        assert_same(result_of(model, step), wanted)
-        assert peak_of(model, step) <= plan.rehearsed_peak_bytes
+    assert assert_as_plain(plan, step, wanted) <= plan.rehearsed_peak_bytes
     with pytest.raises(BudgetError, match="cannot be run again"):
         recoup.plan(model, x, budget=plan.rehearsed_peak_bytes // 2, loss=loss_of)
 
@@ -304,35 +283,31 @@ def test_the_way_out_leaves_out_the_block_that_cannot_run_again():
     assert plan.least_bytes < plan.most_bytes
 
 
-class Parts(nn.Module):
+def parts() -> nn.Module:
     """A recurrent layer, and what is after it, without a list of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.head(torch.tanh(self.lstm(x)[0])))
+    return Made(
+        lambda model, x: torch.tanh(model.head(torch.tanh(model.lstm(x)[0]))),
+        lstm=nn.LSTM(16, 32, batch_first=True), head=nn.Linear(32, 5),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("build", "shape", "remedy"),
-    [
-        (Parts, (4, 50, 16), "recurrent layer.*segments"),
-        (lambda: nn.Sequential(Parts()), (4, 50, 16), "`0.lstm`, `0.head`"),
-        (lambda: Uses(lambda x, w: torch.tanh(x @ w), 16, 16), (4, 16), "nn.Sequential"),
-    ],
-    ids=["lstm", "wrapped", "bare"],
-)
-def test_any_module_has_blocks(build: Any, shape: Any, remedy: str):
+WITHOUT_BLOCKS = {  # the model, its input, and what an error says
+    "lstm": (parts, (4, 50, 16), "recurrent layer.*segments"),
+    "wrapped": (lambda: nn.Sequential(parts()), (4, 50, 16), "`0.lstm`, `0.head`"),
+    "bare": (lambda: Uses(lambda x, w: torch.tanh(x @ w), 16, 16), (4, 16), "nn.Sequential"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_BLOCKS)
+def test_any_module_has_blocks(name: str):
+    build, shape, remedy = WITHOUT_BLOCKS[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
     step = lambda: model(x).abs().sum().backward()  # noqa: E731
     wanted, peak = result_of(model, step), peak_of(model, step)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if shape == (4, 16) else "error")
+        warnings.simplefilter("ignore" if name == "bare" else "error")
         plan = recoup.plan(model, x, budget=2 * peak)
-    with plan.applied():
-        assert_same(result_of(model, step), wanted)
+    assert_as_plain(plan, step, wanted)
     with pytest.raises(BudgetError, match=remedy):
         recoup.plan(model, x, budget=100)

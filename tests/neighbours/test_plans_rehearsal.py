@@ -18,6 +18,7 @@ import recoup
 from recoup.errors import BudgetError, RecoupError, ReplayError
 from recoup.planning.rehearsal import StateSnapshot
 from tests.neighbours.planned import Block, Net, fresh, loss_of, peak_of, result_of
+from tests.plan_oracle import Made, between
 
 
 def planned(model: Any = None, *args: Any, **options: Any) -> recoup.Plan:
@@ -29,22 +30,24 @@ def planned(model: Any = None, *args: Any, **options: Any) -> recoup.Plan:
 # -- all that a rehearsal may change ---------------------------------------------------------------
 
 
+STATES: dict[type, Callable[[Any], Any]] = {
+    np.ndarray: np.ndarray.tobytes,
+    torch.Generator: lambda generator: generator.get_state().tolist(),
+    np.random.Generator: lambda generator: str(generator.bit_generator.state),
+    np.random.RandomState: lambda state: str(state.get_state()),
+    random.Random: random.Random.getstate,
+}
+
+
 def seen(value: Any, known: set[int]) -> Any:
     """A value as it is now, with all that it holds, to be compared."""
     if isinstance(value, Tensor):
         grad = None if value.grad is None else seen(value.grad, known)
         place = id(value), value.data_ptr(), value.requires_grad, value._version
         return place, value.detach().cpu().numpy().tobytes(), grad, sorted(vars(value))
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, np.random.Generator):
-        return str(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return str(value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate()
+    for kind, state in STATES.items():
+        if isinstance(value, kind) and not isinstance(value, random.SystemRandom):
+            return state(value)
     if isinstance(value, dict):
         return [(key, seen(each, known)) for key, each in value.items()]
     if isinstance(value, (list, tuple, deque)):
@@ -207,21 +210,24 @@ def test_a_loss_that_draws_from_a_global_generator_is_refused():
         planned(loss=lambda y: (y * torch.rand(y.shape, generator=GLOBAL)).sum())
 
 
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "data": lambda average, mean: average.data.lerp_(mean, 0.1),
+    "a version": lambda average, mean: average.lerp_(mean, 0.1),
+    "out": lambda average, mean: torch.lerp(average, mean, 0.1, out=average.data),
+}
+
+
 class Codebook(Block):
     """A block with an average of what it is given, in a parameter that it writes to."""
 
     def __init__(self, width: int = 32, write: str = "data") -> None:
         super().__init__(width)
-        self.average, self.write = nn.Parameter(torch.zeros(width)), write
+        self.average, self.write = nn.Parameter(torch.zeros(width)), WRITES[write]
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) + self.average
-        mean, average = x.detach().mean(0), self.average
         with torch.no_grad():
-            if self.write == "out":
-                torch.lerp(average, mean, 0.1, out=average.data)
-            else:
-                (average.data if self.write == "data" else average).lerp_(mean, 0.1)
+            self.write(self.average, x.detach().mean(0))
         return y
 
 
@@ -246,7 +252,7 @@ def test_a_parameter_that_is_written_to_past_torch_is_an_error():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("write", ["data", "a version", "out"])
+@pytest.mark.parametrize("write", WRITES)
 def test_a_parameter_that_a_forward_writes_to_is_written_to_once_a_step(write: str):
     model, x = fresh()
     model.blocks[2] = Codebook(write=write)
@@ -297,8 +303,7 @@ def test_a_plan_made_under_autocast_says_what_it_takes():
     with autocast:
         model(x)  # casts of the weights are cached from here on
         found = recoup.plan(model, x, loss=loss, blocks=blocks, holds_output=False)
-        least, most = found.points[0].peak_bytes, found.points[-1].peak_bytes
-        plans = [found.plan(least + (most - least) * k // 2) for k in range(3)]
+        plans = [found.plan(between(found, share)) for share in (0.0, 0.5, 1.0)]
     for plan in plans:
         with plan.applied():
             peak = peak_of(step)
@@ -310,20 +315,16 @@ def test_a_plan_made_under_autocast_says_what_it_takes():
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
-class InPlace(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, width), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+def in_place(width: int) -> nn.Module:
+    parts = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, width), nn.Tanh())
+    return Made(lambda block, x: block.parts(x), parts=parts)
 
 
 def test_steps_that_cannot_run_are_an_error():
     with pytest.raises(RuntimeError, match="device"):
         planned(Net(), torch.randn(64, 32, device="meta"))
     with pytest.raises(RecoupError, match=r"`blocks.0` changes its input in place"):
-        planned(Net(block=InPlace))
+        planned(Net(block=in_place))
 
 
 @pytest.mark.slow

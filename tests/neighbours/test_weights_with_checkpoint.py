@@ -174,17 +174,6 @@ def rtol_of(call, situation="three_steps"):
     return 0.03 if situation == "under_autocast" else 2e-4
 
 
-def right_or(errors, words, act, want):
-    """`act` gives what `want` is, or raises an error with the way out."""
-    try:
-        got = act()
-    except errors as raised:
-        assert hooks_in_force() is None
-        assert words in str(raised)  # noqa: PT017 - it may be right instead
-    else:
-        assert_same(got, want, 1e-4)
-
-
 OTHERS = ["attention", "gru", "cell in a loop", "rows"]  # who read weights of their own accord
 CASES = [
     *product(CALLS, SITUATIONS, ["dense", "shared"], ["stacked"], ["model", "blocks"]),
@@ -234,17 +223,33 @@ def test_two_forwards_at_one_place_of_the_stream(call, in_evaluation):
             assert torch.equal(x.grad, want[0])
 
 
-@pytest.mark.parametrize("where", ["blocks", "model"])
-@pytest.mark.parametrize("call", [LOST, LOST_REENTRANT], ids=["torch", "reentrant"])
-def test_a_stream_that_is_not_put_back(call, where):
-    """Without draws of torch's own, ours are right, or an error; none is taken for evaluation."""
+LOSING = {"torch, losing the stream": LOST, "reentrant, losing the stream": LOST_REENTRANT}
+MAY_LOSE = [
+    *product(
+        LOSING,
+        ["three_steps", "same_draw", "enabled_in_evaluation", "disabled_around_backward"],
+        ["blocks", "model"],
+    ),
+    *product(FEW, ["evaluation_from_then_on"], ["model"]),
+]
+
+
+@pytest.mark.parametrize(("call", "situation", "where"), MAY_LOSE)
+def test_where_torch_puts_no_stream_or_mode_back_draws_are_right_or_an_error(
+    call, situation, where
+):
+    """Without draws of torch's own; no second run is taken for one in evaluation."""
     model, x = built("without dropout", "dropout", where)
-    for situation in (
-        "three_steps", "same_draw", "enabled_in_evaluation", "disabled_around_backward"
-    ):  # fmt: skip
-        want = result_of(model, x, plain, SITUATIONS[situation])
-        run = functools.partial(result_of, model, x, call, SITUATIONS[situation])
-        right_or((ReplayError, CheckpointError), "", run, want)
+    act = (ways.SITUATIONS | OWN)[situation]
+    want = result_of(model, x, plain, act)
+    errors = (ReplayError, CheckpointError) if call in LOSING else (RecoupError, RuntimeError)
+    try:
+        got = result_of(model, x, (CALLS | LOSING)[call], act)
+    except errors as raised:
+        assert hooks_in_force() is None
+        assert "ours" not in call or "mode" in str(raised)  # noqa: PT017 - it may be right instead
+    else:
+        assert_same(got, want, 1e-4)
 
 
 def test_a_stream_that_is_elsewhere_in_backward():
@@ -257,15 +262,6 @@ def test_a_stream_that_is_elsewhere_in_backward():
     norm, x = built(way="norm")
     for call in (LOST, LOST_REENTRANT):
         assert_like_plain(norm.eval(), x, call, a_step)
-
-
-@pytest.mark.parametrize("call", FEW)
-def test_a_mode_that_changes_before_backward(call):
-    model, x = built("without dropout", "dropout")
-    in_evaluation = a_step_with(between=lambda model, x: model.eval())
-    want = result_of(model, x, plain, in_evaluation)
-    run = functools.partial(result_of, model, x, CALLS[call], in_evaluation)
-    right_or((RecoupError, RuntimeError), "mode" if "ours" in call else "", run, want)
 
 
 @pytest.mark.parametrize("way", ["norm", "stacked"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import recoup
 from recoup.integrations.lightning import WeightStep
+from tests.neighbours.trainers import lightning_trainer
+from tests.oracle import assert_same_tensors
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(dataloader|num_workers|logging interval|isinstance|val_loader).*"
@@ -50,11 +52,7 @@ def batches():
 
 def fit(tmp_path, module, *callbacks):
     torch.manual_seed(1)
-    no = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(
-        accelerator="cpu", devices=1, default_root_dir=tmp_path, max_epochs=2,
-        num_sanity_val_steps=0, callbacks=list(callbacks), **dict.fromkeys(no, False),
-    )  # fmt: skip
+    trainer = lightning_trainer(tmp_path, *callbacks, max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(module, batches(), batches())
     return module
 
@@ -79,8 +77,7 @@ def test_a_training_step_is_one_step(tmp_path):
     module, wanted = fit(tmp_path, Tied(), WeightStep()), by_hand()
     assert recoup.weights.applied(module)[0].step == 6
     assert (module.losses, module.agree) == (wanted.losses, [True] * 6)
-    for name, value in wanted.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
+    assert_same_tensors(module.state_dict(), wanted.state_dict())
     assert "training_step" not in vars(module)
 
 

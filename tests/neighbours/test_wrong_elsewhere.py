@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -20,12 +21,7 @@ def plainly(fn, *args, **kwargs):
     return fn(*args, **kwargs)
 
 
-def theirs(fn, *args, **kwargs):
-    return torchs(fn, *args, use_reentrant=False, **kwargs)
-
-
-def reentrant(fn, *args, **kwargs):
-    return torchs(fn, *args, use_reentrant=True, **kwargs)
+theirs, reentrant = (partial(torchs, use_reentrant=reentrant) for reentrant in (False, True))
 
 
 def outcome(step, run):
