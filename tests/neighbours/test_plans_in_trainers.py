@@ -367,6 +367,8 @@ def test_every_option_of_a_plan_is_one_of_a_trainer_and_is_checked_where_it_is_w
     assert {name: getattr(options, name) for name in wanted} == given
     for options, words in (
         ({"budget": -1}, "`budget` is -1"),
+        ({"budget_of": "all"}, "`budget_of`"),
+        ({"compile": "fast"}, "`compile` is 'fast'"),
         ({"compile": True, "replan": True}, "`replan` is True with `compile`"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -75,6 +75,8 @@ def test_each_output_has_a_loss_of_its_own_if_none_is_given():
     model = net()
     plan = recoup.plan(model, batch(), budget="1 GiB", num_forwards=2)
     assert len(plan.blocks) == 2 * len(model.blocks)
+    with pytest.raises(ValueError, match="`num_forwards` is 0"):
+        recoup.plan(model, batch(), budget="1 GiB", num_forwards=0)
 
 
 def in_an_object(model: Any, x: Tensor) -> Any:
