@@ -21,12 +21,12 @@ from tests.unit.gradients.cases import (
     MADE_AGAIN,
     MODES,
     WAYS,
-    undisturbed,
     assert_holds,
     collect,
     loss_of,
     made,
     plain,
+    undisturbed,
 )
 
 

@@ -16,11 +16,11 @@ from tests.unit.gradients.cases import (
     MODES,
     WAYS,
     Breaks,
-    undisturbed,
     assert_holds,
     collect,
     made,
     plain,
+    undisturbed,
 )
 
 

@@ -31,6 +31,7 @@ from tests.weight_zoo import (
     trained,
 )
 
+
 class Awkward(nn.Linear):
     """Properties, a signature of its own, and `__getattr__` that answers for more."""
 
