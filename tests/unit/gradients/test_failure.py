@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.unit.gradients.cases import (
     plain,
     undisturbed,
 )
+from tests.zoo import Fn
 
 
 @pytest.fixture
@@ -36,24 +38,16 @@ def sine(y):
 # -- checkpoints and hooks -------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
+def checkpointed(kind, *, is_tied=False, is_nested=False):
     """A head over a checkpointed body; a layer may be in both, and a checkpoint in the body."""
+    call = partial(checkpoint, use_reentrant=kind == "reentrant")
 
-    def __init__(self, kind, *, is_tied=False, is_nested=False):
-        super().__init__()
-        self.body, self.deeper = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.head = self.body if is_tied else nn.Linear(4, 4)
-        self.is_reentrant, self.is_nested = kind == "reentrant", is_nested
-        self.double()
+    def run(x, body, deeper, head):
+        deeper = partial(call, deeper) if is_nested else deeper
+        return head(call(lambda x: deeper(body(x).tanh()), x))
 
-    def forward(self, x):
-        def run(x):
-            y = self.body(x).tanh()
-            if self.is_nested:
-                return checkpoint(self.deeper, y, use_reentrant=self.is_reentrant)
-            return self.deeper(y)
-
-        return self.head(checkpoint(run, x, use_reentrant=self.is_reentrant))
+    body = nn.Linear(4, 4)
+    return Fn(run, body, nn.Linear(4, 4), body if is_tied else nn.Linear(4, 4)).double()
 
 
 # Of torch: a checkpoint within a reentrant one runs without a graph at first.
@@ -66,7 +60,7 @@ quiet = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("kind", ["reentrant", "other"])
 def test_checkpoints_deliver_all_or_are_refused(kind, is_nested, is_tied, mode, x):
-    module = Checkpointed(kind, is_tied=is_tied, is_nested=is_nested)
+    module = checkpointed(kind, is_tied=is_tied, is_nested=is_nested)
     want = plain(module, [x, x], sine)
     store = GradStore(module.parameters())
     with undisturbed(*module.parameters(), x):
@@ -85,10 +79,10 @@ def test_checkpoints_deliver_all_or_are_refused(kind, is_nested, is_tied, mode, 
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_reentrant_checkpoint_of_leaves_that_are_no_targets(is_nested, x):
     """They show when the checkpoint runs again, and must be left alone all the same."""
-    module = Checkpointed("reentrant", is_nested=is_nested)
+    module = checkpointed("reentrant", is_nested=is_nested)
     want = plain(module, [x], sine)
     want_x, x.grad = x.grad, None
-    for name in ("head", "deeper"):
+    for name in ("parts.2", "parts.1"):  # the head, and within the checkpoint
         targets = module.get_submodule(name)
         store = GradStore(targets.parameters())
         loss = sine(module(x))

@@ -144,10 +144,13 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     build, pattern, x = layer
     module = build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # built before
-    parameters, parts = dict(module.named_parameters()), [*module.modules()]
-    kinds, keys = [type(part) for part in parts], [list(vars(part)) for part in parts]
-    pointers = [p.data_ptr() for p in parameters.values()]
-    signature = inspect.signature(module.forward)
+    parameters, kinds = dict(module.named_parameters()), [*map(type, module.modules())]
+
+    def snapshot():
+        parts = [(type(part), list(vars(part))) for part in module.modules()]
+        return parts, [(id(p), p.data_ptr()) for p in module.parameters()]
+
+    plain, signature = snapshot(), inspect.signature(module.forward)
     assert WAYS[way](module, pattern) is module
     assert all(map(isinstance, module.modules(), kinds))
     assert inspect.signature(module.forward) == signature
@@ -160,9 +163,7 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     assert all(torch.equal(p, v) and p._version == n for p, (v, n) in before.items())
     assert [name for name, _ in module.named_parameters() if name in parameters] == [*parameters]
     assert remove(module) is module
-    assert ([type(part) for part in parts], [list(vars(part)) for part in parts]) == (kinds, keys)
-    assert [*map(id, module.parameters())] == [*map(id, parameters.values())]
-    assert [p.data_ptr() for p in parameters.values()] == pointers
+    assert snapshot() == plain
     assert way == "stacked" or all(torch.equal(p, value) for p, (value, _) in before.items())
     assert applied(module) == []
     assert torch.equal(first_of(module(x)), first_of(module(x)))

@@ -327,10 +327,6 @@ def test_hooks_in_backward_may_look_at_the_parameter(before):
 # -- one draw for several steps, and schedules -----------------------------------------------------
 
 
-class Other(Calls):
-    """A tree of another class."""
-
-
 def test_same_draw_goes_by_qualified_names_alone():
     """Whatever class it has, whatever ran before, and whatever trainers wrap it in."""
 
@@ -338,7 +334,7 @@ def test_same_draw_goes_by_qualified_names_alone():
         return kind(lambda tree, names: [getattr(tree, name)() for name in names],
                     a=reads(), b=reads(), c=reads())  # fmt: skip
 
-    tree, other = dropped(tree_of(Calls)), dropped(tree_of(Other))
+    tree, other = dropped(tree_of(Calls)), dropped(tree_of(type("Other", (Calls,), {})))
     wrapped = Calls(lambda whole, *args: whole.module(*args), module=tree_of(Calls))
     other(["a"])
     found = []
