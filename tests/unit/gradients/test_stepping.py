@@ -24,6 +24,13 @@ def twins(count=3):
     return params, copy.deepcopy(params)
 
 
+def plainly(optimizer, params, *values):
+    """A step from `.grad`; a number stands for a gradient full of it."""
+    for param, value in zip(params, values, strict=False):
+        param.grad = None if value is None else torch.full_like(param, value)
+    optimizer.step()
+
+
 # -- what is applied -------------------------------------------------------------------------------
 
 
@@ -53,10 +60,8 @@ def test_absent_is_not_zero(missing):
     ours, theirs = (torch.optim.AdamW(e, lr=0.1, weight_decay=0.5) for e in (params, plain))
     holding(params, 1.0, 1.0).step(ours)
     holding(params, 1.0).step(ours, missing=missing)
-    ones = torch.ones_like(plain[0])
-    for second in (ones, None if missing == "skip" else ones * 0):
-        plain[0].grad, plain[1].grad = ones, second
-        theirs.step()
+    plainly(theirs, plain, 1.0, 1.0)
+    plainly(theirs, plain, 1.0, None if missing == "skip" else 0.0)
     assert same(params[:2], plain[:2])
     assert torch.equal(params[2], frozen)
     assert params[1].grad is stale
@@ -75,9 +80,7 @@ def test_several_stores_are_their_sum_also_when_a_step_that_failed_is_tried_agai
         recoup.step(ours, *stores, stores[1], consume=consume)
     assert same(params, plain)
     recoup.step(ours, *stores, stores[1], consume=consume)
-    for param, value in zip(plain, (7.0, 13.0, 2.0), strict=True):
-        param.grad = torch.full_like(param, value)
-    theirs.step()
+    plainly(theirs, plain, 7.0, 13.0, 2.0)
     assert same(params, plain)
     for store, before in zip(stores, kept, strict=True):
         assert list(store) == ([] if consume else list(before))
@@ -98,11 +101,9 @@ def test_groups_and_two_optimizers_that_share_a_store():
         places = {each: gradient.data_ptr() for each, gradient in store.items()}
         parts = store.split(*ours) if step < 3 else (store, store)
         assert {e: g.data_ptr() for part in parts for e, g in part.items()} == places
-        for value, param in enumerate(plain, start=1):
-            param.grad = torch.full_like(param, float(value))
         for part, optimizer, reference in zip(parts, ours, theirs, strict=True):
             part.step(optimizer, unknown="ignore")
-            reference.step()
+            plainly(reference, plain, 1.0, 2.0, 3.0, 4.0)
         assert len(store) == 0
     assert same(params, plain)
 
