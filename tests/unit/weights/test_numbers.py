@@ -21,19 +21,7 @@ from torch import nn
 import recoup
 from recoup.weights import Draw, same_draw
 from tests.chance import are_gaussian, has_share
-from tests.weight_zoo import (
-    LAYERS,
-    MORE,
-    OURS,
-    Kind,
-    Reads,
-    Runs,
-    Way,
-    built,
-    compare,
-    given,
-    used,
-)
+from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Reads, Runs, Way, built, compare, given, used
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
