@@ -60,13 +60,6 @@ class Breaks(nn.Module):
             raise RuntimeError("on purpose")
 
 
-def chain(memory):
-    """A chain of ours with a layer in two places, and dropout."""
-    shared = nn.Linear(4, 4)
-    stages = [shared, nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.3), shared, nn.Tanh()]
-    return recoup.Sequential(*stages, memory=memory)
-
-
 def noisy(apply):
     return apply(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), ".*weight")
 
@@ -96,19 +89,16 @@ LAYERS = {
     "tied": (Tied, rows),
     "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
-}  # fmt: skip
-# Whose weights, or what is between them, are made again in backward.
-MADE_AGAIN = {
+    # Whose weights are cast, or made again in backward.
     "autocast bfloat16": (lambda: autocast(torch.bfloat16), lambda: rows(6)),
     "dropout": (lambda: noisy(recoup.weight_dropout), rows),
     "noise": (lambda: noisy(recoup.weight_noise), rows),
-    **{f"memory={memory}": (lambda m=memory: chain(m), rows) for memory in ("sqrt", "log", 2)},
-}
+}  # fmt: skip
 
 
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
     """A layer and two inputs."""
-    build, make_input = (LAYERS | MADE_AGAIN)[name]
+    build, make_input = LAYERS[name]
     module, inputs = build(), [make_input(), make_input()]
     if name != "complex" and "bfloat16" not in name:
         module.double()

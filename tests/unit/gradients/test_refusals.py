@@ -13,9 +13,9 @@ from torch import nn
 import recoup
 from recoup import GradStore
 from recoup.errors import GradientError, NotInvertibleError
+from tests.unit.gradients.cases import scaler_of
 
 X = torch.ones(1, 3)
-CPU_SCALERS = {scale: lambda s=scale: torch.amp.GradScaler("cpu", init_scale=s) for scale in (2, 8)}
 
 
 class World:
@@ -25,26 +25,19 @@ class World:
         self.model, self.stranger = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
         self.weight, self.bias = self.params = [*self.model.parameters()]
         self.optimizer = torch.optim.SGD(self.model.named_parameters(), lr=1.0)
-        self.scaler, self.other_scaler = CPU_SCALERS[8](), CPU_SCALERS[2]()
+        self.scaler, self.other_scaler = scaler_of(8.0), scaler_of(2.0)
         self.store = self.collected()
         self.part = GradStore(self.params).add_(self.weight, torch.ones(2, 3))
         self.scaled = self.collected(scaler=self.scaler)
         self.unscaled = self.collected(scaler=self.scaler)
         self.unscaled.unscale_(self.scaler, self.optimizer)
         self.unknown = GradStore().add_(self.stranger, torch.ones(4))
-        self.complex = GradStore().add_(nn.Parameter(torch.ones(2) * 1j), torch.ones(2) * 1j)
         self.infinite = GradStore().add_(self.stranger, torch.full((4,), math.inf))
-        self.weightless = GradStore().add_(self.stranger, torch.ones(4))
-        self.graph = GradStore(self.params)
-        self.graph.backward(self.loss().square(), create_graph=True)
         self.inside = self.weight * 1
         self.stores = [each for each in vars(self).values() if isinstance(each, GradStore)]
 
     def loss(self):
         return self.model(X).sum()
-
-    def backward_of(self, tensor, **settings):
-        self.store.backward(tensor.sum(), params=[tensor], **settings)
 
     def collected(self, **settings):
         store = GradStore(self.params)
@@ -125,7 +118,7 @@ GradStore().backward(w.loss()) -> `params` -> missing
 w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
 w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
 w.scaled.collecting().__enter__() -> A backward -> scaled by 8
-w.backward_of(w.inside, mode="harvest") -> `mode` -> not a leaf.*Use mode="grad"
+w.store.backward(w.inside.sum(), params=[w.inside], mode="harvest") -> `mode` -> not a leaf.*"grad"
 w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
 # a mapping
 w.store[X] -> no gradient of -> \(1, 3\)
@@ -162,7 +155,7 @@ w.store / 0 ->  -> division
 w.store.clip_norm_(1.0, 0) -> `norm_type` -> is 0
 w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
-w.weightless.mean_() -> weight of 0 -> `scale_`
+w.unknown.mean_() -> weight of 0 -> `scale_`
 # a step
 recoup.step(w.optimizer) -> `stores` -> is empty
 recoup.step(w.store, w.optimizer) -> `stores` -> must be a GradStore
