@@ -82,11 +82,6 @@ def listed(row):
     return torch.sparse_coo_tensor(rows, values, (2, 3), check_invariants=False)
 
 
-def in_inference_mode(w):
-    with torch.inference_mode():
-        segments(w)
-
-
 LBFGS = torch.optim.LBFGS
 TIED = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
 TIED["b"].weight = TIED["a"].weight
@@ -211,7 +206,7 @@ segments(w, [never], weight=-1.0) -> `weight` -> is -1.0
 segments(w, memory="constant") -> Linear -> has no inverse
 segments(w, params=[w.stranger]) -> None of the 1 targets -> copies
 segments(w, loss=lambda y: y.detach().sum()) -> `outputs` -> require grad
-in_inference_mode(w) -> inference mode -> no_grad
+torch.inference_mode()(segments)(w) -> inference mode -> no_grad
 """
 ROWS = [line.split(" -> ") for line in REFUSALS.splitlines() if " -> " in line]
 ERRORS = (GradientError, ValueError, NotInvertibleError, TypeError, KeyError, AttributeError)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
@@ -112,16 +113,16 @@ def replaced():
     return module
 
 
-def parametrized(module):
-    with disabled(module):
-        parametrize.register_parametrization(module, "weight", nn.Identity())
-
-
 class Asking(nn.Sequential):
     """A class whose subclasses must give an argument."""
 
     def __init_subclass__(cls, *, tag):
         super().__init_subclass__()
+
+
+def parametrized(module):
+    with disabled(module):
+        register_parametrization(module, "weight", nn.Identity())
 
 
 def pruned(module):
@@ -210,7 +211,7 @@ REFUSED = [
                     lambda: recoup.weight_norm(recoup.weight_dropout(layer())))),
     (noisy, lambda m: freeze_dropped(torch.optim.SGD([REQUIRES]), m), "nothing to leave"),
     (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
-    (noisy, lambda m: parametrized(m), "`weight` of Linear is to be deleted.*remove"),
+    (noisy, parametrized, "`weight` of Linear is to be deleted.*remove"),
     *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
        r"has a Asking.*a subclass has to give.*'tag'")
       for wrap in (lambda module: module, nn.Sequential)),
@@ -285,11 +286,6 @@ def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
 # -- writes to what is computed --------------------------------------------------------------------
 
 
-def without_graph(weight):
-    with torch.no_grad():
-        weight.view(-1)[:3].zero_()
-
-
 WRITES = {
     "init": nn.init.zeros_,
     "data": lambda weight: weight.data,
@@ -297,7 +293,7 @@ WRITES = {
     "copy": lambda weight: weight.copy_(torch.zeros(2, 2)),
     "add": lambda weight: weight.__iadd__(1),
     "detached": lambda weight: weight.detach().zero_(),
-    "a view without a graph": without_graph,
+    "a view without a graph": torch.no_grad()(lambda weight: weight.view(-1)[:3].zero_()),
     "out": lambda weight: torch.zeros(6, 6, out=weight),
     "a list": lambda weight: torch._foreach_zero_([weight]),
     "optimizer": lambda weight: torch.optim.SGD([weight], lr=0.1),
