@@ -88,7 +88,7 @@ TIED["b"].weight = TIED["a"].weight
 OF_TIED = {"a.weight": dense(2, 3), "b.weight": dense(2, 3)}
 
 # What is called, the argument or the thing that the error names, and what else it says. Values of a
-# wrong type, and words that are none of the choices, are in tests/api/test_wrong_arguments.py.
+# wrong type are in tests/api/test_wrong_arguments.py.
 REFUSALS = r"""
 # making a store
 GradStore(w.weight) -> `params` -> a tensor of shape .*\[tensor\]
@@ -105,6 +105,7 @@ w.store.backward(w.loss(), weight=math.inf) -> `weight` -> is inf
 w.store.backward(w.model(X)) -> `grad_outputs` -> None for .*\(1, 2\)
 w.store.backward([w.model(X)], []) -> `grad_outputs` -> 0 gradients for 1
 w.store.backward(w.loss(), X) -> `grad_outputs` -> \(1, 3\) for .*shape \(\)
+w.store.backward(w.loss(), mode="x") -> `mode` -> 'x', .*auto, grad, harvest
 w.store.backward(w.loss(), inputs=X) -> `inputs` -> does not require grad
 w.store.backward(w.loss(), inputs=w.weight) -> `inputs` -> in `params`, too
 w.store.backward(w.loss(), params=[w.stranger]) -> None of the 1 -> copies
@@ -156,6 +157,8 @@ recoup.step(w.optimizer) -> `stores` -> is empty
 recoup.step(w.store, w.optimizer) -> `stores` -> must be a GradStore
 w.store.step(LBFGS(w.params)) -> `optimizer` -> LBFGS.*closure
 recoup.step(LBFGS(w.params), w.store, w.part) -> `optimizer` -> closure
+w.store.step(w.optimizer, missing="none") -> `missing` -> 'none'
+w.store.step(w.optimizer, unknown="skip") -> `unknown` -> 'skip'
 w.unknown.step(w.optimizer) -> `optimizer` -> shape \(4,\).*assign=True
 w.part.step(w.optimizer, missing="error") -> no gradient of -> `bias`
 w.frozen().step(w.optimizer) -> `bias` -> was frozen
@@ -203,6 +206,7 @@ segments(w, loss=lambda y: y.sum() * 1j) -> `loss_fn` -> real tensor
 segments(w, has_aux=True) -> `has_aux` -> `loss_fn` returned a tensor
 segments(w, [never], mode="x") -> `mode` -> is 'x'
 segments(w, [never], weight=-1.0) -> `weight` -> is -1.0
+segments(w, memory="most") -> `memory` -> is 'most'
 segments(w, memory="constant") -> Linear -> has no inverse
 segments(w, params=[w.stranger]) -> None of the 1 targets -> copies
 segments(w, loss=lambda y: y.detach().sum()) -> `outputs` -> require grad

@@ -144,8 +144,7 @@ def of(number, **how):
 
 
 REQUIRES = torch.tensor(0.5, requires_grad=True)
-# Values of a wrong type, and words that are none of the choices, are in
-# tests/api/test_wrong_arguments.py.
+# Values of a wrong type are in tests/api/test_wrong_arguments.py.
 RATES = [-0.1, NAN, INF, True, torch.tensor([0.5, 0.5]), torch.tensor(-1.0), torch.tensor(NAN),
          torch.tensor(True), lambda _: -1.0, lambda _: torch.tensor([0.1, 0.2])]  # fmt: skip
 REFUSED = [
@@ -153,6 +152,7 @@ REFUSED = [
     *((layer, of(1, std=s), "`std` is .* 0 or more") for s in RATES),
     *((layer, of(k, **{n: r}), f"`{n}` requires a .*detach") for k, n in ((0, "p"), (1, "std"))
       for r in (REQUIRES, REQUIRES.square(), lambda _: REQUIRES)),
+    *((layer, of(k, mode="train"), '`mode` is .*"training".*"always"') for k in (0, 1)),
     *((layer, of(0, axes=axes), "`axes` is") for axes in
       ((2,), (-3,), (1.0,), (True,))),
     (tree, of(0, axes=(1,)), r"`axes` .*`1\.1\.weight` has shape \(4,\)"),
@@ -178,6 +178,7 @@ REFUSED = [
     *((lambda: nn.Sequential(replaced()), of(k), "`forward`.*before") for k in range(3)),
     # deviations that are learned, and relative ones
     *((layer, of(1, **how), text) for how, text in (
+        ({"learned": "column"}, "`learned` is 'column'"),
         ({"learned": "row", "std": lambda step: 0.1}, "the number `std`"),
         ({"learned": "row", "std": nn.Parameter(torch.ones(()))}, "is a Parameter itself"),
         ({"learned": "row", "std": -0.1}, "`std` is -0.1, but must be 0 or more"),
@@ -215,6 +216,7 @@ REFUSED = [
     *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
        r"has a Asking.*a subclass has to give.*'tag'")
       for wrap in (lambda module: module, nn.Sequential)),
+    (layer, of(0, tied="all"), "`tied` is 'all', but must be"),
     *((layer, lambda m, p=p: Draw(m.weight, 3).bernoulli(p), "`p` is .*a probability")
       for p in (1.5, -0.1)),
     (layer, lambda _: Draw(torch.arange(3), 3), "`weight` is torch.int64, but must be of a float"),
