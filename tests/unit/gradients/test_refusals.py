@@ -32,6 +32,8 @@ class World:
         self.unscaled = self.collected(scaler=self.scaler)
         self.unscaled.unscale_(self.scaler, self.optimizer)
         self.unknown = GradStore().add_(self.stranger, torch.ones(4))
+        away = nn.Parameter(torch.ones(4, device="meta"))
+        self.away = GradStore([away], device="cpu").add_(away, torch.ones(4))
         self.infinite = GradStore().add_(self.stranger, torch.full((4,), math.inf))
         self.inside = self.weight * 1
         self.stores = [each for each in vars(self).values() if isinstance(each, GradStore)]
@@ -170,6 +172,7 @@ w.unscaled.step(w.optimizer, scaler=w.other_scaler) -> `scaler` -> it again
 w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
 w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
 w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
+w.away.unscale_(w.scaler, torch.optim.SGD([*w.away])) -> another device -> `to`
 w.scaled.unscale_(w.scaler) -> `optimizers` -> 0 of the 0
 w.scaled.unscale_(w.scaler, w.optimizer, LBFGS(w.params)) -> LBFGS -> closure
 w.scaled.unscale_(w.scaler, w.optimizer, torch.optim.SGD(w.params)) -> `optimizers` -> 2 of the 2

@@ -156,16 +156,6 @@ def test_the_scale_of_a_store_that_goes_elsewhere():
     assert not store
 
 
-def test_gradients_on_another_device_than_their_parameters():
-    param = nn.Parameter(torch.ones(2, device="meta"))
-    store = GradStore([param], device="cpu").add_(param, torch.ones(2))
-    scaler = scaler_of()
-    scaler.scale(torch.ones(()))
-    with pytest.raises(GradientError, match=r"another device.*`to`"):
-        store.unscale_(scaler, torch.optim.SGD([param], lr=1.0))
-    assert torch.equal(store[param], torch.ones(2))
-
-
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_float16_are_unscaled_in_float32(is_sparse):
     """What torch refuses for `.grad` in float16 works, and does not overflow in between."""
