@@ -125,7 +125,7 @@ HAPPENS = {
 }
 
 
-@pytest.mark.sampled(43)
+@pytest.mark.sampled(52)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("happens", HAPPENS)
 def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, way):
@@ -138,7 +138,7 @@ def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, 
     assert_noisy(trained(module, x), WAYS[way], build, pattern, x)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_are_the_same_objects_through_training_and_removal(layer, way):
     build, pattern, x = layer
@@ -170,7 +170,7 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     assert_noisy(WAYS[way](module, pattern), WAYS[way], build, pattern, x)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_has_a_life_of_its_own(layer, way, copied):
@@ -298,13 +298,13 @@ def test_a_functional_call_reparametrizes_what_it_is_given(layer, way, are_all):
     def lent(run, parameters, x):
         """The gradients of other parameters that are lent: of all, or of those that are noisy."""
         module = getattr(run, "ours", run)
-        names = parameters if are_all else {entry.name for entry in applied(module)}
+        names = parameters if are_all else dict.fromkeys(each.name for each in applied(module))
         leaves = {name: torch.rand_like(parameters[name]).requires_grad_() for name in names}
         place = "" if module is run else "ours."
         output = functional_call(run, {place + name: leaf for name, leaf in leaves.items()}, x)
         loss_of_all(output).backward()
-        lent = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
-        return lent | {"output": first_of(output)} | parameters  # which are as they were
+        gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+        return gradients | {"output": first_of(output)} | parameters  # which are as they were
 
     compare(WAYS[way], build(), (x,), pattern, act=lent, rtol=1e-4)
 
