@@ -163,6 +163,7 @@ def test_a_module_is_registered_trained_saved_and_copied_beside_the_weight():
     """In evaluation, in which its dropout of entries is none."""
     layer, scaled, x = nn.Linear(4, 4), Scaled(), torch.randn(2, 4)
     raw = layer.weight
+    nn.init.constant_(scaled.scale, 0.7)  # is loaded below, and not that of a new one
     apply(layer, scaled, mode="always").eval()
     assert layer.weight_scaled is scaled
     assert list(layer.state_dict()) == ["weight", "bias", "weight_scaled.scale"]
