@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +11,11 @@ from torch import Tensor, nn
 import recoup
 from recoup import GradStore
 from tests.oracle import assert_same_tensor
+from tests.weight_zoo import Runs, attending, first_of
+from tests.zoo import autocast
 
 MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
-
-
-class Attends(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, x)[0]
-
-
-class First(nn.LSTM):
-    def forward(self, x):
-        return super().forward(x)[0]
 
 
 class Complex(nn.Module):
@@ -46,12 +39,6 @@ class Tied(nn.Module):
         return self.a(self.b(torch.tanh(self.a(x)))) @ self.again.weight
 
 
-class Autocast(nn.Sequential):
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x).float()
-
-
 class Breaks(nn.Module):
     """Backward reaches `last`, then a hook, then `first`; or fails there."""
 
@@ -73,19 +60,12 @@ class Breaks(nn.Module):
             raise RuntimeError("on purpose")
 
 
-def chain(memory):
-    """A chain of ours with a layer in two places, and dropout."""
-    shared = nn.Linear(4, 4)
-    stages = [shared, nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.3), shared, nn.Tanh()]
-    return recoup.Sequential(*stages, memory=memory)
-
-
 def noisy(apply):
     return apply(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), ".*weight")
 
 
-def rows(size=5):
-    return torch.randn(size, 4)
+def rows(width=4):
+    return torch.randn(5, width)
 
 
 def words():
@@ -101,25 +81,24 @@ LAYERS = {
     ),
     "embedding": (lambda: nn.Embedding(40, 3), words),
     "sparse": (lambda: nn.Embedding(40, 3, sparse=True), words),
-    "lstm": (lambda: First(4, 3, 2), lambda: torch.randn(5, 2, 4)),
-    "attention": (lambda: Attends(4, 2), lambda: torch.randn(3, 2, 4)),
+    "lstm": (lambda: Runs(nn.LSTM(4, 3, 2), first_of), lambda: torch.randn(5, 2, 4)),
+    "attention": (
+        lambda: Runs(nn.MultiheadAttention(4, 2), attending), lambda: torch.randn(3, 2, 4)
+    ),
     "complex": (Complex, lambda: torch.randn(5, 3)),
     "tied": (Tied, rows),
     "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
-}
-# Whose weights, or what is between them, are made again in backward.
-MADE_AGAIN = {
-    "autocast bfloat16": (lambda: Autocast(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), rows),
+    # Whose weights are cast, or made again in backward.
+    "autocast bfloat16": (lambda: autocast(torch.bfloat16), lambda: rows(6)),
     "dropout": (lambda: noisy(recoup.weight_dropout), rows),
     "noise": (lambda: noisy(recoup.weight_noise), rows),
-    **{f"memory={memory}": (lambda m=memory: chain(m), rows) for memory in ("sqrt", "log", 2)},
-}
+}  # fmt: skip
 
 
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
     """A layer and two inputs."""
-    build, make_input = (LAYERS | MADE_AGAIN)[name]
+    build, make_input = LAYERS[name]
     module, inputs = build(), [make_input(), make_input()]
     if name != "complex" and "bfloat16" not in name:
         module.double()
@@ -193,21 +172,15 @@ def assert_holds(store, module: nn.Module, want: dict[str, Tensor], rtol: float 
         assert_same_tensor(name, got[name].to_dense(), value, rtol)
 
 
-class Undisturbed:
-    """A context whose end checks that `.grad` and `grad_dtype` are the same objects, and values."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors = tensors
-        for tensor in tensors:
-            tensor.grad = torch.full_like(tensor, 7, dtype=tensor.grad_dtype)
-        self._before = [(t.grad, t.grad_dtype) for t in tensors]
-
-    def __enter__(self) -> Undisturbed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for tensor, (gradient, dtype) in zip(self._tensors, self._before, strict=True):
-            assert tensor.grad is gradient
-            assert tensor.grad_dtype is dtype
-            assert bool((gradient == 7).all())
-            assert not getattr(tensor, "_post_accumulate_grad_hooks", None)
+@contextmanager
+def undisturbed(*tensors: Tensor):
+    """A context at whose end `.grad` and `grad_dtype` are the same objects, and values."""
+    for tensor in tensors:
+        tensor.grad = torch.full_like(tensor, 7, dtype=tensor.grad_dtype)
+    before = [(tensor.grad, tensor.grad_dtype) for tensor in tensors]
+    yield
+    for tensor, (gradient, dtype) in zip(tensors, before, strict=True):
+        assert tensor.grad is gradient
+        assert tensor.grad_dtype is dtype
+        assert bool((gradient == 7).all())
+        assert not getattr(tensor, "_post_accumulate_grad_hooks", None)

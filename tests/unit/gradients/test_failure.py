@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +17,13 @@ from tests.unit.gradients.cases import (
     MODES,
     WAYS,
     Breaks,
-    Undisturbed,
     assert_holds,
     collect,
     made,
     plain,
+    undisturbed,
 )
+from tests.zoo import Fn
 
 
 @pytest.fixture
@@ -37,24 +38,16 @@ def sine(y):
 # -- checkpoints and hooks -------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
+def checkpointed(kind, *, is_tied=False, is_nested=False):
     """A head over a checkpointed body; a layer may be in both, and a checkpoint in the body."""
+    call = partial(checkpoint, use_reentrant=kind == "reentrant")
 
-    def __init__(self, kind, *, is_tied=False, is_nested=False):
-        super().__init__()
-        self.body, self.deeper = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.head = self.body if is_tied else nn.Linear(4, 4)
-        self.is_reentrant, self.is_nested = kind == "reentrant", is_nested
-        self.double()
+    def run(x, body, deeper, head):
+        deeper = partial(call, deeper) if is_nested else deeper
+        return head(call(lambda x: deeper(body(x).tanh()), x))
 
-    def forward(self, x):
-        def run(x):
-            y = self.body(x).tanh()
-            if self.is_nested:
-                return checkpoint(self.deeper, y, use_reentrant=self.is_reentrant)
-            return self.deeper(y)
-
-        return self.head(checkpoint(run, x, use_reentrant=self.is_reentrant))
+    body = nn.Linear(4, 4)
+    return Fn(run, body, nn.Linear(4, 4), body if is_tied else nn.Linear(4, 4)).double()
 
 
 # Of torch: a checkpoint within a reentrant one runs without a graph at first.
@@ -67,10 +60,10 @@ quiet = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("kind", ["reentrant", "other"])
 def test_checkpoints_deliver_all_or_are_refused(kind, is_nested, is_tied, mode, x):
-    module = Checkpointed(kind, is_tied=is_tied, is_nested=is_nested)
+    module = checkpointed(kind, is_tied=is_tied, is_nested=is_nested)
     want = plain(module, [x, x], sine)
     store = GradStore(module.parameters())
-    with Undisturbed(*module.parameters(), x):
+    with undisturbed(*module.parameters(), x):
         for _ in range(2):
             loss = sine(module(x))
             if kind == "reentrant" and mode == "grad":
@@ -86,14 +79,14 @@ def test_checkpoints_deliver_all_or_are_refused(kind, is_nested, is_tied, mode, 
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_reentrant_checkpoint_of_leaves_that_are_no_targets(is_nested, x):
     """They show when the checkpoint runs again, and must be left alone all the same."""
-    module = Checkpointed("reentrant", is_nested=is_nested)
+    module = checkpointed("reentrant", is_nested=is_nested)
     want = plain(module, [x], sine)
     want_x, x.grad = x.grad, None
-    for name in ("head", "deeper"):
+    for name in ("parts.2", "parts.1"):  # the head, and within the checkpoint
         targets = module.get_submodule(name)
         store = GradStore(targets.parameters())
         loss = sine(module(x))
-        with Undisturbed(*module.parameters(), x):
+        with undisturbed(*module.parameters(), x):
             (dx,) = store.backward(loss, inputs=x, retain_graph=True)
             store.backward(loss, retain_graph=True)
         assert torch.equal(dx, want_x)
@@ -142,11 +135,11 @@ def test_an_error_half_way(way, was_empty, x):
     if not was_empty:
         collect(store, sine(module(x)), way)
     before = {name: each.clone() for name, each in store.named(module).items()}
-    with Undisturbed(*module.parameters()), pytest.raises(KeyError), store.collecting():
+    with undisturbed(*module.parameters()), pytest.raises(KeyError), store.collecting():
         raise KeyError  # before any backward
     assert_holds(store, module, before)
     module.fails = True
-    with Undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
+    with undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
         collect(store, sine(module(x)), way)
     module.fails = False
     if was_empty or way in ("grad", "collecting"):
@@ -180,7 +173,7 @@ def test_code_within_collecting_reads_and_scales_what_is_in_grad():
     module, (x, _) = made("linear")
     weight, want = module.weight, plain(module, [x], torch.sum)
     store = GradStore.from_backward(module(x).sum(), module.parameters())
-    with Undisturbed(*module.parameters()), store.collecting():
+    with undisturbed(*module.parameters()), store.collecting():
         module.zero_grad()
         module(x).sum().backward()
         (weight**3).sum().backward(create_graph=True)
@@ -220,28 +213,9 @@ def test_a_tensor_that_was_resized():
 # -- threads ---------------------------------------------------------------------------------------
 
 
-def in_threads(*calls):
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for each in [pool.submit(call) for call in calls]:
-            each.result()
-
-
-def test_threads_with_the_same_parameters():
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))).double()
-    inputs = [torch.randn(5, 4, dtype=torch.float64) for _ in range(3)]
-    stores = [GradStore(module.parameters()) for _ in inputs]
-    start = threading.Barrier(len(inputs))
-
-    def collect(store, x):
-        start.wait()
-        for _ in range(10):
-            store.backward(module(x).sum(), mode="grad")
-
-    with Undisturbed(*module.parameters()):
-        in_threads(*(lambda s=s, x=x: collect(s, x) for s, x in zip(stores, inputs, strict=True)))
-    for store, x in zip(stores, inputs, strict=True):
-        assert store.weight == 10
-        assert_holds(store, module, plain(module, [x] * 10, torch.sum), 1e-13)
+def in_a_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -256,11 +230,11 @@ def test_while_another_thread_collects(way):
         with refused if is_refused else nullcontext():
             collect(inner, module(x).sum(), way)
 
-    with Undisturbed(*module.parameters()), outer.collecting():
-        in_threads(other)
+    with undisturbed(*module.parameters()), outer.collecting():
+        in_a_thread(other)
         module(x).exp().sum().backward()
     assert_holds(outer, module, plain(module, [x], lambda y: y.exp().sum()))
     assert_holds(inner, module, {} if is_refused else plain(module, [x], torch.sum))
     inner.clear()
-    in_threads(lambda: collect(inner, module(x).sum(), way))  # `.grad` is free again
+    in_a_thread(lambda: collect(inner, module(x).sum(), way))  # `.grad` is free again
     assert_holds(inner, module, plain(module, [x], torch.sum))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import recoup
 from recoup.weights import Draw, applied, apply, kl_divergence, set_step, step, update
 from tests.chance import are_even, are_gaussian, has_share
-from tests.weight_zoo import Way, compare
+from tests.weight_zoo import Scaled, Way, compare
 
 LEARNED = ["tensor", "row", "weight"]
 
@@ -109,8 +109,7 @@ def test_the_divergence_and_its_gradients_are_those_of_torch(learned, prior, nor
     assert torch.equal(stream, torch.get_rng_state())
     torch.testing.assert_close(got, want)
     gradients = (torch.autograd.grad(each, parameters) for each in (got, want))
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
 def test_a_parameter_counts_once_unless_its_uses_have_several_deviations():
@@ -160,44 +159,31 @@ def test_gradients_are_those_of_the_weight_that_a_function_returns(mode):
     compare(way, plain, (torch.randn(4, 3, dtype=torch.float64, requires_grad=True),), rtol=1e-12)
 
 
-class LoRA(nn.Module):
-    """The update of low rank that is learned beside a weight."""
-
-    def __init__(self, rank=2):
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(rank, 4) / rank)
-        self.b = nn.Parameter(torch.randn(4, rank) / rank)
-
-    def forward(self, weight, draw):
-        return weight + self.b @ self.a
-
-
 def test_a_module_is_registered_trained_saved_and_copied_beside_the_weight():
-    layer, lora, x = nn.Linear(4, 4), LoRA(), torch.randn(2, 4)
+    """In evaluation, in which its dropout of entries is none."""
+    layer, scaled, x = nn.Linear(4, 4), Scaled(), torch.randn(2, 4)
     raw = layer.weight
-    apply(layer, lora, mode="always")
-    assert layer.weight_lora is lora
-    assert list(layer.state_dict()) == ["weight", "bias", "weight_lora.a", "weight_lora.b"]
+    nn.init.constant_(scaled.scale, 0.7)  # is loaded below, and not that of a new one
+    apply(layer, scaled, mode="always").eval()
+    assert layer.weight_scaled is scaled
+    assert list(layer.state_dict()) == ["weight", "bias", "weight_scaled.scale"]
     output = layer(x)
-    torch.testing.assert_close(output, F.linear(x, raw + lora.b @ lora.a, layer.bias))
+    torch.testing.assert_close(output, F.linear(x, raw * scaled.scale, layer.bias))
     output.sum().backward()
-    torch.testing.assert_close(lora.b.grad, x.sum(0).expand(4, 4) @ lora.a.T)
-    again, other = copy.deepcopy(layer), nn.Linear(4, 4)
-    assert again.weight_lora is applied(again)[0].reparametrization.function
-    assert again.weight_lora is not lora
-    apply(other, LoRA(), mode="always").load_state_dict(layer.state_dict())
+    torch.testing.assert_close(scaled.scale.grad, (x.sum(0) * raw).sum())
+    again, other = copy.deepcopy(layer), apply(nn.Linear(4, 4), Scaled(), mode="always").eval()
+    assert again.weight_scaled is applied(again)[0].reparametrization.function
+    assert again.weight_scaled is not scaled
+    other.load_state_dict(layer.state_dict())
     for each in (again, other):
         assert torch.equal(each(x), output)
     given = {n: torch.randn_like(p, requires_grad=True) for n, p in layer.named_parameters()}
-    got = functional_call(layer, given, (x,))
-    weight = given["weight"] + given["weight_lora.b"] @ given["weight_lora.a"]
-    torch.testing.assert_close(got, F.linear(x, weight, given["bias"]))
-    names, inputs = [*given], [*given.values()]
-    found = torch.autograd.grad(got.square().sum(), inputs)
-    plain = F.linear(x, weight, given["bias"]).square().sum()
-    wanted = torch.autograd.grad(plain, inputs, allow_unused=True)
-    for name, *pair in zip(names, found, wanted, strict=True):
-        torch.testing.assert_close(*pair, msg=name)
+    weight = given["weight"] * given["weight_scaled.scale"]
+    outputs = functional_call(layer, given, (x,)), F.linear(x, weight, given["bias"])
+    torch.testing.assert_close(*outputs)
+    inputs = [*given.values()]
+    gradients = [torch.autograd.grad(each.square().sum(), inputs) for each in outputs]
+    torch.testing.assert_close(*gradients)
     assert list(recoup.weights.remove(layer).state_dict()) == ["weight", "bias"]
 
 

@@ -23,12 +23,31 @@ from tests.weight_zoo import (
     Way,
     built,
     by_name,
+    compare,
     given,
     loaded,
     materialised,
     replaced,
     trained,
 )
+
+
+class Awkward(nn.Linear):
+    """Properties, a signature of its own, and `__getattr__` that answers for more."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def __getattr__(self, name):
+        return "world" if name == "hello" else super().__getattr__(name)
+
+    @property
+    def doubled(self):
+        return self.weight * 2
+
+    def forward(self, x, *, twice: bool = True):
+        return F.linear(x, self.doubled if twice else self.weight, self.bias)
+
 
 KINDS = {
     "lstm": Kind(
@@ -42,6 +61,7 @@ KINDS = {
         r"\d\.weight",
     ),
     "encoder layer": LAYERS["encoder layer"],
+    "class of a user": Kind(Awkward, given((3, 4)), "weight"),
 }
 WAYS = {name: MORE[name] for name in ("dropout", "stacked", "learned", "function")}
 BOTH = Way(dropout={"p": 0.5}, noise={"std": 0.1})
@@ -105,7 +125,7 @@ HAPPENS = {
 }
 
 
-@pytest.mark.sampled(43)
+@pytest.mark.sampled(52)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("happens", HAPPENS)
 def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, way):
@@ -118,16 +138,19 @@ def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, 
     assert_noisy(trained(module, x), WAYS[way], build, pattern, x)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_are_the_same_objects_through_training_and_removal(layer, way):
     build, pattern, x = layer
     module = build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # built before
-    parameters, parts = dict(module.named_parameters()), [*module.modules()]
-    kinds, keys = [type(part) for part in parts], [list(vars(part)) for part in parts]
-    pointers = [p.data_ptr() for p in parameters.values()]
-    signature = inspect.signature(module.forward)
+    parameters, kinds = dict(module.named_parameters()), [*map(type, module.modules())]
+
+    def snapshot():
+        parts = [(type(part), list(vars(part))) for part in module.modules()]
+        return parts, [(id(p), p.data_ptr()) for p in module.parameters()]
+
+    plain, signature = snapshot(), inspect.signature(module.forward)
     assert WAYS[way](module, pattern) is module
     assert all(map(isinstance, module.modules(), kinds))
     assert inspect.signature(module.forward) == signature
@@ -140,16 +163,14 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     assert all(torch.equal(p, v) and p._version == n for p, (v, n) in before.items())
     assert [name for name, _ in module.named_parameters() if name in parameters] == [*parameters]
     assert remove(module) is module
-    assert ([type(part) for part in parts], [list(vars(part)) for part in parts]) == (kinds, keys)
-    assert [*map(id, module.parameters())] == [*map(id, parameters.values())]
-    assert [p.data_ptr() for p in parameters.values()] == pointers
+    assert snapshot() == plain
     assert way == "stacked" or all(torch.equal(p, value) for p, (value, _) in before.items())
     assert applied(module) == []
     assert torch.equal(first_of(module(x)), first_of(module(x)))
     assert_noisy(WAYS[way](module, pattern), WAYS[way], build, pattern, x)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_has_a_life_of_its_own(layer, way, copied):
@@ -249,31 +270,11 @@ def test_removing_some_and_from_a_part():
     assert type(model) is nn.Sequential
 
 
-class Awkward(nn.Linear):
-    """Properties, a signature of its own, and `__getattr__` that answers for more."""
-
-    def __init__(self):
-        super().__init__(4, 4)
-
-    def __getattr__(self, name):
-        return "world" if name == "hello" else super().__getattr__(name)
-
-    @property
-    def doubled(self):
-        return self.weight * 2
-
-    def forward(self, x, *, twice: bool = True):
-        return F.linear(x, self.doubled if twice else self.weight, self.bias)
-
-
 def test_a_class_of_a_user_keeps_what_it_is():
-    module, x, way = Awkward(), torch.randn(3, 4), WAYS["dropout"]
-    way(module, "weight")
+    module = WAYS["dropout"](Awkward())
     assert isinstance(module, Awkward)
     assert type(module).__qualname__ == "Awkward"
     assert inspect.signature(type(module)) == inspect.signature(Awkward)
-    for each in (copy.deepcopy(module), module):
-        assert_noisy(each, way, Awkward, "weight", x)
     assert module.hello == "world"
     with recoup.weights.step(module):
         assert torch.equal(module.doubled, 2 * module.weight)
@@ -287,6 +288,25 @@ def test_a_replica_has_tensors_for_parameters():
     replica.weight, replica.bias = module.weight.detach() + 1, module.bias
     assert torch.equal(replica(torch.zeros(1, 4)), module(torch.zeros(1, 4)))
     assert torch.equal(replica.weight, module.weight + 1)
+
+
+@pytest.mark.parametrize("are_all", [True, False])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "function"])
+def test_a_functional_call_reparametrizes_what_it_is_given(layer, way, are_all):
+    build, pattern, x = layer
+
+    def lent(run, parameters, x):
+        """The gradients of other parameters that are lent: of all, or of those that are noisy."""
+        module = getattr(run, "ours", run)
+        names = parameters if are_all else dict.fromkeys(each.name for each in applied(module))
+        leaves = {name: torch.rand_like(parameters[name]).requires_grad_() for name in names}
+        place = "" if module is run else "ours."
+        output = functional_call(run, {place + name: leaf for name, leaf in leaves.items()}, x)
+        loss_of_all(output).backward()
+        gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+        return gradients | {"output": first_of(output)} | parameters  # which are as they were
+
+    compare(WAYS[way], build(), (x,), pattern, act=lent, rtol=1e-4)
 
 
 # -- files under the names of other libraries ------------------------------------------------------
@@ -336,28 +356,3 @@ def test_the_names_of_others():
         to_plain_names({"model": {}})
     with pytest.raises(ValueError, match="different values"):
         to_plain_names({"weight": torch.ones(1), "parametrizations.weight.original": torch.ones(2)})
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "function"])
-def test_a_functional_call_reparametrizes_what_it_is_given(layer, way):
-    build, pattern, x = layer
-    way, plain = WAYS[way], build()
-    module = way(copy.deepcopy(plain), pattern)
-    before = copy.deepcopy(dict(module.named_parameters()))
-    some = {entry.name for entry in applied(module)}
-    for names in (by_name(module).keys(), some):
-        values = {name: torch.rand_like(p) for name, p in by_name(module).items() if name in names}
-        leaves = [{n: v.clone().requires_grad_() for n, v in values.items()} for _ in range(2)]
-        torch.manual_seed(3)
-        output = first_of(functional_call(module, leaves[0], x))
-        torch.manual_seed(3)
-        made = materialised(way, plain, pattern, {**by_name(module), **leaves[1]})
-        made = {name: made[name] for name in by_name(plain)}
-        want = first_of(functional_call(plain, made, x))
-        torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-5)
-        for y in (output, want):
-            y.sin().sum().backward()
-        for mine, theirs in zip(*(each.values() for each in leaves), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    for name, value in module.named_parameters():
-        assert torch.equal(value, before[name])

@@ -98,20 +98,15 @@ def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
 class SavesItself(nn.Linear):
     """A layer that reads its weight to save and to load it, as those of torch_geometric do."""
 
-    def __init__(self):
-        super().__init__(4, 4)
-        self.register_load_state_dict_pre_hook(SavesItself.note)
-
-    def note(self, *_):
-        self.loaded_over = self.weight
-
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
-        destination[prefix + "bias"] = self.bias
+
+    def _load_from_state_dict(self, *args):
+        self.loaded_over = self.weight
 
 
 def test_a_layer_that_saves_its_weight_itself_saves_the_parameter():
-    model = nn.Sequential(SavesItself())
+    model = nn.Sequential(SavesItself(4, 4))
     layer, raw = model[0], model[0].weight
     OURS["stacked"](model)
     before = torch.get_rng_state()
@@ -272,9 +267,10 @@ def test_a_step_is_the_forward_of_what_something_was_applied_to():
     dropped(twice.layer)
     assert differ(*twice())  # here each call of the layer
     with step(twice):
-        assert agree(*twice())
-        alive = weakref.ref(twice.layer.weight)  # and what was read last is not made again
-        assert twice.layer.weight is alive()
+        for _ in range(2):
+            alive = weakref.ref(twice.layer.weight)  # what was read last is not made again
+            assert twice.layer.weight is alive()
+            assert agree(*twice())
     inner = Calls(lambda tree: (tree.a(), tree.b()), a=reads(), b=reads())
     outer = Calls(lambda tree: (*tree.inner(), *tree.inner()), inner=inner)
     dropped(inner, "a.weight")
@@ -332,10 +328,6 @@ def test_hooks_in_backward_may_look_at_the_parameter(before):
 # -- one draw for several steps, and schedules -----------------------------------------------------
 
 
-class Other(Calls):
-    """A tree of another class."""
-
-
 def test_same_draw_goes_by_qualified_names_alone():
     """Whatever class it has, whatever ran before, and whatever trainers wrap it in."""
 
@@ -343,7 +335,7 @@ def test_same_draw_goes_by_qualified_names_alone():
         return kind(lambda tree, names: [getattr(tree, name)() for name in names],
                     a=reads(), b=reads(), c=reads())  # fmt: skip
 
-    tree, other = dropped(tree_of(Calls)), dropped(tree_of(Other))
+    tree, other = dropped(tree_of(Calls)), dropped(tree_of(type("Other", (Calls,), {})))
     wrapped = Calls(lambda whole, *args: whole.module(*args), module=tree_of(Calls))
     other(["a"])
     found = []
@@ -422,13 +414,6 @@ def test_backward_has_the_magnitude_of_forward():
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
 
 
-def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
-    layer = dropped(reads())
-    with step(layer):
-        alive = weakref.ref(layer.weight)
-        assert layer.weight is alive()
-
-
 @pytest.mark.parametrize("way", MORE)
 def test_a_step_may_have_two_backwards(way):
     layer, x = MORE[way](nn.Linear(8, 8)), torch.randn(4, 8)
@@ -466,14 +451,6 @@ def test_what_is_traced_is_no_sample():
     doubled = recoup.weights.apply(nn.Linear(9, 4), lambda w, draw: 2 * w, mode="always").eval()
     with pytest.raises(RecoupError, match="Outside of graphs"):
         torch.export.export(doubled, (x,))
-
-
-def test_sparse_gradients_reach_what_a_function_computes():
-    bag = recoup.weights.apply(
-        nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), lambda w, draw: 2 * w
-    )
-    bag(torch.tensor([[1, 2]])).sum().backward()
-    assert bag.get_parameter("weight").grad.to_dense()[:, 0].tolist() == [0, 2, 2, *6 * [0]]
 
 
 def test_printing_reads_no_weight():

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
@@ -32,7 +33,7 @@ from recoup.weights import (
     update,
 )
 from tests.oracle import hooks_in_force, tensors
-from tests.weight_zoo import MORE, Scaled, Tied, multiplied, used
+from tests.weight_zoo import MORE, Scaled, multiplied, used
 
 NAN, INF = float("nan"), float("inf")
 KINDS = [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm]
@@ -112,16 +113,16 @@ def replaced():
     return module
 
 
-def parametrized(module):
-    with disabled(module):
-        parametrize.register_parametrization(module, "weight", nn.Identity())
-
-
 class Asking(nn.Sequential):
     """A class whose subclasses must give an argument."""
 
     def __init_subclass__(cls, *, tag):
         super().__init_subclass__()
+
+
+def parametrized(module):
+    with disabled(module):
+        register_parametrization(module, "weight", nn.Identity())
 
 
 def pruned(module):
@@ -211,11 +212,11 @@ REFUSED = [
                     lambda: recoup.weight_norm(recoup.weight_dropout(layer())))),
     (noisy, lambda m: freeze_dropped(torch.optim.SGD([REQUIRES]), m), "nothing to leave"),
     (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
-    (noisy, lambda m: parametrized(m), "`weight` of Linear is to be deleted.*remove"),
+    (noisy, parametrized, "`weight` of Linear is to be deleted.*remove"),
     *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
        r"has a Asking.*a subclass has to give.*'tag'")
       for wrap in (lambda module: module, nn.Sequential)),
-    (Tied, of(0, tied="all"), "`tied` is 'all', but must be"),
+    (layer, of(0, tied="all"), "`tied` is 'all', but must be"),
     *((layer, lambda m, p=p: Draw(m.weight, 3).bernoulli(p), "`p` is .*a probability")
       for p in (1.5, -0.1)),
     (layer, lambda _: Draw(torch.arange(3), 3), "`weight` is torch.int64, but must be of a float"),
@@ -287,11 +288,6 @@ def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
 # -- writes to what is computed --------------------------------------------------------------------
 
 
-def without_graph(weight):
-    with torch.no_grad():
-        weight.view(-1)[:3].zero_()
-
-
 WRITES = {
     "init": nn.init.zeros_,
     "data": lambda weight: weight.data,
@@ -299,7 +295,7 @@ WRITES = {
     "copy": lambda weight: weight.copy_(torch.zeros(2, 2)),
     "add": lambda weight: weight.__iadd__(1),
     "detached": lambda weight: weight.detach().zero_(),
-    "a view without a graph": without_graph,
+    "a view without a graph": torch.no_grad()(lambda weight: weight.view(-1)[:3].zero_()),
     "out": lambda weight: torch.zeros(6, 6, out=weight),
     "a list": lambda weight: torch._foreach_zero_([weight]),
     "optimizer": lambda weight: torch.optim.SGD([weight], lr=0.1),
