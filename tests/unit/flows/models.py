@@ -7,6 +7,7 @@ from torch import nn
 
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import ActNorm
+from tests.oracle import run_step
 
 BUILDERS = {
     "nice": (NICE, {"width": 8}),
@@ -54,3 +55,9 @@ def stirred(flow, by=0.1):
         with torch.no_grad():
             parameter += by * torch.randn_like(parameter)
     return started(flow)
+
+
+def step_of(flow, x, labels=None, memory=None):
+    """What a step of training leaves in one memory mode."""
+    call = lambda flow, x: flow.bits_per_dim(x, labels)  # noqa: E731
+    return run_step(flow, x, memory=memory, call=call, loss=torch.mean)

@@ -12,12 +12,14 @@ from torch.distributions import Normal
 from recoup.flows import Logistic
 from recoup.flows.latents import as_tuple
 from recoup.invertible import (
+    ActNorm,
     AdditiveCoupling,
     InvertibleConv1x1LU,
     InvertibleResidual,
     LipschitzConv2d,
     VariationalDequantize,
 )
+from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
     BUILDERS,
     SMALL,
@@ -27,8 +29,36 @@ from tests.unit.flows.models import (
     digits,
     filled,
     started,
+    step_of,
     stirred,
 )
+
+
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "is_first"),  # with the start of ActNorms
+    [
+        ("nice", SMALL, {"exact": False, "dropout": 0.4, "num_classes": 3}, False),
+        ("realnvp", SMALL, {"dropout": 0.4}, True),
+        ("glow", SMALL, {"dropout": 0.5}, False),
+        ("flow++", SMALL, {"dropout": 0.4, "num_classes": 3, "variational": True}, True),
+        ("flow++", VECTOR, {"dropout": 0.4, "num_classes": 3}, False),
+        ("iresnet", SMALL, {"log_det": "unbiased", "num_terms": 3}, True),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, options, is_first):
+    flow = stirred(built(name, shape, **options))
+    for module in flow.modules() if is_first else ():
+        if isinstance(module, ActNorm):
+            module.started = False
+    assert any(isinstance(m, nn.Dropout) for m in flow.modules()) is ("dropout" in options)
+    given = digits(shape=shape), classes(6, 3) if "num_classes" in options else None
+    want = step_of(flow, *given)
+    assert all(gradient is not None for gradient in want.gradients.values())
+    assert max(gradient.abs().max() for gradient in want.gradients.values()) > 1e-3
+    for memory in ("constant", "sqrt", "log"):
+        assert_same_step(step_of(flow, *given, memory), want, rtol=1e-8)
 
 
 @pytest.mark.parametrize(
