@@ -115,6 +115,7 @@ def planned() -> tuple[Any, Tensor]:
     return model, x
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of torch's batch norm, plain too
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("way", WRITTEN)
