@@ -171,6 +171,7 @@ STEPS = {
 @pytest.mark.filterwarnings("ignore:The first step")  # which may have the whole logits
 @pytest.mark.filterwarnings("ignore:A model that follows a plan was given to torch.compile")
 @pytest.mark.filterwarnings("ignore:.*where the plan is for")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
 @pytest.mark.parametrize("name", STEPS)
 def test_whatever_is_made_of_logits_is_that_of_the_plain_model(doubles, name):
     model, plan = doubles
