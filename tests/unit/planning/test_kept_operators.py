@@ -101,9 +101,11 @@ def assert_as_plain_whatever_is_kept(modules, x, situation, residuals, rtol=0.0)
 @in_residuals
 @pytest.mark.parametrize("name", [*sorted(CHAINS.keys() - {"a hundred"}), *MODULES])
 def test_the_steps_of_every_model_are_those_of_the_plain_run(name, residuals):
-    # A stage that writes to what another has made is refused where that is kept itself.
+    # What is written to in place is refused where it is kept itself: by the next stage, or by cells
+    # of a recurrent layer. A plan keeps a product itself only if autograd saves it as it is.
     may_refuse = name == "in place as stages" and residuals
-    with suppress(ChangedError) if may_refuse else nullcontext():
+    may_refuse = may_refuse or (name in ("recurrent", "gru") and "saved" in residuals)
+    with suppress(ChangedError, ReplayError) if may_refuse else nullcontext():
         assert_as_plain_whatever_is_kept(*chain_of(name), three_steps, residuals)
 
 
