@@ -125,9 +125,9 @@ def _summary(found: dict) -> str:
     )
     conditions = (
         f"<sub>{' and '.join(names)}, two cores, torch {found['flows']['versions']['torch']}, "
-        "peaks by the allocator's events; no figure here is from a GPU, [those of an H200]"
-        "(docs/benchmarks.md#on-nvidia-h200) are with [all tables and their conditions]"
-        "(docs/benchmarks.md). `make bench` measures again.</sub>"
+        "peaks by the allocator's events; no figure here is from a GPU. `make bench` measures "
+        "again; [all tables and their conditions](docs/benchmarks.md), [those of an H200]"
+        "(docs/benchmarks.md#on-nvidia-h200) too.</sub>"
     )
     lines = [f"- **{title}**: {text}" for title, text in figures.items()]
     return "\n".join([*lines, "", conditions])

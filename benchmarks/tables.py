@@ -382,7 +382,7 @@ def budgets_table(found: dict) -> str:
     beside = "requested MiB | allocated | reserved | speed | time over plain"
     budgets = map(planned, found.get("budgets", ()))
     return page(
-        table(f"model | budget MiB | predicted | retries | {beside} | predicted", budgets),
+        table(f"model | budget MiB | predicted MiB | retries | {beside} | predicted time", budgets),
         table(f"model | way | {beside}", ways),
         "<sub>Forward, loss and backward, of the Llama with the step of a fused AdamW; peaks "
         "beyond what is alive before, from an empty cache; the fastest of a few steps; `retries` "

@@ -69,7 +69,7 @@ State = tuple[Tensor, ...]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
-_MOST_HELD = 2**14  # elements of residuals, or of the largest one, until the graph is followed
+_MOST_HELD = 2**14  # elements, if the largest residual has fewer, until the graph is followed
 
 
 class Owner(Protocol):
@@ -307,7 +307,7 @@ class Filling:
     _beneath: Pair | None
     _grad_mode: bool  # that was in force
     follows_history = True
-    pair = None  # that is given what is not of the region: nobody, in a run of its own
+    pair = None  # a run of its own passes nothing on: all that it saves is of the region
 
     def __init__(
         self,
