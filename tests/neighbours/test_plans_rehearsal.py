@@ -303,13 +303,15 @@ def test_a_plan_made_under_autocast_says_what_it_takes():
     with autocast:
         model(x)  # casts of the weights are cached from here on
         found = recoup.plan(model, x, loss=loss, blocks=blocks, holds_output=False)
-        plans = [found.plan(between(found, share)) for share in (0.0, 0.5, 1.0)]
+        plans = [found.plan(between(found, share)) for share in (0.0, 0.3, 0.5, 0.8, 1.0)]
     for plan in plans:
         with plan.applied():
             peak = peak_of(step)
         model.zero_grad()
         assert peak == plan.rehearsed_peak_bytes <= plan.budget_bytes
-        assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+        # Casts of what is kept are its residuals (but for the first weight, which has no use for
+        # backward); others are alive until forward has ended.
+        assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.015)
 
 
 # -- what is wrong ---------------------------------------------------------------------------------

@@ -18,9 +18,13 @@ _flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_effi
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 _num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009
 _function_mode_at: Callable[[int], Any] = getattr(torch._C, "_get_function_stack_at")  # noqa: B009
+# Whether operators ask subclasses of tensors: they do not in hooks of the backward of such a loss.
+_subclasses: Callable[[], Any] = getattr(torch._C, "_get_torch_function_state")  # noqa: B009
+_set_subclasses: Callable[[Any], None] = getattr(torch._C, "_set_torch_function_state")  # noqa: B009
 Settings = tuple[
-    tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool], torch.device | None
-]
+    tuple[bool, ...], tuple[torch.dtype, ...], tuple[bool, bool, bool, bool], torch.device | None,
+    object,
+]  # fmt: skip
 
 
 def _default_device() -> torch.device | None:
@@ -37,7 +41,8 @@ def settings_now() -> Settings:
     kinds = autocast_kinds()
     kernels = _flash(), _mem_efficient(), _math(), _cudnn()
     device = _default_device() if _num_function_modes() else None
-    return tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds)), kernels, device
+    autocast = tuple(map(_autocast, kinds)), tuple(map(_autocast_dtype, kinds))
+    return *autocast, kernels, device, _subclasses()
 
 
 def _choose(kernels: tuple[bool, bool, bool, bool]) -> None:
@@ -63,12 +68,14 @@ def _in_settings(values: Settings) -> Generator[None]:
     Autocast is entered without its cache of weight copies: a cached copy would tie the second run
     to the graph of the code around it. The copies hold the same numbers either way.
     """
-    _, _, before, device = settings_now()
+    _, _, before, device, subclasses = settings_now()
     with ExitStack() as contexts:
         for kind, is_enabled, dtype in zip(autocast_kinds(), *values[:2], strict=True):
             contexts.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
         if device is not None or values[3] is not None:
             contexts.enter_context(torch.device(values[3] or "cpu"))
+        contexts.callback(_set_subclasses, subclasses)
+        _set_subclasses(values[4])
         contexts.callback(_choose, before)
         _choose(values[2])
         yield

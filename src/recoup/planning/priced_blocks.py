@@ -48,7 +48,13 @@ from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
 from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import Measured, MeasuredCall, price, selections
+from recoup.planning.pricing import (
+    Measured,
+    MeasuredCall,
+    as_in_plain_step,
+    price,
+    selections,
+)
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
 from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.verification import Outcome, has_room
@@ -320,6 +326,8 @@ def price_blocks(
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
     costs = price(measured, place.seconds_per_byte)
+    if plain_bytes is not None:
+        costs = as_in_plain_step(costs, plain_bytes)
     kind = kind._replace(measured=measured, plain_bytes=plain_bytes, plain_seconds=times.plain)
     return kind.repriced(measured.calls, costs, times.plain)
 

@@ -16,9 +16,13 @@ Rule 4. A block that draws random numbers keeps the random state if it is recomp
         cheaper than it is).
 Rule 5. A block whose residuals do not hold its input has so much less of a tape (at least that of
         the input, though), unless the block before holds it as its own output.
-Rule 6. A block may keep the outputs of costly operators, those with the most work per byte first.
+Rule 6. Autograd frees what a first run has saved at a node when the gradients of that node are
+        summed up, and what a second run has filled in before that (a sum over a batch takes memory
+        of its own on a GPU). So what the plain step takes beyond its prediction is added to the
+        backward of each block that keeps its residuals.
+Rule 7. A block may keep the outputs of costly operators, those with the most work per byte first.
         Operators after the last residual are left out, because the recomputation stops before them.
-Rule 7. It stops earlier if the last residuals are held: outputs that are kept in any case, what the
+Rule 8. It stops earlier if the last residuals are held: outputs that are kept in any case, what the
         block returns, which the block after it keeps as its input, and small ones, such as the mean
         and the deviation of a batch norm. So that norm, and the sum and activation after it, do not
         run again. It does not make the output of the block then.
@@ -39,14 +43,14 @@ from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
 from recoup.planning.work import Product, Residual
-from recoup.schedules import Cost, Results
+from recoup.schedules import Cost, Results, linear, simulate
 
 _MOST_SELECTIONS = 5
 _SMALL = 64  # of this size, so many residuals are no more than all of them
 
 
 class Selection(NamedTuple):
-    """What a call keeps for its second run, beside its input (See Rules 6 and 7).
+    """What a call keeps for its second run, beside its input (See Rules 7 and 8).
 
     Args:
         products: the operators whose outputs it keeps, and the residuals that it holds.
@@ -185,19 +189,28 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
     last = calls[-1]
     end = last.cleared.end_bytes
     state, between = last.output_bytes, measured.between
-    # What autocast has cast is alive until the loss has ended, whatever blocks keep.
-    cached_bytes = sum(call.forward.end_bytes - call.cleared.end_bytes for call in calls)
-    loss_peak_bytes = max(measured.loss.peak_bytes, end) + cached_bytes
     tail = Cost(
         seconds=0.0,
         state_bytes=state,
         tape_bytes=state,
-        tape_run_bytes=max(between.peak_bytes, loss_peak_bytes) - end,
+        tape_run_bytes=max(measured.loss.peak_bytes - end, 0),
+        reverse_bytes=max(between.peak_bytes - end, 0),
         left_bytes=between.end_bytes - end + state + beside[-1],
         between_bytes=beside[-1],
         is_fixed=True,
     )
     return [*costs, tail]
+
+
+def as_in_plain_step(costs: Sequence[Cost], plain_bytes: int) -> list[Cost]:
+    """Return costs by which the plain step takes its measured peak (See Rule 6)."""
+    more = max(plain_bytes - simulate(linear(len(costs)), costs=costs).peak_bytes, 0)
+    return [
+        replace(cost, reverse_bytes=cost.reverse_bytes + more, again=cost.tape_again)
+        if cost.tape_bytes and not cost.is_fixed
+        else cost
+        for cost in costs
+    ]
 
 
 def _beside(measured: Measured) -> list[int]:
@@ -221,6 +234,7 @@ def _cost(
     run_bytes = call.forward.peak_bytes - call.before.end_bytes - _replay(call)
     run_bytes = max(run_bytes, call.output_bytes)
     between_run_bytes = call.before.peak_bytes - call.before.end_bytes
+    cached_bytes = max(call.forward.end_bytes - call.cleared.end_bytes, 0)
     if call.until_again is None:  # no gradient goes through it
         return Cost(
             seconds=call.work,
@@ -231,6 +245,7 @@ def _cost(
             between_bytes=between_bytes,
             is_linked=call.is_linked,
             between_run_bytes=call.state_bytes + between_run_bytes,
+            cached_bytes=cached_bytes,
         )
     begin, own = call.until_again.end_bytes, call.own_bytes
     unheld = max(call.unheld_bytes - lent_bytes, 0)
@@ -249,6 +264,7 @@ def _cost(
         is_linked=call.is_linked,
         between_run_bytes=between_run_bytes,
         results=_results(call),
+        cached_bytes=cached_bytes,
     )
 
 

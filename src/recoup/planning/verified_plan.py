@@ -150,7 +150,8 @@ def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
 
 def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: int) -> BudgetError:
-    after, tiling, baseline = kind.costs[-1].tape_run_bytes, "", room.baseline_bytes
+    tail, tiling, baseline = kind.costs[-1], "", room.baseline_bytes
+    after = max(tail.tape_run_bytes, tail.reverse_bytes)
     least = room.budget_for(step_bytes)
     if not kind.may_tile and 2 * after > step_bytes:
         tiling = (

@@ -8,8 +8,9 @@ Rule 1. Bytes are counted as `simulate` counts them. The bytes of a segment incl
         by itself, the bytes of the later part plus those that are kept meanwhile, and the bytes of
         the earlier part, if it is solved, too.
 Rule 2. Segments that end with the chain are solved in the sweep, with memory of the stages passed
-        so far beside the chain (`_passed`). All others are solved in backward, when all stages
-        behind them are reversed, with the memory that is then beside the chain (`_behind`).
+        so far beside the chain (`_sweeping`, where each counts as run without a tape: one that is
+        taped needs less). All others are solved in backward, when all stages behind them are
+        reversed, with the memory that is then beside the chain (`_behind`).
 Rule 3. A segment that does not end with the chain is run again. So it contains no fixed stage, and
         no stage but its first one may be unlinked.
 Rule 4. In a long chain neighbours are grouped. The ends of a long segment are borders of groups,
@@ -80,6 +81,8 @@ class Chain:
         self._seconds_again = [0.0, *accumulate(tape.seconds for tape in again)]
         self._seconds_before = [0.0, *accumulate(cost.seconds for cost in costs)]
         self._passed = list(accumulate(cost.between_bytes for cost in costs))
+        cached = [0, *accumulate(cost.cached_bytes for cost in costs)]
+        self._sweeping = [a + b for a, b in zip(self._passed, cached, strict=False)]
         lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
         self._behind = [
             (self._passed[index - 1] if index else 0) + lefts[num_stages - index]
@@ -166,7 +169,7 @@ class Chain:
 
     def _in_sweep(self, start: int) -> Iterator[Choice]:
         cost, state, output = self.costs[start], self.states[start], self.states[start + 1]
-        passed, reversed_ = self._passed[start], self._behind[start]
+        passed, reversed_ = self._sweeping[start], self._behind[start]
         behind = self._behind[start + 1]
         for variant in range(len(cost.variants) + 1):
             tape = cost.tape(variant)
@@ -215,7 +218,7 @@ class Chain:
                 running = max(cost.run_bytes + kept.num_bytes, cost.between_run_bytes)
                 working = state if index > start else 0
                 most = max(working + running, kept.num_bytes + output)
-                needs = max(needs, held + most + self._passed[index])
+                needs = max(needs, held + most + self._sweeping[index])
                 held += kept.num_bytes
                 tape = cost.tape_again
                 running = state + tape.tape_run_bytes - kept.taped_bytes + left
@@ -313,7 +316,7 @@ class Chain:
             run, output = self.costs[index].run_bytes, self.states[index + 1]
             state = self.states[index] if index > start else 0
             in_sweep = max(run, self.costs[index].between_run_bytes)
-            passed = self._passed[index]
+            passed = self._sweeping[index]
             needs = (
                 input_ + max(state + run, output),
                 max(self.states[index] + run, output),

@@ -116,6 +116,8 @@ class Cost:
             the stage's input and `between_bytes`.
         lent_bytes: how much larger `reverse_bytes` is if the stage before is taped, because that
             tape holds memory that would otherwise be freed while this stage is reversed.
+        cached_bytes: bytes that a run without a tape leaves in a cache until the sweep has ended
+            (weights that autocast has cast); a tape counts them itself.
 
     Raises:
         ValueError: a cost is negative or not finite, or a tape is smaller than the input.
@@ -145,13 +147,14 @@ class Cost:
     between_run_bytes: int = 0
     again: SelectiveTape | None = None
     invert_bytes: int | None = None
+    cached_bytes: int = 0
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
         _require_time("invert_seconds", self.invert_seconds)
         _require_time("offload_seconds", self.offload_seconds or 0.0)
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
-        for name in (*sizes, "tape_bytes", "between_bytes", "between_run_bytes"):
+        for name in (*sizes, "tape_bytes", "between_bytes", "between_run_bytes", "cached_bytes"):
             require_size(name, getattr(self, name))
         require_size("invert_bytes", self.invert_bytes or 0)
         for name, kind in (("variants", SelectiveTape), ("results", Results)):

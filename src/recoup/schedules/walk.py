@@ -71,6 +71,7 @@ class Walk:
         self.seconds = 0.0
         self.counted = [0] * (self.num_stages + 1)  # bytes of each state that are in `held` now
         self.held = 0
+        self.cached = 0  # bytes of `held` until the sweep has ended
         self.peak = self.peak_states = self.peak_tapes = 0
         self.host = self.peak_host = 0
         self._recount(0)
@@ -79,6 +80,7 @@ class Walk:
         """Do one action, or raise `Impossible`."""
         if self.swept and not self.in_backward and action != Keep(self.num_stages):
             self.in_backward = True
+            self.held -= self.cached
             self._work(None)
         self._check_place(action)
         match action:
@@ -102,6 +104,9 @@ class Walk:
                     if results:
                         self.results[index] = kept
                         self.held += kept.num_bytes
+                    if not self.in_backward:
+                        self.cached += self.costs[index].cached_bytes
+                        self.held += self.costs[index].cached_bytes
                     self._work(self._output(index))
             case Tape(index, variant):
                 self._check_tapes(index, variant)

@@ -330,6 +330,18 @@ def test_before_between_and_after_what_reparametrizes_its_weights(place):
     assert [*map(type, other.modules())] == [*map(type, again(normed()).modules())]
 
 
+def test_the_backward_of_such_an_output_runs_regions_as_forward_did():
+    """Torch hides subclasses of tensors from all that runs in the backward of one."""
+    model, x = perceptron(), batch()
+    inner, loss = recomputed(model, nn.GELU, nn.Dropout), recoup.recompute(F.mse_loss)
+    torch.manual_seed(3)
+    want = torch.autograd.grad(F.mse_loss(model(x), x), [*model.parameters(), x])
+    torch.manual_seed(3)
+    found = loss(recoup.checkpoint(inner, x), x)
+    assert type(found) is not torch.Tensor
+    assert all(map(torch.equal, torch.autograd.grad(found, [*inner.parameters(), x]), want))
+
+
 def test_names_and_types_stay():
     model = normed()
     other = recomputed(model, *CHOSEN)

@@ -79,6 +79,8 @@ stage = partial(Cost, 1.0, 10, 100)
         (linear(2), {"tape_run_bytes": 500}, 610),
         (linear(2), {"reverse_bytes": 500}, 700),
         (linear(2), {"between_bytes": 7}, 214),
+        (linear(2), {"cached_bytes": 300}, 200),
+        (AGAIN, {"cached_bytes": 300}, 410),
         (linear(2), {"left_bytes": 300}, 600),
         (linear(2), {"left_bytes": -50}, 200),
     ],
