@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from recoup.invertible import DriftGuard
 from recoup.planning import priced_blocks
-from recoup.planning.measuring import Times
+from tests.counted_times import times_of
 
 SEED = 20
-SECONDS_PER_WORK = 1e-10
 
 # The same examples in every run, and no deadline: machines differ, and benchmarks do the timing.
 hypothesis.settings.register_profile("recoup", deadline=None, derandomize=True)
@@ -96,15 +95,8 @@ def drift_is_no_way_out(request):
 @pytest.fixture(autouse=True)
 def counted_times(request, monkeypatch):
     """Let steps that are planned take the time of their counted work, whatever the clock says."""
-    if request.node.get_closest_marker("clocked") is not None:
-        return
-
-    def times_of(step, blocks, calls, *, has_room, plain_seconds=None):
-        del step, blocks, has_room
-        seconds = [call.work * SECONDS_PER_WORK for call in calls]
-        return Times(plain_seconds or 3 * sum(seconds), seconds, [1.0])
-
-    monkeypatch.setattr(priced_blocks, "times_of", times_of)
+    if request.node.get_closest_marker("clocked") is None:
+        monkeypatch.setattr(priced_blocks, "times_of", times_of)
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,10 @@ from recoup._core.drift_guard import DriftGuard
 from recoup.errors import RecoupError
 from recoup.flows import Glow
 from recoup.invertible import Chain
+from recoup.planning import priced_blocks
 from tests import simulated_device as simulated
 from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
+from tests.counted_times import times_of
 from tests.oracle import loss_of_all
 from tests.ways import CALLS, Called, a_step, assert_same, built, outcome
 from tests.zoo import CHAINS, MODULES, chain_of
@@ -301,6 +303,8 @@ PARTS = (
 
 def main():
     is_bare = "bare" in sys.argv
+    if "all" not in sys.argv:
+        priced_blocks.times_of = times_of
     library = simulated.set_up(is_bare=is_bare)
     found = {}
     with DriftGuard.strict():

@@ -21,6 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
+from recoup.planning import priced_blocks
+from tests.counted_times import times_of
 from tests.neighbours.planned import Language, Logits, Net, loss_of, peak_of
 
 NUM_RANKS = 4
@@ -109,6 +111,7 @@ def in_tiles(mesh, num_samples, kind, **options):
 
 def main():
     rank = int(sys.argv[1])
+    priced_blocks.times_of = times_of
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     found = {
