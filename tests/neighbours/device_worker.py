@@ -25,8 +25,8 @@ from recoup.flows import Glow
 from recoup.invertible import Chain
 from recoup.planning import priced_blocks
 from tests import simulated_device as simulated
-from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.counted_times import times_of
+from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import loss_of_all
 from tests.ways import CALLS, Called, a_step, assert_same, built, outcome
 from tests.zoo import CHAINS, MODULES, chain_of
