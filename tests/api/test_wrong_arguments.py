@@ -133,11 +133,6 @@ def of_store(name: str) -> Callable[..., Any]:
     return called
 
 
-def step_of(depth: int, memory: Any) -> tuple[nn.Module, torch.Tensor]:
-    """What `recoup.curve` measures, in another process."""
-    return model(), x()
-
-
 def images() -> torch.Tensor:
     return torch.rand(2, 4, 4, 4)
 
@@ -297,7 +292,7 @@ CALLS: Calls = {
     "estimate": (recoup.estimate, lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"}),
     "curve": (
         recoup.curve,
-        lambda: {"build": "tests.api.test_wrong_arguments:step_of", "depths": [1],
+        lambda: {"build": "tests.api.curved:step_of", "depths": [1],
                  "memories": ["sqrt"], "repeats": 0},
     ),
     "Curve.of": (CURVE.of, lambda: {"memory": "sqrt"}),
