@@ -226,6 +226,9 @@ def of_bytes():
         found = recoup.measure(step, device="sim", repeats=0)
         requested, allocated, reserved = found.peaks
         assert 0 < requested < allocated == found.peak_bytes < reserved, found
+        for device in ("sim", "cpu"):
+            y = rows(9).to(device)
+            assert recoup.measure(lambda: y * 2, repeats=0).device.startswith(device)  # noqa: B023
         assert f"(requested {recoup.memory.format_bytes(requested)}, reserved" in str(found)
 
     def planned():

@@ -14,7 +14,7 @@ from recoup._core.devices import Peaks
 from recoup._core.pytree import tensors_in
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.memory.size import format_bytes, shown_beside
-from recoup.memory.timeline import timeline
+from recoup.memory.timeline import Span, Timeline, timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ def measure(
     Args:
         fn: a function without arguments.
         device: ``"cpu"``, or an accelerator whose bytes torch counts, such as ``"cuda:0"``. The
-            default is the current one if this process uses it already, else the CPU; the result
+            default is the current one if this process uses it already, else the CPU, which is
+            measured by one more call, too, if the first one took nothing on that device; the result
             names it.
         repeats: number of timed calls, of which the fastest counts.
 
@@ -106,11 +107,10 @@ def measure(
     check_whole(0, repeats=repeats)
     where = check_device(devices.device_in_use() if device is None else device)
     where = torch.empty(0, device=where).device  # with its index
-    with timeline(where) as line:
-        result = fn()
-        held = line.mark()
-        check_is_in_its_mode(tensors_in(result))
-        del result  # after the mark, so that it counts as held
+    line, held = _counted(fn, where)
+    if device is None and where.type != "cpu" and not line.peak_bytes:
+        where = torch.device("cpu")
+        line, held = _counted(fn, where)
     if is_without_values():
         repeats = 0  # there is nothing to time
     return Measurement(
@@ -120,6 +120,16 @@ def measure(
         device=str(where),
         peaks=line.peaks,
     )
+
+
+def _counted(fn: Callable[[], object], device: torch.device) -> tuple[Timeline, Span]:
+    """Call `fn`, and return the timeline of the bytes on a device, and what is held at the end."""
+    with timeline(device) as line:
+        result = fn()
+        held = line.mark()
+        check_is_in_its_mode(tensors_in(result))
+        del result  # after the mark, so that it counts as held
+    return line, held
 
 
 def check_device(device: torch.device | str) -> torch.device:
