@@ -270,13 +270,13 @@ class LoneRegion(Region):
 
     def run(self, call: Call, *, keeps_output: bool) -> Any:
         """Run the call for the first time, and return its result."""
+        given = set() if keeps_output else set(map(storage_id, call.tensors))
         state, _ = self.record(call.tensors, self)
         if self.changes_input and not call.is_in_place:
             raise changes_kept_input(call)
         if keeps_output:
             output, call.output = call.output, None  # it may hold a reference to the call
             return output
-        given = set(map(storage_id, call.tensors))
         values = [self._as_value(place, each, given) for place, each in enumerate(state)]
         return call.take_output(tuple(values))
 
@@ -284,6 +284,8 @@ class LoneRegion(Region):
         """Return an output as a value, if it is a plain tensor with new memory (See Rule 5)."""
         if type(tensor) not in PLAIN or tensor.is_sparse or storage_id(tensor) in given:
             return tensor
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+            return tensor  # memory alone does not tell it from what it is the conjugate of
         source = _Output(self, tensor)
         self._values.append((place, weakref.ref(source)))
         # An alias: user code may hold the returned tensor, so it must not be marked itself.
