@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from recoup._core.captured import copied, is_left_alone, parts_of
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.kept_products import Products
-from recoup._core.lazy_values import Source, as_value, keep
+from recoup._core.lazy_values import Guise, Source, as_value, guise_of, keep, put_on
 from recoup._core.module_marks import check_pair, has_inverse, is_in_place, mark_of
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
@@ -86,7 +86,7 @@ class Call:
         self.tensors, self._tree = flatten_arguments(args, kwargs)
         self.has_run = self.changes_object = False
         self._linked: Sequence[int] | None = None
-        self._outside: list[tuple[int, Packed, bool]] = []
+        self._outside: list[tuple[int, Packed, bool, Guise | None]] = []
         self.picks: Sequence[int] | None = None
         self.output: Any = None
         self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
@@ -103,7 +103,10 @@ class Call:
         if may_run_again:
             pair = pair_in_force()
             self._outside = [
-                (place, keep(value, f"An argument of {self.name}", pair), value.requires_grad)
+                (
+                    *(place, keep(value, f"An argument of {self.name}", pair)),
+                    *(value.requires_grad, guise_of(value)),
+                )
                 for place, value in enumerate(self.tensors)
                 if place not in places
             ]
@@ -212,8 +215,9 @@ class Call:
         tensors: list[Tensor | None] = [None] * (len(state) + len(self._outside))
         for place, value in zip(self._linked or (), state, strict=True):
             tensors[place] = value
-        for place, kept, requires_grad in self._outside:
-            (tensors[place],) = as_leaves((kept.get(),), (requires_grad,))
+        for place, kept, requires_grad, guise in self._outside:
+            (leaf,) = as_leaves((kept.get(),), (requires_grad,))
+            tensors[place] = put_on(leaf, guise)
         return tuple(value for value in tensors if value is not None)
 
     # -- the first run ---------------------------------------------------------------------
@@ -270,7 +274,7 @@ class LoneRegion(Region):
 
     def run(self, call: Call, *, keeps_output: bool) -> Any:
         """Run the call for the first time, and return its result."""
-        given = set() if keeps_output else set(map(storage_id, call.tensors))
+        given = set[int]() if keeps_output else set(map(storage_id, call.tensors))
         state, _ = self.record(call.tensors, self)
         if self.changes_input and not call.is_in_place:
             raise changes_kept_input(call)

@@ -44,10 +44,18 @@ from recoup._core.operators import (
     beneath,
     has_schema,
     intercepting,
+    num_dispatch_modes,
     traits_of,
+    unseen,
 )
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import grad_mode, num_nodes, pair_in_force
+from recoup._core.saved_tensors import (
+    grad_mode,
+    num_nodes,
+    pair_in_force,
+    set_versions,
+    version_of,
+)
 from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import Strides, is_without_values, strided
 
@@ -232,6 +240,8 @@ class KeptOutputs:
             row[place] = None
             is_there = kept.is_unchanged  # else code takes a gradient within the first run
             return kept.given(func, args, kwargs) if is_there else func(*args, **kwargs)
+        if not self._is_looking and num_dispatch_modes() and not is_without_values():
+            return _run_and_given(kept, name, func, args, kwargs)
         if name in _DRAWS:
             with grad_mode(False):
                 func(*args, **kwargs)
@@ -317,6 +327,26 @@ def _given(kept: _Decided, name: str, func: Any, args: Any, kwargs: dict[str, An
             chosen = values.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
         return strided(chosen, kept.tensors[0][2]), indices
     return found[0] if len(found) == 1 else tuple(found)
+
+
+def _run_and_given(kept: _Decided, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator, and write to its output what a later run is given in its place.
+
+    The modes that are active (those of a block of code, say) see the operator and nothing else.
+    """
+    result = func(*args, **kwargs)
+    if name in _NUMBERS:
+        return kept.number
+    with grad_mode(False), unseen():
+        given = tensors_in(_given(kept, name, func, args, kwargs))
+        made = tensors_in(result)
+        if [each.shape for each in made] != [each.shape for each in given]:
+            return _given(kept, name, func, args, kwargs)
+        for own, value in zip(made, given, strict=True):
+            version = version_of(own)
+            own.copy_(value)
+            set_versions((own,), (version,))
+    return result
 
 
 def _bound(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:

@@ -64,6 +64,7 @@ from recoup._core.saved_tensors import (
 from recoup._core.tensors import PLAIN, Cast, cast_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
+Guise = tuple[type[Tensor], dict[str, Any]]
 _plainly = torch._C.DisableTorchFunctionSubclass
 _NESTED = frozenset((tuple, list, dict))
 
@@ -284,6 +285,25 @@ def as_value(tensor: Tensor, source: Source) -> Tensor:
     source.dtype = tensor.dtype
     source._version = 0 if tensor.is_inference() else tensor._version
     return marked(tensor, source)
+
+
+def guise_of(tensor: Tensor) -> Guise | None:
+    """Return the class of a tensor, and what users have set on it; None if it has neither."""
+    if type(tensor) is Tensor or isinstance(tensor, (nn.Parameter, Value)):
+        is_plain = not tensor.__dict__ or type(tensor) is not Tensor
+        return None if is_plain else (Tensor, vars(tensor))
+    return type(tensor), vars(tensor)
+
+
+def put_on(leaf: Tensor, guise: Guise | None) -> Tensor:
+    """Give a leaf the class and the attributes of the tensor that it stands for.
+
+    A class that wraps other tensors has its own way to make a leaf, which has them already.
+    """
+    if guise is not None and type(leaf) is Tensor:
+        leaf.__class__, attributes = guise
+        vars(leaf).update(attributes)
+    return leaf
 
 
 def read_anew(tensor: Tensor) -> Tensor:

@@ -149,6 +149,7 @@ _FLAGS = tuple(
 )
 # Returns how many dispatch modes are active; not a function of ours, for speed.
 num_dispatch_modes: Callable[[], int] = _dispatcher._len_torch_dispatch_stack
+unseen: Any = getattr(torch._C, "_DisableTorchDispatch")  # by modes  # noqa: B009
 # The flags are those of the process, and every mode restores the ones that it found. So threads
 # whose modes overlap would leave them set: the last of our modes to end restores the flags that
 # the first one found.

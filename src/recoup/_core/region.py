@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
+from recoup._core.lazy_values import Guise, guise_of, put_on
 from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
@@ -112,6 +113,11 @@ class Region(Residuals):
             self.bases = [id(base) for base in bases if isinstance(base, nn.Parameter)]
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
+        self._guises: list[Guise | None] = []
+        for value in state:  # written out, for speed
+            if type(value) is not Tensor or value.__dict__:
+                self._guises = list(map(guise_of, state))
+                break
         ids = list(map(id, state))
         # Where each tensor is first, if one is there twice (See Rule 3).
         self._places = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else None
@@ -252,6 +258,8 @@ class Region(Residuals):
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
+        if self._guises:
+            inputs = tuple(map(put_on, inputs, self._guises))
         if self.changes_input or self.stage.is_in_place:
             with grad_mode(True):  # autograd allows no change of a leaf
                 inputs = tuple([value.clone() for value in inputs])

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.operators import hidden_keys
+from recoup._core.operators import hidden_keys, unseen
 from recoup._core.tensors import has_values, is_without_values
 
 _COLUMNS = 16
@@ -66,6 +66,8 @@ _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int6
 HALVES = frozenset((torch.float16, torch.bfloat16))
 _NUMBERS = _OWN | HALVES
 _PLAIN = frozenset((Tensor, nn.Parameter))
+
+_plain_dispatch: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 # On CPU the numbers are read at once; elsewhere a read would wait for the device.
 Sketch = Tensor | list[float]
@@ -107,9 +109,11 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         of_parts = [sketch_of(part) for part in parts if isinstance(part, Tensor)]
         numbers = [number for each in of_parts if each is not None for number in numbers_of(each)]
         return numbers or None
+    elif getattr(type(tensor), "__torch_dispatch__") is not _plain_dispatch:  # noqa: B009
+        return None  # what such a class wraps is not known (a MaskedTensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_values(tensor):
         return None
-    hidden = _plainly() if type(tensor) in _PLAIN else nullcontext()  # from modes
+    hidden = unseen() if type(tensor) in _PLAIN else nullcontext()  # from modes
     with _no_functions(), hidden, _alone():
         if not tensor.numel() or not tensor.untyped_storage().nbytes() or tensor._is_zerotensor():
             return None
@@ -132,7 +136,7 @@ def _is_turned(tensor: Tensor) -> bool:
 
 def norms_of(tensors: list[Tensor]) -> Sketch:
     """Return the norms of dense tensors on one device, as one sketch."""
-    with _no_functions(), _plainly(), _alone():
+    with _no_functions(), unseen(), _alone():
         found = torch.stack(cast("Any", torch)._foreach_norm(tensors))
         return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
 
@@ -241,7 +245,6 @@ for _name, _key in torch._C.DispatchKey.__members__.items():
 _alone = functools.partial(cast("Any", torch._C)._ExcludeDispatchKeyGuard, _hiding)
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009
 _no_functions: Any = torch._C.DisableTorchFunctionSubclass
-_plainly: Any = getattr(torch._C, "_DisableTorchDispatch")  # noqa: B009
 
 
 def _sums_of_any(tensor: Tensor) -> Tensor:

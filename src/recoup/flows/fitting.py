@@ -119,6 +119,8 @@ def fit(
     check_whole(epochs=epochs, batch_size=batch_size, patience=patience)
     check_whole(-(2**63), most=2**63 - 1, seed=seed)
     check_within(0, math.inf, 1e-3, learning_rate=learning_rate)
+    if torch.is_inference_mode_enabled():
+        raise ValueError("`fit` trains, which it cannot in torch.inference_mode. Call it outside.")
     parts = _split(flow, images, validation, test, seed)
     parameters = [parameter for parameter in flow.parameters() if parameter.requires_grad]
     if not parameters:
@@ -133,7 +135,8 @@ def fit(
 
     def backward(batch: Sequence[Tensor]) -> None:
         optimizer.zero_grad()
-        flow.bits_per_dim(*_moved(flow, batch)).mean().backward()
+        with torch.enable_grad():
+            flow.bits_per_dim(*_moved(flow, batch)).mean().backward()
 
     best, best_weights, num_worse, epoch = math.inf, _weights(flow), 0, 0
     start = time.perf_counter()

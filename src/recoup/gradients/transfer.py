@@ -187,8 +187,9 @@ def _by_target(
     found: dict[Tensor, Tensor] = {}
     for name in (name for name in gradients if name in targets):
         gradient, target = gradients[name], targets[name]
-        if not isinstance(gradient, Tensor) or gradient.shape != target.shape:
-            shape = tuple(gradient.shape) if isinstance(gradient, Tensor) else None
+        is_tensor = isinstance(gradient, Tensor) and not gradient.is_nested
+        if not is_tensor or gradient.shape != target.shape:
+            shape = tuple(gradient.shape) if is_tensor else None
             raise GradientError(
                 f"The gradient of `{name}` has shape {shape}, and the parameter "
                 f"{tuple(target.shape)}. Load the state of a model of the same sizes."

@@ -38,6 +38,7 @@ from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
+from recoup._core.settings import settings_now
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.figures import path_of
@@ -180,8 +181,9 @@ class Frontier:
         if _state_of(self.model) != self._state:
             raise ValueError(
                 f"The frontier was measured for another state of the {type(self.model).__name__}: "
-                "its modules, their training modes, or the shapes, types or devices of its "
-                "parameters have changed. Call recoup.plan again."
+                "its modules, their training modes, the shapes, types or devices of its "
+                "parameters, or autocast have changed. Call recoup.plan again, or this within the "
+                "autocast that it was called in."
             )
         # The parameters may have changed, and with them the gradients; or the random streams.
         self._kinds = [kind.with_new_step() for kind in self._kinds]
@@ -402,7 +404,8 @@ def _state_of(model: nn.Module) -> tuple[object, ...]:
     parameters = (
         (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
     )
-    return (*parameters, *((id(each), each.training) for each in model.modules()))
+    modules = ((id(each), each.training) for each in model.modules())
+    return (*parameters, *modules, *settings_now()[:2])
 
 
 def _code(is_compiled: bool, is_tiled: bool) -> str:

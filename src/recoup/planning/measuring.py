@@ -8,9 +8,9 @@ Rule 1. The measured step recomputes every block in backward from its arguments.
 Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin and end. Memory that
         is alive at the beginning of a block and is no argument of a block is attributed to the code
         between blocks.
-Rule 3. Compiled code may keep a copy of an argument, in another memory layout, in place of the
-        argument. So it is noted which arguments are among its residuals. Those that other calls
-        were given, too, count as held, since these may hold them.
+Rule 3. A block may keep a copy of an argument (in another memory layout, or cast), or nothing of
+        it, in place of the argument. So it is noted which arguments are among its residuals. Those
+        that other calls were given, too, count as held, since these may hold them.
 Rule 4. The work of operators is counted in the same step, to divide the time of a block among them.
         Compiled code does not run while work is counted, so plans over compiled blocks time all
         codes of a block instead.
@@ -54,7 +54,14 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.devices import fingerprint, is_accelerator
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import backward_id, pair_in_force, saving, version_of, versions_of
+from recoup._core.saved_tensors import (
+    backward_id,
+    pair_in_force,
+    requires_grad_of,
+    saving,
+    version_of,
+    versions_of,
+)
 from recoup._core.sketch import make_tables
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
@@ -160,8 +167,10 @@ class _Meter:
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
         outputs, call.outputs = call.outputs, ()  # released here
+        found.is_frozen = not any(map(requires_grad_of, outputs))
         found.output_bytes = _bytes_of(outputs, taken)
         found.listed = counter.residuals(set(storages_of(outputs)) - set(taken))
+        call.saved = counter.saved_storages
         taken.update(storages_of(outputs))
         found.alive_bytes = counter.alive_bytes(taken | self._weights)
         found.holders = _attributes_with_a_graph(name, module)
@@ -183,7 +192,7 @@ class _Meter:
         self.ended(found.until_again)
         counter = self.counter()
         linked = [given[place] for place in call.linked_at] or given
-        saved: WeakSet[torch.UntypedStorage] = WeakSet(storages_of(linked))
+        saved = WeakSet(storages_of(linked)) if self._code is not None else call.saved
         begin = now()
         with counter.counting(), self._noting(saved):
             outputs = list(run())
@@ -231,7 +240,7 @@ class _Meter:
 class _MeasuredCall(Call):
     """A call that reports its second run to the meter."""
 
-    __slots__ = ("_meter", "found", "known", "linked_at", "outputs")
+    __slots__ = ("_meter", "found", "known", "linked_at", "outputs", "saved")
 
     found: MeasuredCall
 
@@ -241,6 +250,7 @@ class _MeasuredCall(Call):
         self.linked_at: tuple[int, ...] = ()  # which arguments the call before it returned
         self.known: WeakSet[torch.UntypedStorage] = WeakSet()  # given, and alive before
         self.outputs: State = ()  # of the first run
+        self.saved: WeakSet[torch.UntypedStorage] = WeakSet()  # in the first run, by its own code
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         """Run the block; measure a second run."""

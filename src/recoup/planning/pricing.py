@@ -15,7 +15,8 @@ Rule 4. A block that draws random numbers keeps the random state if it is recomp
         residuals, so if a block has smaller residuals than a random state, recomputing it seems
         cheaper than it is).
 Rule 5. A block whose residuals do not hold its input has so much less of a tape (at least that of
-        the input, though), unless the block before holds it as its own output.
+        the input, though), unless the block before holds it as its own output. What a second run
+        fills holds the input that it was given.
 Rule 6. Autograd frees what a first run has saved at a node when the gradients of that node are
         summed up, and what a second run has filled in before that (a sum over a batch takes memory
         of its own on a GPU). So what the plain step takes beyond its prediction is added to the
@@ -31,7 +32,7 @@ Rule 8. It stops earlier if the last residuals are held: outputs that are kept i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -43,7 +44,7 @@ from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
 from recoup.planning.work import Product, Residual
-from recoup.schedules import Cost, Results, linear, simulate
+from recoup.schedules import Cost, Results, SelectiveTape, linear, simulate
 
 _MOST_SELECTIONS = 5
 _SMALL = 64  # of this size, so many residuals are no more than all of them
@@ -75,9 +76,10 @@ class MeasuredCall:
         is_linked: whether one of its arguments is an output of the call before it.
         state_bytes: bytes of its arguments (of the linked ones, if there are some), except those
             that an earlier call was given.
+        is_frozen: whether none of its outputs requires a gradient.
         output_bytes: bytes of its output.
-        unheld_bytes: the part of `state_bytes` that its residuals do not hold; 0 for blocks' own
-            code (Rule 3 of NOTE [ Measured steps ]).
+        unheld_bytes: the part of `state_bytes` that its residuals do not hold (Rule 3 of NOTE [
+            Measured steps ]).
         counted_work: the counted work of one forward.
         work: the same; once it is timed, the seconds of a second run.
         shares: the parts of its counted work that are saved where values are kept, as `Times` has
@@ -109,6 +111,7 @@ class MeasuredCall:
     module: nn.Module
     is_linked: bool
     state_bytes: int
+    is_frozen: bool = False
     output_bytes: int = 0
     unheld_bytes: int = 0
     counted_work: float = 0.0
@@ -185,6 +188,10 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
         _cost(call, between, min(before, call.state_bytes) if call.is_linked else 0, moving_seconds)
         for call, between, before in zip(measured.calls, beside, shared, strict=False)
     ]
+    costs = [
+        replace(cost, cached_bytes=int(part * cost.cached_bytes))
+        for cost, part in zip(costs, _new_parts(measured.calls), strict=True)
+    ]
     calls = measured.calls
     last = calls[-1]
     end = last.cleared.end_bytes
@@ -200,6 +207,16 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
         is_fixed=True,
     )
     return [*costs, tail]
+
+
+def _new_parts(calls: Sequence[MeasuredCall]) -> Iterator[float]:
+    """Yield which part of the parameters of each call no call before it has had autocast cast."""
+    seen: set[int] = set()
+    for call in calls:
+        own = {id(p): p.nbytes for p in call.module.parameters()}
+        new = sum(num_bytes for key, num_bytes in own.items() if key not in seen)
+        seen.update(own)
+        yield new / sum(own.values()) if new else 0.0
 
 
 def as_in_plain_step(costs: Sequence[Cost], plain_bytes: int) -> list[Cost]:
@@ -244,19 +261,24 @@ def _cost(
             tape_run_bytes=call.state_bytes + run_bytes,
             between_bytes=between_bytes,
             is_linked=call.is_linked,
+            is_fixed=call.is_frozen,  # a second run gains nothing, and needs its input
             between_run_bytes=call.state_bytes + between_run_bytes,
             cached_bytes=cached_bytes,
         )
     begin, own = call.until_again.end_bytes, call.own_bytes
     unheld = max(call.unheld_bytes - lent_bytes, 0)
-    tape_bytes = call.state_bytes + max(own - _replay(call) - unheld, 0)
+    beyond_input = max(own - _replay(call), 0)
+    tape_run_bytes = max(call.again.peak_bytes - begin, 0)
+    reverse_bytes = max(call.after.peak_bytes - begin - own, 0) + _replay(call)
+    again = SelectiveTape(call.state_bytes + beyond_input, 0.0, tape_run_bytes, reverse_bytes)
     return Cost(
         seconds=call.work,
         state_bytes=call.state_bytes,
-        tape_bytes=tape_bytes,
+        tape_bytes=call.state_bytes + max(beyond_input - unheld, 0),
         run_bytes=run_bytes,
-        tape_run_bytes=max(call.again.peak_bytes - begin, 0),
-        reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _replay(call),
+        tape_run_bytes=tape_run_bytes,
+        reverse_bytes=reverse_bytes,
+        again=again if unheld else None,
         lent_bytes=_held_longer(call.after.levels, lent_bytes),
         offload_seconds=None if moving_seconds is None else moving_seconds * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + between_bytes,

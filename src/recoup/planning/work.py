@@ -119,6 +119,7 @@ class WorkCounter(DispatchMode):
     Attributes:
         work: the work until now.
         products: the costly operators, in order.
+        saved_storages: the memory of residuals that regions do not keep.
     """
 
     supports_higher_order_operators = True
@@ -130,7 +131,7 @@ class WorkCounter(DispatchMode):
         self.work = 0.0
         self.products: list[Product] = []
         self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
-        self._residuals = WeakSet[torch.UntypedStorage]()
+        self.saved_storages = WeakSet[torch.UntypedStorage]()
         self._listed: list[tuple[Residual, WeakSet[torch.UntypedStorage]]] = []
         self._around: Any = None
 
@@ -143,7 +144,7 @@ class WorkCounter(DispatchMode):
     def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that a region does not keep the residual `tensor`."""
         if getattr(slot, "expected", None) is None:  # else the region keeps it, for this step
-            self._residuals.update(storages_of([tensor]))
+            self.saved_storages.update(storages_of([tensor]))
         region = getattr(slot, "residuals", None)
         if self._call is not None and getattr(region, "stage", None) is self._call:
             self._list(tensor)
@@ -176,7 +177,7 @@ class WorkCounter(DispatchMode):
 
     def alive_bytes(self, left_out: Container[torch.UntypedStorage]) -> int:
         """Return the bytes of residuals that regions do not keep, but other code keeps alive."""
-        return sum(each.nbytes() for each in self._residuals if each not in left_out)
+        return sum(each.nbytes() for each in self.saved_storages if each not in left_out)
 
     @never_compiled
     def __torch_dispatch__(

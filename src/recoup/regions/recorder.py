@@ -40,6 +40,7 @@ from recoup._core.operators import (
     has_schema,
     map_instances,
     traits_of,
+    unseen,
 )
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Packed, Pair
@@ -58,7 +59,6 @@ from recoup.regions.recorded_block import (
 __all__ = ["OpRecorder"]
 
 _BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-_unseen = torch._C._DisableTorchDispatch  # by the mode, which need not see our own operators
 
 
 class OpRecorder(DispatchMode):
@@ -179,7 +179,7 @@ class OpRecorder(DispatchMode):
         memory = self._to_be_made(tensor)
         if memory is None:
             return self._keep(self._memory_of(tensor), tensor, "saves")
-        with _unseen():
+        with unseen():
             if self._compare and tensor.is_floating_point():
                 self._last_saved = {memory: tensor.detach()}
             return self._block.source(memory, tensor).slot(tensor)
@@ -217,7 +217,7 @@ class OpRecorder(DispatchMode):
         alive = self._last_saved | alive
         last = self._last_saved.keys() | set[Memory]().union(*self._block.last_made(alive.keys()))
         self._block.sketches = {}
-        with _unseen():
+        with unseen():
             for memory in last:
                 layout = cast("Layout", memory.made_as)
                 sketch = sketch_of(layout.view(alive[memory]))

@@ -16,6 +16,7 @@ from recoup.weights.choosing import (
     Where,
     check,
     check_is_module,
+    check_is_not_written,
     matching,
     named,
     suited,
@@ -54,6 +55,7 @@ def apply_to(
             step.is_tied = True  # a graph would take the seeds of one use only
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
+        check_is_not_written(step, each)
         steps.append(step)
     for step, each in zip(steps, found, strict=True):
         weights = attach(each.owner).weights

@@ -213,3 +213,13 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
                 f"`{name}` has {other!r} already. Change it by recoup.weights.update, or call "
                 "recoup.weights.remove first."
             )
+
+
+def check_is_not_written(step: Reparametrization, each: Named) -> None:
+    """Raise if the layer of a parameter writes to what `step`, which fits it, would make anew."""
+    if getattr(each.owner, "max_norm", None) is not None and not step.draws_by_row:
+        raise ValueError(
+            f"`{each.name}` is of an {type(each.owner).__name__} with `max_norm`, which writes to "
+            "what it reads, and that is made anew here. Drop whole rows (`axes=(1,)` of an "
+            "Embedding), leave `max_norm` out, or let `pattern` leave the weight out."
+        )

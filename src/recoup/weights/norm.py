@@ -12,6 +12,7 @@ from recoup._core.saved_tensors import Kept, is_transformed
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
+from recoup.weights.weight import is_plain
 
 
 def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None = 0) -> nn.Module:
@@ -79,8 +80,16 @@ class WeightNorm(Reparametrization):
                 f"`{name}` has shape {tuple(weight.shape)}, and without entries a weight has no "
                 "direction. Let `pattern` leave it out."
             )
-        if self.dim is None:
-            return
+        if self.dim is not None:
+            self._check_dim(weight, name)
+        if is_plain(weight) and not weight.is_meta and not _lengths_of(weight, self.axis).all():
+            raise ValueError(
+                f"`{name}` has rows of zeros along `dim` ({self.dim}), as a layer that begins at "
+                "zero and a padding row do, and these have no direction: it would be NaN. Give "
+                "them values first, choose another `dim`, or let `pattern` leave it out."
+            )
+
+    def _check_dim(self, weight: Tensor, name: str) -> None:
         if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():
             raise ValueError(
                 f"`dim` is {self.dim}, but `{name}` has shape {tuple(weight.shape)}, so it must be "
@@ -134,7 +143,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int, name: str) -> Tensor:
         ctx.dim = dim
-        ctx.kept = (Kept(weight, name, None), Kept(norms, f"An operand of {name}", None))
+        ctx.kept = (  # detached, so that they stay what they were where `.data` is assigned
+            Kept(weight.detach(), name, None), Kept(norms.detach(), f"An operand of {name}", None),
+        )  # fmt: skip
         ctx.inputs = (weight, norms)
         ctx.is_fused = dim >= 0 and dim in (0, weight.dim() - 1) and weight.numel() > 0
         return _fused(weight, norms, dim)[0] if ctx.is_fused else _product_of(weight, norms, dim)
@@ -145,7 +156,8 @@ class _Product(torch.autograd.Function):
         is_again = torch.is_grad_enabled()
         if ctx.is_fused and not is_again:
             lengths = _fused(weight, norms, ctx.dim)[1]
-            given = (value.contiguous() for value in (gradients[0], weight, norms))
+            gradient = gradients[0].to_dense() if gradients[0].is_sparse else gradients[0]
+            given = (value.contiguous() for value in (gradient, weight, norms))
             backward = torch.ops.aten._weight_norm_interface_backward
             return (*backward(*given, lengths, ctx.dim), None, None)
         # The fused backward treats the lengths as constants, wrong for a second derivative.

@@ -311,7 +311,8 @@ class _Recomputed(Source):
     ) -> None:
         super().__init__(weight.name, weight.lock)
         self.stands_for, self._drawn = weight.key, drawn
-        self._raw, self._version_of_raw, self._operands = raw, version, operands
+        # Detached, so that it stays what it was where the parameter is given other memory.
+        self._raw, self._version_of_raw, self._operands = raw.detach(), version, operands
         self._versions = _versions(operands)
 
     def make(self) -> None:

@@ -95,6 +95,14 @@ def test_the_caller_is_left_as_it_was(ends):
     assert all(parameter.grad is None for parameter in flow.parameters())
 
 
+def test_gradients_need_not_be_enabled_and_cannot_be_in_inference_mode():
+    with torch.no_grad():
+        found = fitted(small_flow())
+    assert found.bits_per_dim == fitted(small_flow()).bits_per_dim
+    with torch.inference_mode(), pytest.raises(ValueError, match="`fit` trains"):
+        fitted(small_flow())
+
+
 def test_bytes_bound_a_step():
     # Adam makes whole steps of gradients that are little more than the rounding of inverses.
     linear, flow = (small_flow(num_steps=4, width=16).double() for _ in range(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io  # noqa: F401
 import math
 import pickle  # noqa: F401
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from recoup.errors import GradientError, NotInvertibleError
 from tests.unit.gradients.cases import scaler_of
 
 X = torch.ones(1, 3)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that these are a prototype
+    NESTED = torch.nested.nested_tensor([X, X])
 
 
 class World:
@@ -189,6 +193,7 @@ w.load(w.state(weight=X)) -> `weight` -> \(1, 3\).*\(2, 3\)
 w.load(w.state(weight=dense(2, 3) * 1j)) -> gradient of -> complex
 w.load(w.state(weight=dense(2, 3).int())) -> gradient of -> torch.int32
 w.load(w.state(weight=[1.0])) -> `weight` -> None
+w.load(w.state(weight=NESTED)) -> `weight` -> None
 w.load(w.state(weight=listed(7))) -> `weight` -> damaged: .*ind
 w.load(w.state(weight=listed(-1))) -> `weight` -> damaged
 w.load(w.state({"gradients": [X]})) -> 'gradients' -> tensors by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -295,6 +296,12 @@ def held(model):
     return held_after(lambda: model(x)).num_bytes - of_outputs
 
 
+def with_statistic(w):
+    with torch.inference_mode():
+        statistic = w.abs().mean()
+    return w.exp(), statistic
+
+
 def test_outputs_are_not_held():
     model = perceptron()
     # The output of the first layer, the mask of the dropout, and what the last layer is given.
@@ -340,6 +347,50 @@ def test_the_backward_of_such_an_output_runs_regions_as_forward_did():
     found = loss(recoup.checkpoint(inner, x), x)
     assert type(found) is not torch.Tensor
     assert all(map(torch.equal, torch.autograd.grad(found, [*inner.parameters(), x]), want))
+
+
+def gated(call):
+    """A function in the memory of its argument, of which another part is used."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    h = F.linear(x, WEIGHT)
+    gate, value = h[:, :4], h[:, 4:]
+    return gate * call(value)
+
+
+def in_other_memory(call):
+    with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        h = F.linear(torch.ones(3, 4), WEIGHT)
+        return h[:, :3] * call(h[:, 4:])[:3]
+
+
+def spectrum(call):
+    a, b = call(WEIGHT)
+    return (a * b).real
+
+
+WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+CALLS = {
+    "in place on a slice": (gated, nn.ReLU(inplace=True)),
+    "drops in place": (gated, nn.Dropout(inplace=True)),
+    "a view of the argument": (in_other_memory, torch.t),
+    "the argument": (lambda call: call(WEIGHT * 2).square(), nn.Identity()),
+    "a conjugate beside it": (spectrum, lambda w: ((z := torch.fft.rfft(w)), z.conj())),
+    "parts of a conjugate": (
+        lambda call: math.prod(call(WEIGHT)),
+        lambda w: ((z := torch.fft.rfft(w).exp().conj()).real, z.imag),
+    ),
+    "an inference tensor beside it": (lambda call: call(WEIGHT)[0].square(), with_statistic),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_that_are_in_memory_of_others_or_no_tensors_of_autograd(name):
+    run, fn = CALLS[name]
+    found = []
+    for call in (fn, recoup.recompute(fn)):
+        torch.manual_seed(2)
+        found += torch.autograd.grad(run(call).square().sum(), WEIGHT)
+    assert torch.equal(*found)
 
 
 def test_names_and_types_stay():

@@ -157,6 +157,9 @@ REFUSED = [
       ((2,), (-3,), (1.0,), (True,))),
     (tree, of(0, axes=(1,)), r"`axes` .*`1\.1\.weight` has shape \(4,\)"),
     *((layer, of(2, dim=dim), "`dim` is .*or None") for dim in (2, -3, 1.0, True)),
+    (lambda: nn.Embedding(5, 3, padding_idx=0), of(2), "`weight` has rows of zeros .*direction"),
+    *((lambda kind=kind: kind(5, 3, max_norm=0.5), of(k), "`max_norm`.* writes to")
+      for k in range(3) for kind in (nn.Embedding, nn.EmbeddingBag)),
     *((layer, of(k, pattern=p), "`pattern`") for k in range(3) for p in
       ("(", ["weight", 3], "eight", nn.Conv2d, lambda *_: False, [nn.Linear, nn.Conv2d])),
     (lambda: nn.Sequential(*[layer() for _ in range(9)]), of(0, pattern="weight"),
