@@ -311,8 +311,9 @@ class _Recomputed(Source):
     ) -> None:
         super().__init__(weight.name, weight.lock)
         self.stands_for, self._drawn = weight.key, drawn
-        # Detached, so that it stays what it was where the parameter is given other memory.
-        self._raw, self._version_of_raw, self._operands = raw.detach(), version, operands
+        # Detached, so that they stay what they were where parameters are given other memory.
+        self._raw, self._version_of_raw = raw.detach(), version
+        self._operands = tuple([tuple(map(Tensor.detach, own)) for own in operands])
         self._versions = _versions(operands)
 
     def make(self) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import vector_to_parameters
 
 import recoup
 from recoup.weights import applied, disabled, remove, same_draw, to_plain_names
@@ -30,6 +31,34 @@ from tests.weight_zoo import (
     replaced,
     trained,
 )
+
+
+@pytest.mark.parametrize("change", [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm])
+def test_backward_has_the_weight_of_forward_where_its_parameter_was_given_other_memory(change):
+    def step(is_changed):
+        torch.manual_seed(0)
+        layer, x = change(nn.Linear(3, 3)), torch.ones(2, 3, requires_grad=True)
+        y = layer(x).sin().sum()
+        if is_changed:
+            vector_to_parameters(torch.randn(15)[: sum(map(torch.numel, layer.parameters()))],
+                                 layer.parameters())  # fmt: skip
+        y.backward()
+        return x.grad
+
+    assert torch.equal(step(True), step(False))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_norm_of_a_table_takes_sparse_gradients(kind, dim):
+    found = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        options = {"mode": "sum"} if kind is nn.EmbeddingBag else {}
+        layer = recoup.weight_norm(kind(5, 3, sparse=is_sparse, **options), dim=dim)
+        layer(torch.tensor([[1, 2]])).square().sum().backward()
+        found.append([each.grad for each in layer.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Awkward(nn.Linear):
