@@ -61,7 +61,7 @@ from recoup._core.saved_tensors import (
     version_of,
     when_backward_ends,
 )
-from recoup._core.tensors import PLAIN, Cast, cast_of
+from recoup._core.tensors import PLAIN, Cast, cast_of, wraps_others
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
 Guise = tuple[type[Tensor], dict[str, Any]]
@@ -288,19 +288,18 @@ def as_value(tensor: Tensor, source: Source) -> Tensor:
 
 
 def guise_of(tensor: Tensor) -> Guise | None:
-    """Return the class of a tensor, and what users have set on it; None if it has neither."""
-    if type(tensor) is Tensor or isinstance(tensor, (nn.Parameter, Value)):
-        is_plain = not tensor.__dict__ or type(tensor) is not Tensor
-        return None if is_plain else (Tensor, vars(tensor))
-    return type(tensor), vars(tensor)
+    """Return the class of a tensor, and what users have set on it; None if it has neither.
+
+    A tensor that wraps others has a way of its own to make a leaf, which has them already.
+    """
+    kind, attributes = type(tensor), dict(vars(tensor))  # as they are: an output may be set later
+    is_known = isinstance(tensor, (nn.Parameter, Value)) or wraps_others(kind)
+    return None if is_known or (kind is Tensor and not attributes) else (kind, attributes)
 
 
 def put_on(leaf: Tensor, guise: Guise | None) -> Tensor:
-    """Give a leaf the class and the attributes of the tensor that it stands for.
-
-    A class that wraps other tensors has its own way to make a leaf, which has them already.
-    """
-    if guise is not None and type(leaf) is Tensor:
+    """Give a leaf the class and the attributes of the tensor that it stands for."""
+    if guise is not None:
         leaf.__class__, attributes = guise
         vars(leaf).update(attributes)
     return leaf

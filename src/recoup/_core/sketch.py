@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core.operators import hidden_keys, unseen
-from recoup._core.tensors import has_values, is_without_values
+from recoup._core.tensors import has_values, is_without_values, wraps_others
 
 _COLUMNS = 16
 _OF_HALVES = 17  # columns (See Rule 3)
@@ -66,8 +66,6 @@ _EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int6
 HALVES = frozenset((torch.float16, torch.bfloat16))
 _NUMBERS = _OWN | HALVES
 _PLAIN = frozenset((Tensor, nn.Parameter))
-
-_plain_dispatch: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 # On CPU the numbers are read at once; elsewhere a read would wait for the device.
 Sketch = Tensor | list[float]
@@ -109,7 +107,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         of_parts = [sketch_of(part) for part in parts if isinstance(part, Tensor)]
         numbers = [number for each in of_parts if each is not None for number in numbers_of(each)]
         return numbers or None
-    elif getattr(type(tensor), "__torch_dispatch__") is not _plain_dispatch:  # noqa: B009
+    elif wraps_others(type(tensor)):
         return None  # what such a class wraps is not known (a MaskedTensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_values(tensor):
         return None

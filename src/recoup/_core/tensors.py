@@ -38,6 +38,7 @@ __all__ = ["check_modules", "check_place", "check_tensors"]
 # The classes of tensors that operators compute with as they are.
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 _C: Any = torch._C
+_plain_dispatch: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 def is_without_values() -> bool:
@@ -48,6 +49,11 @@ def is_without_values() -> bool:
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has numbers, which operators can read here."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_without_values())
+
+
+def wraps_others(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class run operators on others that they wrap (a DTensor)."""
+    return getattr(kind, "__torch_dispatch__") is not _plain_dispatch  # noqa: B009
 
 
 def check_is_in_its_mode(tensors: Iterable[Tensor]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_traced
 from recoup._core.saved_tensors import Kept, is_transformed
+from recoup._core.tensors import has_values
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
@@ -82,7 +83,8 @@ class WeightNorm(Reparametrization):
             )
         if self.dim is not None:
             self._check_dim(weight, name)
-        if is_plain(weight) and not weight.is_meta and not _lengths_of(weight, self.axis).all():
+        has_numbers = is_plain(weight) and has_values(weight)
+        if has_numbers and not _lengths_of(weight.detach(), self.axis).all():
             raise ValueError(
                 f"`{name}` has rows of zeros along `dim` ({self.dim}), as a layer that begins at "
                 "zero and a padding row do, and these have no direction: it would be NaN. Give "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -54,6 +55,11 @@ def test_an_argument_keeps_its_class_and_what_was_set_on_it(kind, way):
     fn = lambda x, y: ((x.scaled() if kind is Boxes else x * x.scale) @ y).sin()  # noqa: E731
     want = torch.autograd.grad(fn(x, weight).sum(), weight)
     assert torch.equal(*want, *torch.autograd.grad(way(fn, x, weight).sum(), weight))
+    with no_collector():
+        x.found = way(fn, x, weight)
+        found = weakref.ref(x.found)
+        del x
+        assert found() is None
 
 
 @pytest.mark.filterwarnings("ignore:.*MaskedTensor")
