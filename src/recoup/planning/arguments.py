@@ -108,6 +108,12 @@ def check_plannable(model: Any) -> None:
             "`model` has parameters on the meta device. Allocate them first: "
             'model.to_empty(device="cpu").'
         )
+    if any(p.grad_fn is not None for p in model.parameters()):
+        raise ValueError(
+            f"`model` is a {type(model).__name__} whose weights were computed (by functional_call "
+            "they are given such): planning would run backward through what computed them. Plan, "
+            "or run a first step, outside of that."
+        )
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "

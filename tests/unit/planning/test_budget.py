@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
@@ -298,3 +299,16 @@ def test_segments_with_bytes_are_planned_once_for_each_store():
     store = recoup.GradStore(cells[0].parameters())
     with pytest.raises(ValueError, match=r"segment 1 .* is no module"):
         recoup.segments_backward([cells[0], torch.tanh], x, torch.sum, store, memory="1 MiB")
+
+
+def test_weights_that_were_computed_are_refused_before_what_computed_them_is_gone():
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    chain, scale = recoup.Sequential(*layers, memory="1 GiB"), torch.ones((), requires_grad=True)
+    weights = {name: value.detach() * scale for name, value in chain.named_parameters()}
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="weights were computed"):
+        functional_call(chain, weights, x)
+    chain(x)  # plans
+    want = torch.autograd.grad(functional_call(nn.Sequential(*layers), weights, x).sum(), scale,
+                               retain_graph=True)  # fmt: skip
+    assert torch.equal(*want, *torch.autograd.grad(functional_call(chain, weights, x).sum(), scale))
