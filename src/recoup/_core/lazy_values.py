@@ -61,10 +61,9 @@ from recoup._core.saved_tensors import (
     version_of,
     when_backward_ends,
 )
-from recoup._core.tensors import PLAIN, Cast, cast_of, wraps_others
+from recoup._core.tensors import PLAIN, Cast, cast_of
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
-Guise = tuple[type[Tensor], dict[str, Any]]
 _plainly = torch._C.DisableTorchFunctionSubclass
 _NESTED = frozenset((tuple, list, dict))
 
@@ -285,24 +284,6 @@ def as_value(tensor: Tensor, source: Source) -> Tensor:
     source.dtype = tensor.dtype
     source._version = 0 if tensor.is_inference() else tensor._version
     return marked(tensor, source)
-
-
-def guise_of(tensor: Tensor) -> Guise | None:
-    """Return the class of a tensor, and what users have set on it; None if it has neither.
-
-    A tensor that wraps others has a way of its own to make a leaf, which has them already.
-    """
-    kind, attributes = type(tensor), dict(vars(tensor))  # as they are: an output may be set later
-    is_known = isinstance(tensor, (nn.Parameter, Value)) or wraps_others(kind)
-    return None if is_known or (kind is Tensor and not attributes) else (kind, attributes)
-
-
-def put_on(leaf: Tensor, guise: Guise | None) -> Tensor:
-    """Give a leaf the class and the attributes of the tensor that it stands for."""
-    if guise is not None:
-        leaf.__class__, attributes = guise
-        vars(leaf).update(attributes)
-    return leaf
 
 
 def read_anew(tensor: Tensor) -> Tensor:

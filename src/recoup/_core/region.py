@@ -2,8 +2,9 @@
 
 NOTE [ A region ]
 
-Rule 1. A second run gets the inputs of the first as leaves with the same `requires_grad`, and runs
-        with grad mode on: what a module computes may depend on it. A parameter enters as itself.
+Rule 1. A second run gets the inputs of the first as leaves with the same `requires_grad`, the same
+        class and what users have set on them, and runs with grad mode on: what a module computes
+        may depend on it. A parameter enters as itself.
 Rule 2. A region may change its input in place, as an in-place activation does. The first run
         changes the tensor of the caller, as plain code does; what is kept for later runs is a copy
         from before, and each of them gets a copy of that.
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.devices import explain_lack
-from recoup._core.lazy_values import Guise, guise_of, put_on
+from recoup._core.lazy_values import Value
 from recoup._core.operators import explain_higher_order
 from recoup._core.rng import draws_here
 from recoup._core.saved_tensors import (
@@ -52,8 +53,28 @@ from recoup._core.saved_tensors import (
 from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filled, Filling, Owner, Recording, Residuals, State, untaped
 from recoup._core.surroundings import Surroundings, values_of
-from recoup._core.tensors import in_order, strides_of
+from recoup._core.tensors import in_order, strides_of, wraps_others
 from recoup.errors import ChangedError, RecoupError, ReplayError
+
+Guise = tuple[type[Tensor], dict[str, Any]]
+
+
+def guise_of(tensor: Tensor) -> Guise | None:
+    """Return the class of a tensor, and what users have set on it; None if it has neither.
+
+    A tensor that wraps others has a way of its own to make a leaf, which has them already.
+    """
+    kind, attributes = type(tensor), dict(vars(tensor))  # as they are: an output may be set later
+    is_known = isinstance(tensor, (nn.Parameter, Value)) or wraps_others(kind)
+    return None if is_known or (kind is Tensor and not attributes) else (kind, attributes)
+
+
+def put_on(leaf: Tensor, guise: Guise | None) -> Tensor:
+    """Give a leaf the class and the attributes of the tensor that it stands for."""
+    if guise is not None:
+        leaf.__class__, attributes = guise
+        vars(leaf).update(attributes)
+    return leaf
 
 
 class Stage(Protocol):
