@@ -230,3 +230,34 @@ def test_a_chain_that_grows_and_shrinks(memory):
     assert f"memory={memory!r}" in repr(model)
     assert recoup.Sequential(*modules, memory=memory, otherwise="keep")[:2].otherwise == "keep"
     assert recoup.Sequential(memory=memory)(x) is x
+
+
+class Choosing(nn.Module):
+    """A block of code that is recomputed, in which something is decided."""
+
+    def __init__(self, decide):
+        super().__init__()
+        self.linear, self.decide = nn.Linear(4, 4), decide
+
+    def forward(self, x):
+        with recoup.recomputing():
+            return self.decide(self.linear(x))
+
+
+DECIDING = {
+    "compares": lambda h: torch.where(h > 0, h, 0.1 * h) * h,
+    "chooses one": lambda h: h.gather(1, h.argmax(1, keepdim=True)).sin() * h,
+    "chooses some": lambda h: h.topk(2)[0].sin(),
+    "sorts": lambda h: h.sort(1)[0].sin(),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_block_of_code_within_decides_in_every_step_as_it_did(name):
+    """The first step of code is looked at in a mode, and later ones intercept operators."""
+    torch.manual_seed(0)
+    block, x = Choosing(DECIDING[name]), torch.randn(3, 4)
+    for _ in range(3):
+        want = torch.autograd.grad(block(x).square().sum(), block.linear.weight)
+        found = torch.autograd.grad(recoup.checkpoint(block, x).square().sum(), block.linear.weight)
+        assert torch.equal(*found, *want)
