@@ -36,7 +36,7 @@ from recoup._core.lazy_values import Source, as_value, keep
 from recoup._core.module_marks import check_pair, has_inverse, is_in_place, mark_of
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
-from recoup._core.region import Guise, Region, changes_kept_input, guise_of, put_on
+from recoup._core.region import Region, Subclass, as_subclass, changes_kept_input, subclass_of
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
@@ -86,7 +86,7 @@ class Call:
         self.tensors, self._tree = flatten_arguments(args, kwargs)
         self.has_run = self.changes_object = False
         self._linked: Sequence[int] | None = None
-        self._outside: list[tuple[int, Packed, bool, Guise | None]] = []
+        self._outside: list[tuple[int, Packed, bool, Subclass | None]] = []
         self.picks: Sequence[int] | None = None
         self.output: Any = None
         self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
@@ -105,7 +105,7 @@ class Call:
             self._outside = [
                 (
                     *(place, keep(value, f"An argument of {self.name}", pair)),
-                    *(value.requires_grad, guise_of(value)),
+                    *(value.requires_grad, subclass_of(value)),
                 )
                 for place, value in enumerate(self.tensors)
                 if place not in places
@@ -215,9 +215,9 @@ class Call:
         tensors: list[Tensor | None] = [None] * (len(state) + len(self._outside))
         for place, value in zip(self._linked or (), state, strict=True):
             tensors[place] = value
-        for place, kept, requires_grad, guise in self._outside:
+        for place, kept, requires_grad, subclass in self._outside:
             (leaf,) = as_leaves((kept.get(),), (requires_grad,))
-            tensors[place] = put_on(leaf, guise)
+            tensors[place] = as_subclass(leaf, subclass)
         return tuple(value for value in tensors if value is not None)
 
     # -- the first run ---------------------------------------------------------------------

@@ -19,7 +19,8 @@ Rule 5. A run that is looked at, and the later runs that belong to it, pass ever
         mode, under which nothing is compiled. Other runs intercept those operators alone that
         decided then (NOTE [ Interception ]), or may, where code finds its modules as it runs, and
         compiled code runs as such in them. Both must decide alike. If another operator decides
-        later, the residuals show it.
+        later, the residuals show it. A mode within (that records a block of code) must see the
+        same operators in each run: there an operator runs, and its output is written over.
 """
 
 from __future__ import annotations
@@ -330,10 +331,7 @@ def _given(kept: _Decided, name: str, func: Any, args: Any, kwargs: dict[str, An
 
 
 def _run_and_given(kept: _Decided, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator, and write to its output what a later run is given in its place.
-
-    The modes that are active (those of a block of code, say) see the operator and nothing else.
-    """
+    """Run an operator, and write what a later run is given over its output (See Rule 5)."""
     result = func(*args, **kwargs)
     if name in _NUMBERS:
         return kept.number

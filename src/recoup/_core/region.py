@@ -56,25 +56,26 @@ from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of, wraps_others
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
-Guise = tuple[type[Tensor], dict[str, Any]]
+# A class of tensors, and the attributes that a user has set on one of them.
+Subclass = tuple[type[Tensor], dict[str, Any]]
 
 
-def guise_of(tensor: Tensor) -> Guise | None:
-    """Return the class of a tensor, and what users have set on it; None if it has neither.
+def subclass_of(tensor: Tensor) -> Subclass | None:
+    """Return the class of a tensor and its attributes; None for a plain tensor without any.
 
-    A tensor that wraps others has a way of its own to make a leaf, which has them already.
+    A tensor that wraps others is None, too: its own `detach` returns one of its class.
     """
-    kind, attributes = type(tensor), dict(vars(tensor))  # as they are: an output may be set later
+    kind, attributes = type(tensor), dict(vars(tensor))  # a copy: an output may be set on it later
     is_known = isinstance(tensor, (nn.Parameter, Value)) or wraps_others(kind)
     return None if is_known or (kind is Tensor and not attributes) else (kind, attributes)
 
 
-def put_on(leaf: Tensor, guise: Guise | None) -> Tensor:
-    """Give a leaf the class and the attributes of the tensor that it stands for."""
-    if guise is not None:
-        leaf.__class__, attributes = guise
-        vars(leaf).update(attributes)
-    return leaf
+def as_subclass(plain: Tensor, subclass: Subclass | None) -> Tensor:
+    """Return a plain tensor as one of a class, with attributes."""
+    if subclass is not None:
+        plain.__class__, attributes = subclass
+        vars(plain).update(attributes)
+    return plain
 
 
 class Stage(Protocol):
@@ -134,10 +135,10 @@ class Region(Residuals):
             self.bases = [id(base) for base in bases if isinstance(base, nn.Parameter)]
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
-        self._guises: list[Guise | None] = []
+        self._subclasses: list[Subclass | None] = []
         for value in state:  # written out, for speed
             if type(value) is not Tensor or value.__dict__:
-                self._guises = list(map(guise_of, state))
+                self._subclasses = list(map(subclass_of, state))
                 break
         ids = list(map(id, state))
         # Where each tensor is first, if one is there twice (See Rule 3).
@@ -279,11 +280,11 @@ class Region(Residuals):
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
-        if self._guises:
-            inputs = tuple(map(put_on, inputs, self._guises))
         if self.changes_input or self.stage.is_in_place:
             with grad_mode(True):  # autograd allows no change of a leaf
                 inputs = tuple([value.clone() for value in inputs])
+        if self._subclasses:
+            inputs = tuple(map(as_subclass, inputs, self._subclasses))
         if self._places is not None:
             inputs = tuple([inputs[place] for place in self._places])
         return inputs

@@ -18,7 +18,7 @@ _flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_effi
 _math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 _num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009
 _function_mode_at: Callable[[int], Any] = getattr(torch._C, "_get_function_stack_at")  # noqa: B009
-# Whether operators ask subclasses of tensors: they do not in hooks of the backward of such a loss.
+# Whether `__torch_function__` is called: torch leaves it out while the backward of a subclass runs.
 _subclasses: Callable[[], Any] = getattr(torch._C, "_get_torch_function_state")  # noqa: B009
 _set_subclasses: Callable[[Any], None] = getattr(torch._C, "_set_torch_function_state")  # noqa: B009
 Settings = tuple[

@@ -3,9 +3,9 @@
 NOTE [ What a second run finds ]
 
 Rule 1. A second run is given back the settings of operators (autocast, the kernels of attention,
-        the default device, whether they ask subclasses of tensors), the states of the default
-        generators and the seeds of recoup, as the first run found them. What the second run does to
-        these is undone.
+        the default device, whether `__torch_function__` of subclasses is called), the states of the
+        default generators and the seeds of recoup, as the first run found them. What the second run
+        does to these is undone.
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
         versions, since fused kernels leave versions alone. The same goes for buffers and parameters

@@ -185,12 +185,13 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
     beside = [*(b + _replay(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
-        _cost(call, between, min(before, call.state_bytes) if call.is_linked else 0, moving_seconds)
-        for call, between, before in zip(measured.calls, beside, shared, strict=False)
-    ]
-    costs = [
-        replace(cost, cached_bytes=int(part * cost.cached_bytes))
-        for cost, part in zip(costs, _new_parts(measured.calls), strict=True)
+        _cost(
+            *(call, between, min(before, call.state_bytes) if call.is_linked else 0),
+            *(cached, moving_seconds),
+        )
+        for call, between, before, cached in zip(
+            measured.calls, beside, shared, _cached(measured.calls), strict=False
+        )
     ]
     calls = measured.calls
     last = calls[-1]
@@ -209,14 +210,15 @@ def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
     return [*costs, tail]
 
 
-def _new_parts(calls: Sequence[MeasuredCall]) -> Iterator[float]:
-    """Yield which part of the parameters of each call no call before it has had autocast cast."""
+def _cached(calls: Sequence[MeasuredCall]) -> Iterator[int]:
+    """Yield the bytes that autocast casts in each call, of weights that no call before it has."""
     seen: set[int] = set()
     for call in calls:
         own = {id(p): p.nbytes for p in call.module.parameters()}
         new = sum(num_bytes for key, num_bytes in own.items() if key not in seen)
         seen.update(own)
-        yield new / sum(own.values()) if new else 0.0
+        cast_bytes = max(call.forward.end_bytes - call.cleared.end_bytes, 0)
+        yield cast_bytes * new // sum(own.values()) if new else 0
 
 
 def as_in_plain_step(costs: Sequence[Cost], plain_bytes: int) -> list[Cost]:
@@ -245,13 +247,16 @@ def _beside(measured: Measured) -> list[int]:
 
 
 def _cost(
-    call: MeasuredCall, between_bytes: int, lent_bytes: int, moving_seconds: float | None
+    call: MeasuredCall,
+    between_bytes: int,
+    lent_bytes: int,
+    cached_bytes: int,
+    moving_seconds: float | None,
 ) -> Cost:
     """Return the cost of a call; the tape before it may hold part of its input (See Rule 3)."""
     run_bytes = call.forward.peak_bytes - call.before.end_bytes - _replay(call)
     run_bytes = max(run_bytes, call.output_bytes)
     between_run_bytes = call.before.peak_bytes - call.before.end_bytes
-    cached_bytes = max(call.forward.end_bytes - call.cleared.end_bytes, 0)
     if call.until_again is None:  # no gradient goes through it
         return Cost(
             seconds=call.work,
