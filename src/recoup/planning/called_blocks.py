@@ -2,9 +2,9 @@
 
 NOTE [ Blocks that are left out ]
 
-Rule 1. A plan is for the forward that calls the most blocks. If the measured step skipped some
-        blocks, a few forwards are run with other seeds. The one that calls the most blocks is
-        then measured instead, and rehearsed.
+Rule 1. A plan is for the forward that calls the most blocks. A step has a seed, so each run of it
+        calls the same ones. If the measured step skipped some, a few forwards are run with other
+        seeds. The one that calls the most blocks is then measured instead, and rehearsed.
 Rule 2. A block that this one does not call is not a stage. If it is called later, it is recomputed
         from its arguments (See NOTE [ Following a plan ]).
 
@@ -79,7 +79,7 @@ def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured]:
     found: list[set[nn.Module]] = []
     with step.rehearsed():
         while len(found) < _MOST_TRIES and all(len(each) < len(modules) for each in found):
-            found.append(set(_sequence(step, modules, seed=len(found))))
+            found.append(set(_sequence(replace(step, seed=len(found)), modules)))
             if len(found) == _ENOUGH_ALIKE and all(each == found[0] for each in found):
                 break
     seed = max(range(len(found)), key=lambda seed: len(found[seed]))
@@ -160,7 +160,7 @@ def with_modules_between(
     first, last = (modules_of(call.module)[0] for call in (calls[0], calls[-1]))
     try:
         with step.rehearsed():
-            called = _sequence(step, [*others, first, last], step.seed)
+            called = _sequence(step, [*others, first, last])
     except Exception:  # noqa: BLE001 - of the model, or a module takes no hooks
         return []
     if last not in called:
@@ -172,8 +172,8 @@ def with_modules_between(
     return [*once, *blocks] if once else []
 
 
-def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None) -> list[nn.Module]:
-    return step.observe_forward(modules, _CallObserver, seed).called
+def _sequence(step: Step, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return step.observe_forward(modules, _CallObserver).called
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:

@@ -191,6 +191,8 @@ class _Meter:
         found.until_again = self._line.mark()
         self.ended(found.until_again)
         counter = self.counter()
+        if self._code is None:
+            counter.when(found.needed_work, partial(self._stopped, found))
         linked = [given[place] for place in call.linked_at] or given
         saved = WeakSet(storages_of(linked)) if self._code is not None else call.saved
         begin = now()
@@ -207,6 +209,10 @@ class _Meter:
             found.products = []  # the second run differed from the first one
         self._latest = found
         self._clock = now()
+
+    def _stopped(self, found: MeasuredCall) -> None:
+        """Record the span until the last residual, where an operator after it begins."""
+        found.stopped = self._line.mark()
 
     def ended(self, span: Span) -> None:
         """Record the span after the latest second run, or after forward."""

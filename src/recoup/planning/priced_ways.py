@@ -54,7 +54,7 @@ from typing import NamedTuple
 import torch
 
 from recoup._core.compile import is_compiled
-from recoup._core.devices import generator_states, same_states
+from recoup._core.devices import generator_states, same_states, with_seed
 from recoup._core.drift_guard import DriftGuard
 from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
@@ -248,7 +248,8 @@ def _candidates(
         measured = steps[-1]
         is_own = type(code) is BlockCode
         if is_own:
-            draws = not same_states(measured.outcome.states, generator_states())
+            unmoved = with_seed(generator_states, step.seed)
+            draws = not same_states(measured.outcome.states, unmoved)
         if not expected and not (is_own and draws):  # See Rule 6
             expected = [each.outcome for each in steps]
         if expected and (difference := _differs(own, growth, expected, measured.outcome)):

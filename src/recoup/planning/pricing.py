@@ -22,7 +22,8 @@ Rule 6. Autograd frees what a first run has saved at a node when the gradients o
         of its own on a GPU). So what the plain step takes beyond its prediction is added to the
         backward of each block that keeps its residuals.
 Rule 7. A block may keep the outputs of costly operators, those with the most work per byte first.
-        Operators after the last residual are left out, because the recomputation stops before them.
+        Operators after the last residual are left out, because a recomputation stops before them
+        if its output is not needed, and takes no memory for them.
 Rule 8. It stops earlier if the last residuals are held: outputs that are kept in any case, what the
         block returns, which the block after it keeps as its input, and small ones, such as the mean
         and the deviation of a batch norm. So that norm, and the sum and activation after it, do not
@@ -90,7 +91,8 @@ class MeasuredCall:
             backward.
         until_again: the span that ends when its second run begins in backward; None if there is no
             second run.
-        again: the span of its second run, at the end of which its output is alive.
+        stopped: the span of its second run until its last residual; None if that is all of it.
+        again: the span of the rest, at the end of which its output is alive.
         residuals: the span that ends when that output has been freed.
         after: the span from there to the next second run, or to the end.
         again_bytes: bytes of the output of its second run.
@@ -121,6 +123,7 @@ class MeasuredCall:
     forward: Span = field(default_factory=Span)
     cleared: Span = field(default_factory=Span)
     until_again: Span | None = None
+    stopped: Span | None = None
     again: Span = field(default_factory=Span)
     residuals: Span = field(default_factory=Span)
     after: Span = field(default_factory=Span)
@@ -273,9 +276,13 @@ def _cost(
     begin, own = call.until_again.end_bytes, call.own_bytes
     unheld = max(call.unheld_bytes - lent_bytes, 0)
     beyond_input = max(own - _replay(call), 0)
-    tape_run_bytes = max(call.again.peak_bytes - begin, 0)
+    stopped = call.stopped or call.again
+    stopped_run_bytes = max(stopped.peak_bytes - begin, 0)
+    tape_run_bytes = max(call.again.peak_bytes - begin, stopped_run_bytes)
     reverse_bytes = max(call.after.peak_bytes - begin - own, 0) + _replay(call)
-    again = SelectiveTape(call.state_bytes + beyond_input, 0.0, tape_run_bytes, reverse_bytes)
+    again = SelectiveTape(
+        *(call.state_bytes + beyond_input, 0.0, tape_run_bytes, reverse_bytes, stopped_run_bytes)
+    )
     return Cost(
         seconds=call.work,
         state_bytes=call.state_bytes,
@@ -283,7 +290,7 @@ def _cost(
         run_bytes=run_bytes,
         tape_run_bytes=tape_run_bytes,
         reverse_bytes=reverse_bytes,
-        again=again if unheld else None,
+        again=again if unheld or stopped_run_bytes < tape_run_bytes else None,
         lent_bytes=_held_longer(call.after.levels, lent_bytes),
         offload_seconds=None if moving_seconds is None else moving_seconds * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + between_bytes,

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled, never_compiled
-from recoup._core.devices import Peaks, accelerator, is_accelerator, synchronize
+from recoup._core.devices import (
+    Peaks,
+    accelerator,
+    is_accelerator,
+    seed_generators,
+    synchronize,
+)
 from recoup._core.operators import (
     DispatchMode,
     InMode,
@@ -68,7 +74,7 @@ class Step:
         losses: a function from the outputs of all calls to one scalar or several.
         holds_output: whether the outputs are alive until backward has ended.
         num_forwards: how often it is called before backward, with the same arguments.
-        seed: the seed of its random draws; None to leave the random streams as they are.
+        seed: the seed of its random draws, which are the same in each run of it.
         tiled: the output layer of the model, if it runs in tiles; None if not.
         written: the parameters that its forward writes to, which rehearsals restore.
         verification: the comparison of its runs with an expected outcome; each step has its own.
@@ -81,7 +87,7 @@ class Step:
     losses: Callable[[Sequence[Any]], Sequence[Tensor]]
     holds_output: bool = True
     num_forwards: int = 1
-    seed: int | None = None
+    seed: int = field(default_factory=torch.initial_seed)
     tiled: TiledHead | None = None
     written: tuple[nn.Parameter, ...] = ()
     verification: Verification = field(default_factory=Verification, init=False)
@@ -159,8 +165,7 @@ class Step:
         """
         calls = self._calls()
         given = [t for t in flatten(calls[0])[0] if t.requires_grad and t.is_leaf]
-        if self.seed is not None:
-            _seed_all(self.seed)
+        _seed_all(self.seed)
         parts = nullcontext() if self.tiled is None else followed([self.tiled.module], self.tiled)
         clock = timed_by_work() if is_without_values() else nullcontext()
         with grad_mode(True), parts, clock:
@@ -185,12 +190,9 @@ class Step:
         return [gradients.get(id(value)) for value in given]
 
     def observe_forward(
-        self,
-        modules: Iterable[nn.Module],
-        observing: Callable[[], AnyObserver],
-        seed: int | None = None,
+        self, modules: Iterable[nn.Module], observing: Callable[[], AnyObserver]
     ) -> AnyObserver:
-        """Run a forward, and return an observer of the calls of modules.
+        """Run a forward of the step, and return an observer of the calls of modules.
 
         There is a graph, which a forward may ask for (hooks of tensors), but nothing is kept for
         its backward. A forward that fails so runs a backward of its own (forces): it is run once
@@ -199,16 +201,13 @@ class Step:
         Args:
             modules: the modules.
             observing: returns an observer.
-            seed: the seed of its random draws; None to leave the random streams as they are.
         """
         modules = list(modules)
         with suppress(Exception), saving(_NotKept):
-            return self._observed(modules, observing(), seed)
-        return self._observed(modules, observing(), seed)
+            return self._observed(modules, observing())
+        return self._observed(modules, observing())
 
-    def _observed(
-        self, modules: list[nn.Module], observer: AnyObserver, seed: int | None
-    ) -> AnyObserver:
+    def _observed(self, modules: list[nn.Module], observer: AnyObserver) -> AnyObserver:
         quiet: Any = torch.no_grad()
         begins, ends = quiet(observer.begins), quiet(observer.ends)
         with grad_mode(True), ExitStack() as hooks:
@@ -221,8 +220,7 @@ class Step:
                 ):
                     hooks.callback(handle.remove)
             calls = self._calls()
-            if seed is not None:
-                _seed_all(seed)
+            _seed_all(self.seed)
             self._outputs_of(calls)
         return observer
 
@@ -355,11 +353,11 @@ class _NotKept:
 
 def _seed_all(seed: int) -> None:
     """Seed the random streams that a rehearsal restores: those of torch, Python and numpy."""
-    torch.manual_seed(seed)
+    seed_generators(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        numpy.seed(seed)
+        numpy.seed(seed % 2**32)
 
 
 class _WriteWatch(DispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -134,6 +134,11 @@ class WorkCounter(DispatchMode):
         self.saved_storages = WeakSet[torch.UntypedStorage]()
         self._listed: list[tuple[Residual, WeakSet[torch.UntypedStorage]]] = []
         self._around: Any = None
+        self._due: tuple[float, Callable[[], None]] | None = None
+
+    def when(self, work: float, call: Callable[[], None]) -> None:
+        """Let `call` be called once, before the first operator after so much work."""
+        self._due = (work, call)
 
     @contextmanager
     def counting(self) -> Generator[None]:
@@ -198,6 +203,9 @@ class WorkCounter(DispatchMode):
                 f"`{func}` runs a recurrent layer, which keeps a workspace whose size is not known "
                 "without running it. Use recoup.plan, where it can run."
             )
+        if self._due is not None and self.work >= self._due[0]:
+            (_, call), self._due = self._due, None
+            call()
         result = func(*args, **kwargs)
         outputs = tensors_in(result)  # none of a question, such as of the device of a tensor
         if outputs and not getattr(func, "is_view", False):

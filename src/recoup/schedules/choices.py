@@ -95,9 +95,13 @@ class Chain:
         self._next_border = [
             self.borders[bisect_right(self.borders, index)] for index in range(num_stages)
         ]
-        self._taped_once = [self._taping_bytes(index, index + 1) for index in range(num_stages)]
+        self._taped_once = [
+            [self._taping_bytes(index, index + 1, goes_on=each) for index in range(num_stages)]
+            for each in (False, True)
+        ]
         self._taped_group = {
-            start: self._taping_bytes(start, stop) for start, stop in pairwise(self.borders)
+            start: self._taping_bytes(start, stop, goes_on=True)
+            for start, stop in pairwise(self.borders)
         }
         # Results that each stage may keep within a segment, and at its end (See Rule 6).
         self._kept = {
@@ -148,7 +152,7 @@ class Chain:
         border, behind = self._next_border[start], self._behind[stop]
         if stop <= border:
             first, splits = start + 1, range(start + 1, stop)
-            running, reversing = self._taped_once[start]
+            running, reversing = self._taped_once[first < stop][start]
         else:
             first = border
             splits = self._borders_between(start + 1, stop)
@@ -221,7 +225,8 @@ class Chain:
                 needs = max(needs, held + most + self._sweeping[index])
                 held += kept.num_bytes
                 tape = cost.tape_again
-                running = state + tape.tape_run_bytes - kept.taped_bytes + left
+                run_bytes = tape.run_bytes(goes_on=index + 1 < stop)
+                running = state + run_bytes - kept.taped_bytes + left
                 left -= kept.num_bytes
                 making = max(running, tape.tape_bytes + again + left)
                 reversing = _reversing(cost, tape) + self._behind[index + 1]
@@ -284,8 +289,8 @@ class Chain:
             borders.append(last if cut else min(near, key=lambda i: (self.states[i], -i)))
         return borders
 
-    def _taping_bytes(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes to tape stages again and to reverse them.
+    def _taping_bytes(self, start: int, stop: int, *, goes_on: bool) -> tuple[int, int]:
+        """Return the bytes to tape stages again, or to go on from there, and to reverse them.
 
         The first number does not include the bytes beside the chain.
         """
@@ -295,7 +300,8 @@ class Chain:
             output = self.states[index + 1] if self._links(index + 1) else 0
             held = self.taped[index] - self.taped[start]
             tape = cost.tape_again
-            most = max(self.states[index] + tape.tape_run_bytes, tape.tape_bytes + output)
+            run_bytes = tape.run_bytes(goes_on=goes_on or index + 1 < stop)
+            most = max(self.states[index] + run_bytes, tape.tape_bytes + output)
             running = max(running, held + most)
             most = max(_reversing(cost, tape) + self._behind[index + 1], self._behind[index])
             reversing = max(reversing, held + most)

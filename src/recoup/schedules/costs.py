@@ -21,6 +21,8 @@ class SelectiveTape:
         seconds: the time that backward pays for it.
         tape_run_bytes: as in `Cost`, for a run that makes this tape.
         reverse_bytes: as in `Cost`, for a backward from this tape.
+        stopped_run_bytes: as `tape_run_bytes`, for a run whose output is not needed, so that it
+            ends with the tape; None if it takes as much.
 
     Raises:
         ValueError: a cost is negative or not finite.
@@ -35,11 +37,18 @@ class SelectiveTape:
     seconds: float
     tape_run_bytes: int = 0
     reverse_bytes: int = 0
+    stopped_run_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
         for name in ("tape_bytes", "tape_run_bytes", "reverse_bytes"):
             require_size(name, getattr(self, name))
+        require_size("stopped_run_bytes", self.stopped_run_bytes or 0)
+
+    def run_bytes(self, *, goes_on: bool) -> int:
+        """Return the most bytes beyond the stage's input of a run to its output, or to the tape."""
+        stopped = self.stopped_run_bytes
+        return self.tape_run_bytes if goes_on or stopped is None else stopped
 
 
 @dataclass(frozen=True, slots=True)

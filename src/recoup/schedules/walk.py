@@ -72,6 +72,7 @@ class Walk:
         self.counted = [0] * (self.num_stages + 1)  # bytes of each state that are in `held` now
         self.held = 0
         self.cached = 0  # bytes of `held` until the sweep has ended
+        self.whole_run = 0  # the peak of the latest run in backward if it goes on to its output
         self.peak = self.peak_states = self.peak_tapes = 0
         self.host = self.peak_host = 0
         self._recount(0)
@@ -83,6 +84,9 @@ class Walk:
             self.held -= self.cached
             self._work(None)
         self._check_place(action)
+        if not isinstance(action, Drop):
+            goes_on = not isinstance(action, Load | Reverse)
+            self.peak, self.whole_run = max(self.peak, goes_on * self.whole_run), 0
         match action:
             case Keep(index):
                 self._check_can_leave(index)
@@ -113,7 +117,9 @@ class Walk:
                 cost = self.costs[index]
                 tape = cost.tape_again if self.in_backward else cost.tape(variant)
                 taped = self.results[index].taped_bytes if index in self.results else 0
-                self._enter(index, tape.tape_run_bytes - taped)
+                if self.in_backward:
+                    self.whole_run = self.held + tape.tape_run_bytes - taped
+                self._enter(index, tape.run_bytes(goes_on=not self.in_backward) - taped)
                 self.forwards[index] += variant > 0  # backward runs it once more, in part
                 self._tape(index, tape, self._output(index))
             case Invert(index):

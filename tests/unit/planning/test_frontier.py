@@ -77,6 +77,12 @@ def residual(layers, x):
     return x
 
 
+def in_turn(layers, x):
+    for layer in layers.parts:
+        x = layer(x)[0]
+    return x
+
+
 def half_frozen():
     layers = nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)
     model = nn.Sequential(*(copy.deepcopy(nn.Sequential(*layers)) for _ in range(8)))
@@ -91,6 +97,10 @@ PREDICTED = {
     "inputs that are not held": lambda: nn.Sequential(*encoders()),
     "inputs of recurrent layers": lambda: Made(
         residual, parts=[nn.RNN(32, 32, batch_first=True) for _ in range(4)]
+    ),
+    # Joining its steps is not done again where a run ends with the last residual.
+    "joints of recurrent layers": lambda: Made(
+        in_turn, parts=[nn.GRU(32, 32, batch_first=True) for _ in range(4)]
     ),
     # Autocast casts a weight once, however often it is used.
     "one block many times": lambda: nn.Sequential(*encoders(1) * 6),

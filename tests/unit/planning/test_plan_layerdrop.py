@@ -71,13 +71,31 @@ def test_layers_that_are_left_out_keep_to_the_budget(num_layers, rate, scale, sh
         assert_keeps(plan, change, step_of(model, x), 6)
 
 
+def seed_that_calls(num_called, num_layers, rate):
+    """Seed torch so that a forward calls so many layers."""
+    for seed in range(1000):
+        torch.manual_seed(seed)
+        if sum(float(torch.rand(())) > rate for _ in range(num_layers)) == num_called:
+            torch.manual_seed(seed)
+            return
+    raise AssertionError("no such seed")
+
+
+def test_a_frontier_that_is_planned_where_layers_would_be_left_out():
+    """Its steps draw what the measured one drew, so its least is that of all layers."""
+    model, x = LayerDrop(6, 0.3), torch.randn(256, 64)
+    seed_that_calls(6, 6, 0.3)
+    frontier = recoup.plan(model, x, loss=square)
+    seed_that_calls(1, 6, 0.3)
+    plan = frontier.plan(frontier.least_bytes)
+    model.rate = 0.0
+    with plan.applied():
+        assert peak_of(model, step_of(model, x)) <= plan.budget_bytes
+
+
 def test_a_first_forward_that_leaves_all_layers_out():
     model, x = LayerDrop(4, 0.5), torch.randn(64, 64)
-    for seed in range(100):  # until one leaves them all out
-        torch.manual_seed(seed)
-        if all(torch.rand(()) <= 0.5 for _ in range(4)):
-            break
-    torch.manual_seed(seed)
+    seed_that_calls(0, 4, 0.5)
     plan = recoup.plan(model, x, budget="1 GiB", loss=square)
     assert plan.num_seen == 4
 

@@ -122,7 +122,9 @@ TIMES = st.integers(0, 4).map(float)
 
 @st.composite
 def thins(draw, state):
-    return SelectiveTape(state + draw(SIZES), draw(TIMES), draw(SIZES), draw(SIZES))
+    stopped = draw(st.none() | SIZES)
+    whole = (stopped or 0) + draw(SIZES)
+    return SelectiveTape(state + draw(SIZES), draw(TIMES), whole, draw(SIZES), stopped)
 
 
 @st.composite
@@ -279,7 +281,7 @@ def various_choices(num_stages, seed):
     chain = []
     for _ in range(num_stages):
         state, more = draw.randint(1, 10**6), draw.randint(0, 10**7)
-        thin = SelectiveTape(state + more // 3, 0.1, more, more // 2)
+        thin = SelectiveTape(state + more // 3, 0.1, more, more // 2, more // 2)
         kept = [
             Results(more // part, 0.02 * part, more // (2 * part), part == 3) for part in (2, 3, 4)
         ]

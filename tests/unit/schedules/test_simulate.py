@@ -83,10 +83,14 @@ stage = partial(Cost, 1.0, 10, 100)
         (AGAIN, {"cached_bytes": 300}, 410),
         (linear(2), {"left_bytes": 300}, 600),
         (linear(2), {"left_bytes": -50}, 200),
+        # A run whose output is not needed ends with its tape.
+        (AGAIN, {"again": SelectiveTape(100, 0.0, 500, 0, 50)}, 110),
+        (SEGMENT, {"again": SelectiveTape(100, 0.0, 500, 0, 50)}, 510),
     ],
 )
 def test_simulate_counts_the_worst_moment(schedule, more, peak):
-    assert simulate(schedule, costs=[stage(**more)] * 2).peak_bytes == peak
+    costs = [stage(**more)] * schedule.num_stages
+    assert simulate(schedule, costs=costs).peak_bytes == peak
 
 
 def test_simulate_counts_seconds_and_host_memory():
