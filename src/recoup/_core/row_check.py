@@ -31,8 +31,9 @@ from recoup._core.captured import captured_by, parts_of
 from recoup._core.devices import generator_states, generators_restored, same_states
 from recoup._core.graph_ends import ends_of
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import grad_mode, without_pairs
+from recoup._core.saved_tensors import grad_mode, versions_of, without_pairs
 from recoup._core.sketch import tolerance_of
+from recoup.errors import ChangedError
 
 _COARSE = 16  # tolerances
 Found = list[tuple[str, Tensor, bool]]  # names, values, and whether they are sums over rows
@@ -113,7 +114,7 @@ class RowCheck:
                         f"{name} differs by {error:.2g} of its size with other rows beside, where "
                         f"rounding explains {most:.2g}. Do not tile it, give another `dim`, say in "
                         "`split` which arguments have the rows, or call `.eval()` if it has norms "
-                        "over rows."
+                        "over rows. A mean must be one over targets in all its parts."
                     )
         return "" if is_telling else None
 
@@ -130,7 +131,14 @@ class RowCheck:
         """Return what the function makes of some rows, with gradients if they are asked for."""
         own, has_grad = self._at(rows), self.takes_gradients or torch.is_grad_enabled()
         with generators_restored() as before, grad_mode(has_grad):
-            found = self.run(rows, own)
+            given = {key: leaf.clone() for key, leaf in own.items()}  # no leaves to the function
+            versions = versions_of([*given.values()])
+            found = self.run(rows, given)
+            if has_grad and versions_of([*given.values()]) != versions:
+                raise ChangedError(
+                    "`fn` writes to an argument that is split, and tiles are views of it. Let it "
+                    "write to a copy (`x.clone()`), or leave out `inplace=True`."
+                )
             if self.takes_gradients:
                 found += self._gradients(own, [each for each in found if each[1].requires_grad])
             self.draws |= not same_states(before.states, generator_states())
@@ -185,10 +193,10 @@ class RowCheck:
         return max(map(tolerance_of, dtypes))
 
 
-def few_of(rows: Sequence[int], size: int) -> list[int]:
-    """Return a few rows, and no more than a tile of `size` has, but for two."""
-    num = 5 if size > 4 else 3 if size > 2 else 2  # odd: a shift by a power of two is seen
-    num = min(num, len(rows))
+def few_of(rows: Sequence[int], size: int, num: int | None = None) -> list[int]:
+    """Return a few rows, or `num`, spread: no more than a tile of `size` has, but for two."""
+    few = 5 if size > 4 else 3 if size > 2 else 2  # odd: a shift by a power of two is seen
+    num = min(few if num is None else num, len(rows))
     return [rows[i * (len(rows) - 1) // (num - 1)] for i in range(num) if num > 1]
 
 

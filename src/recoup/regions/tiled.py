@@ -275,5 +275,7 @@ class TiledLoss(Tiled[P, Tensor]):
 
 def _pieces(tiles: Tiles) -> enumerate[tuple[Tensor, ...]]:
     """Return the tensors of each tile; in backward one node puts their gradients together."""
+    if len(tiles.sizes) == 1:
+        return enumerate([tuple(tiles.split)])
     split: list[Sequence[Tensor]] = [torch.split(t, tiles.sizes, tiles.dim) for t in tiles.split]
     return enumerate(zip(*split, strict=True))

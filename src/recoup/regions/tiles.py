@@ -13,17 +13,22 @@ Rule 3. Tiles differ by at most one row. There are fewer where there are fewer r
 NOTE [ When a function is checked ]
 
 Rule 4. A loss is checked in each call: whether a mean weights its rows may depend on their values.
-Rule 5. Another function is checked in the first call of its kind. Its code, what it holds, one
-        level deep, and the arguments that are no tensors tell which one it is. A check that could
-        show nothing (rows that are all alike) is made again.
+Rule 5. Another function is checked in the first call of its kind. Its code, the numbers that it
+        holds, five levels deep, and arguments that are no tensors tell which one it is. A check
+        that could show nothing (rows that are all alike) is made again.
+Rule 6. Where a mean over targets has a part that is a mean over all rows (a distillation beside a
+        cross entropy), only rows that have fewer targets than others, or none, show it. So those
+        with the most are one half of a check, and those with the least are in the other one, which
+        has some with targets, too.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +38,7 @@ from recoup._core.captured import captured_by
 from recoup._core.pytree import Tree, flatten, flatten_arguments, flatten_containers
 from recoup._core.row_check import Found, RowCheck, few_of
 from recoup._core.saved_tensors import is_transformed
+from recoup.errors import ChangedError
 
 Reduction = Literal["none", "mean", "sum"]
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -148,11 +154,14 @@ class Tiles:
             return 1 / self.num_rows
         return float(self._targets[[*rows]].sum()) / self.num_rows
 
-    def counted_rows(self) -> Sequence[int]:
-        """Return the rows that have targets, or all where no argument has them."""
+    def rows_to_check(self) -> Sequence[int]:
+        """Return rows, those with the most targets first, and some without any (See Rule 6)."""
         if self._targets is None:
             return range(self.num_rows)
-        return cast("list[int]", self._targets.nonzero().flatten().tolist())
+        counts = cast("list[int]", self._targets.tolist())
+        rows = sorted(range(self.num_rows), key=lambda row: -counts[row])
+        num_counted = sum(map(bool, counts))
+        return rows[: num_counted + (num_counted // 2 if self.sizes[-1] > 2 else 0)]
 
     def _counted(self) -> Tensor:
         """Return how many targets each row has; one each if no argument has them."""
@@ -259,6 +268,8 @@ def tile_value(output: Any, name: str, reduction: Reduction) -> Tensor:
 
 _checked: set[Hashable] = set()
 _NUMBERS = (bool, int, float, str, type(None))
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_MOST_ENTRIES = 256  # of a container that are looked at
 
 
 def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
@@ -267,7 +278,7 @@ def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
     Raises:
         ValueError: if the function does not treat rows independently.
     """
-    _demand(name, _check_of(name, fn, tiles, takes_gradients=True).mixes(tiles.counted_rows()))
+    _demand(name, _check_of(name, fn, tiles, takes_gradients=True).mixes(tiles.rows_to_check()))
 
 
 def check_few_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
@@ -282,12 +293,14 @@ def check_few_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
     kind = (tiles.kind, _mark(fn), *map(_mark, captured_by(fn)))
     if tiles.cut.reduction == "none" and kind in _checked:
         return
-    rows, check = tiles.counted_rows(), _check_of(name, fn, tiles)
+    rows, check = tiles.rows_to_check(), _check_of(name, fn, tiles)
     try:
         found = check.mixes(few_of(rows, tiles.sizes[-1]))
+    except ChangedError:
+        raise
     except Exception:  # noqa: BLE001  # some kernels need more than a few
         try:
-            found = check.mixes(rows[: sum(tiles.sizes[:2])])
+            found = check.mixes(few_of(rows, tiles.sizes[-1], sum(tiles.sizes[:2])))
         except Exception as error:
             error.add_note("`fn` must run for any number of rows: this was a check of a few.")
             raise
@@ -316,7 +329,7 @@ def _check_of(
     return RowCheck(fn, tiles.split, tiles.dim, run, takes_gradients)
 
 
-def _mark(value: Any) -> Hashable:
+def _mark(value: Any, depth: int = 5) -> Hashable:
     """Return what tells a function, or a value that it holds, from another one."""
     if isinstance(value, _NUMBERS):
         return type(value), value
@@ -325,11 +338,25 @@ def _mark(value: Any) -> Hashable:
         return (_mark(found.func), *found.keywords)
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if code is not None or not callable(value):
-        return code or type(cast("object", value))
+        kind: type[Any] = type(cast("object", value))
+        return code or (kind, *(_marks_within(value, depth) if depth else ()))
     modules = value.modules() if isinstance(value, nn.Module) else ()
-    held = [each for module in modules for each in vars(module).items()]
-    numbers = tuple((name, each) for name, each in held if isinstance(each, _NUMBERS))
+    own = [{k: v for k, v in vars(each).items() if k not in _OF_MODULES} for each in modules]
+    marks = tuple(mark for each in own for mark in _marks_within(each, depth))
     try:
-        return (weakref.ref(value), numbers, hash(value))
+        return (weakref.ref(value), marks, hash(value))
     except TypeError:  # a function of C, which stays, or what cannot be hashed
         return value if cast("Any", value).__hash__ else type(cast("object", value))
+
+
+def _marks_within(value: Any, depth: int) -> Iterator[Hashable]:
+    """Yield the marks of the entries of a container, or of the attributes of an object."""
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        pairs = enumerate(cast("Iterable[Any]", value))
+    else:
+        held: Any = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        pairs = held.items()
+    for name, each in islice(pairs, _MOST_ENTRIES):
+        if not isinstance(each, Tensor):
+            yield name, _mark(each, depth - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
+from recoup.errors import ChangedError
 from tests.oracle import Operators
 from tests.tile_models import D, both, rows
 from tests.ways import torch_checkpoint
@@ -154,6 +156,14 @@ def test_other_numbers_are_another_function():
     module.dim = 1
     with refused:
         recoup.tiled(module)(x)
+    configured = Fn(lambda x, module: x.softmax(*module.config["dims"].of), module)
+    for kind in (list, tuple, set):
+        for dim, around in ((2, nullcontext()), (1, refused)):
+            config = {"dims": SimpleNamespace(of=kind([dim]))}
+            module.config = config
+            for fn in (lambda x, config=config: x.softmax(*config["dims"].of), configured):
+                with around:
+                    recoup.tiled(fn)(x)
 
 
 WEIGHTED = {  # what a mean weights its rows by, with all alike and not
@@ -172,6 +182,41 @@ def test_a_mean_is_checked_in_each_call(how):
     weights[1, 20:] = 0
     with refused:
         loss(x, weights)
+
+
+PARTLY = {  # means over targets, beside others
+    "distillation": lambda h, y: (
+        F.cross_entropy(h.flatten(0, 1), y.flatten()) + F.kl_div(h.log_softmax(-1).flatten(0, 1),
+        h.detach().flip(-1).softmax(-1).flatten(0, 1), reduction="batchmean")
+    ),
+    "a penalty": lambda h, y: (
+        F.cross_entropy(h.flatten(0, 1), y.flatten()) + 0.1 * h.logsumexp(-1).square().mean()
+    ),
+    "all rows": lambda h, y: F.cross_entropy(h.mT, y, reduction="none").mean(),
+}  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("checks_all", [False, True])
+@pytest.mark.parametrize("num_ignored", [(20, 20), (20, 50)])
+@pytest.mark.parametrize("how", PARTLY)
+def test_a_mean_of_which_a_part_counts_rows_without_a_target(how, num_ignored, checks_all, call):
+    hidden, labels = rows(2, 64, 11), torch.randint(11, (2, 64))
+    for each, num in zip(labels, num_ignored, strict=True):
+        each[:num] = -100
+    tiled = call(PARTLY[how], reduction="mean")
+    with refused:
+        tiled.check(hidden, labels) if checks_all else tiled(hidden, labels)
+
+
+@both
+def test_a_function_that_writes_to_its_argument(call):
+    x = rows(2, 64, D, requires_grad=True)
+    tiled = call(lambda x: x.sin_().sum(), reduction="sum")
+    with pytest.raises(ChangedError, match="writes to an argument that is split"):
+        tiled(x * 1)
+    with torch.no_grad():
+        assert tiled(x * 1) == x.sin().sum()
 
 
 def test_a_module_is_checked_in_each_mode():
