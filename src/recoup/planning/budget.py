@@ -10,7 +10,9 @@ Rule 2. The plan is made in the first forward with gradients. Another is made if
         returned, so that the block is inverted no more. Plans of before are followed again where
         they suffice, so that shapes of which none covers another do not plan at each step; those of
         other modules are forgotten.
-Rule 3. The outermost budget applies: a chain within another chain that has a budget, or within
+Rule 3. A forward whose backward has not come holds bytes of the budget. One more forward beside it
+        is an error before it takes memory, unless both fit (See NOTE [ Pending forwards ]).
+Rule 4. The outermost budget applies: a chain within another chain that has a budget, or within
         a region that is recomputed in backward, makes no plan of its own.
 """
 
@@ -31,9 +33,10 @@ from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
 from recoup.planning.arguments import ArgumentShapes, shapes_of
-from recoup.planning.forwards import Args
+from recoup.planning.forwards import Args, enclosing_checkpoints
 from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
+from recoup.planning.pending import PendingForwards
 from recoup.planning.plan import Plan
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, shown
@@ -66,6 +69,7 @@ class Budget:
         self._bytes = bytes_
         self._plans: list[tuple[ArgumentShapes, Plan]] = []
         self._others: tuple[object, ...] = ()  # what else they depend on (See Rule 2)
+        self._pending = PendingForwards()
 
     @property
     def is_bound(self) -> bool:
@@ -104,21 +108,31 @@ class Budget:
             loss: the loss that follows in each step, as for `recoup.plan`.
 
         Raises:
-            BudgetError: no plan keeps to the budget.
+            BudgetError: no plan keeps to the budget, or not beside forwards that are pending.
         """
         if is_watched():
             return uncompiled(Budget.run)(self, chain, call, args, blocks, guard, loss)
         if _here.is_within or is_run_again() or is_traced():
-            return call(*args)  # See Rule 3
+            return call(*args)  # See Rule 4
         _here.is_within = True
         try:
             with _planning:
-                self._follow(chain, call, args, blocks, guard, loss)
-            return call(*args)
+                plan = self._followed(chain, call, args, blocks, guard, loss)
+            if plan is None or enclosing_checkpoints() != (0, None):
+                return call(*args)
+            bound = plan.bound(self._pending)
+            try:
+                bound.check(chain)  # See Rule 3
+            except BudgetError as error:
+                error.args = (str(error).replace("Plan with", "Give it to recoup.plan with", 1),)
+                raise
+            output = call(*args)
+            self._pending.add(output, bound.held[0], 0)
+            return output
         finally:
             _here.is_within = False
 
-    def _follow(
+    def _followed(
         self,
         chain: nn.Module,
         call: Callable[..., Any],
@@ -126,13 +140,13 @@ class Budget:
         blocks: Iterable[nn.Module],
         guard: DriftGuard | None,
         loss: Callable[[Any], Any] | None,
-    ) -> None:
-        """Let the chain follow a plan that suffices for these arguments (See Rule 2)."""
+    ) -> Plan | None:
+        """Let the chain follow a plan that suffices for these arguments, if any (See Rule 2)."""
         if self._bytes is None or not torch.is_grad_enabled():
-            return
+            return None
         shapes = shapes_of(chain, args, {})
         if not shapes.has_backward:
-            return
+            return None
         distinct = tuple({id(each): each for each in blocks}.values())
         others = (distinct, guard, None if guard is None else guard.kept)
         if others != self._others:
@@ -140,8 +154,7 @@ class Budget:
             self._others = others
         for known, plan in reversed(self._plans):
             if known.cover(shapes):
-                plan.apply_while_held()
-                return
+                return plan.apply_while_held()
         for _, plan in self._plans:
             plan.remove()
         options = PlanOptions(loss=loss, blocks=distinct)
@@ -152,6 +165,7 @@ class Budget:
             error.args = (str(error).replace("`budget`", "`memory`", 1),)
             raise
         self._plans = [*self._plans[-_MOST_PLANS + 1 :], (shapes, made.apply_while_held())]
+        return made
 
     def _remove_plans(self) -> None:
         plans, self._plans = self._plans, []

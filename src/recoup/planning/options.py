@@ -160,13 +160,14 @@ class PlanOptions:
             headroom = _HEADROOM_OF_FIXED_SEGMENTS if has_fixed_segments(step.device) else _HEADROOM
         own = [self._baseline_bytes(step.model), headroom or 0.0]
         baseline, headroom = largest_among_ranks(step.model, own)
-        return Room(int(baseline), float(headroom))
+        gradients = None if self.budget_of == "step" else gradient_bytes(step.model)
+        return Room(int(baseline), float(headroom), gradients)
 
     def _baseline_bytes(self, model: nn.Module) -> int:
         """Return the bytes alive before a step that count: none, or all with "total"."""
         if self.budget_of == "step":
             return 0
-        own = bytes_of((*model.parameters(), *model.buffers()))
+        own = bytes_of((*model.parameters(), *model.buffers())) + gradient_bytes(model)
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
 
     def check_policy(self, policy: str, budget: int | str | None) -> None:
@@ -218,10 +219,12 @@ class Room(NamedTuple):
     Args:
         baseline_bytes: the bytes that are alive before it and count.
         headroom: the part of the budget that is left for fragmentation.
+        gradient_bytes: those of the baseline that are gradients; None if it does not count.
     """
 
     baseline_bytes: int
     headroom: float
+    gradient_bytes: int | None = None
 
     def of(self, budget_bytes: int) -> int:
         """Return the bytes that a step may take within a budget."""
@@ -231,6 +234,11 @@ class Room(NamedTuple):
         """Return the least budget in which a step may take so many bytes."""
         budget = math.ceil((self.baseline_bytes + step_bytes) / (1 - self.headroom))
         return budget + (self.of(budget) < step_bytes)  # which rounds down
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients that the parameters of a model have now."""
+    return bytes_of([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

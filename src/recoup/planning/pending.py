@@ -48,7 +48,7 @@ from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.timeline import Timeline, timeline
 from recoup.planning.arguments import tensors_within
-from recoup.planning.options import Room
+from recoup.planning.options import Room, gradient_bytes
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
 from recoup.planning.tiled_head import LazyLogits
@@ -179,6 +179,8 @@ class StepBound:
                     "evaluation mode, in which it keeps less. Call `model.train()` before "
                     "recoup.plan, or give `replan=True`."
                 )
+        if self.room.gradient_bytes is not None:
+            self._warn_of_gradients(model, gradient_bytes(model) - self.room.gradient_bytes)
         pending = self.waiting()
         found, num = self.bytes_with(pending), len(pending) + 1
         if found <= self.step_bytes:
@@ -193,6 +195,21 @@ class StepBound:
             f"`num_forwards={num}`, call it in torch.no_grad() where no gradient is needed, or let "
             "go of outputs that are not needed.",
             self.room.budget_for(found),
+        )
+
+    def _warn_of_gradients(self, model: nn.Module, more_bytes: int) -> None:
+        """Warn once if gradients are there before a step that were not when it was planned."""
+        found = self.peak_bytes + more_bytes
+        if more_bytes <= 0 or found <= self.step_bytes:
+            return
+        self.room = self.room._replace(gradient_bytes=None)  # it has been said
+        warnings.warn(
+            f"A {type(model).__name__} has gradients of {format_bytes(more_bytes)} before its step "
+            "(of the backwards that are accumulated, or set to zeros), which count in a budget of "
+            f"the total. With them it may take {format_bytes(found)} of the "
+            f"{format_bytes(self.step_bytes)} that the budget leaves to a step. Plan while they "
+            "are there (after a first backward), or give as many bytes less.",
+            stacklevel=2,
         )
 
 

@@ -95,7 +95,7 @@ class PlanReport:
         self.frontier = tuple(kind.points)
         self.kept_seconds, self.plain_seconds = kind.seconds, kind.plain_seconds
         self.budget_bytes = budget_bytes
-        self.baseline_bytes, self.headroom = room
+        self.baseline_bytes, self.headroom = room.baseline_bytes, room.headroom
         self.step_seconds = step_seconds
         blocks = [module for _, block in planned.blocks for module in modules_of(block)]
         self.modes = [(module, module.training) for module in (planned.model, *blocks)]

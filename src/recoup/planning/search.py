@@ -133,8 +133,8 @@ def plan(
             matches (fullmatch) their names, or names or modules. By default the modules that
             repeat are found.
         budget_of: "step" bounds the memory that forward, loss and backward allocate beyond what is
-            alive before them, gradients included; "total" adds parameters, buffers and the state
-            of `optimizer`.
+            alive before them, gradients included; "total" adds parameters, buffers, gradients of
+            backwards before, if there are any now, and the state of `optimizer`.
         optimizer: the optimizer, for "total"; its state is counted as after its first step.
         holds_output: whether the training loop holds the output of the model while backward runs
             (``output = model(batch)``). If not (``loss_fn(model(batch)).backward()``), less memory

@@ -355,7 +355,7 @@ def _marks_within(value: Any, depth: int) -> Iterator[Hashable]:
     if isinstance(value, (list, tuple, set, frozenset)):
         pairs = enumerate(cast("Iterable[Any]", value))
     else:
-        held: Any = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        held = cast("Any", value) if isinstance(value, dict) else getattr(value, "__dict__", {})
         pairs = held.items()
     for name, each in islice(pairs, _MOST_ENTRIES):
         if not isinstance(each, Tensor):

@@ -101,6 +101,29 @@ def test_a_chain_keeps_to_its_bytes(build):
     assert [*model.state_dict()] == names
 
 
+def test_a_forward_beside_one_that_is_pending_keeps_to_the_bytes():
+    """Or it is refused before it takes memory, as under a plan."""
+    torch.manual_seed(0)
+    chain, step, _, _ = of_sequential()
+    least, x, y = least_of(chain, step), batch(), batch(8)
+    chain.memory = f"{least} B"
+    step()
+
+    def both(other):
+        return lambda: (chain(x).sum() + chain(other).sum()).backward()
+
+    refused = r"second time before a backward.* Give it to recoup.plan with `num_forwards=2`"
+    with pytest.raises(BudgetError, match=refused) as caught:
+        both(y)()
+    many = 3 * caught.value.least_bytes
+    del caught  # whose frames hold the first forward
+    for _ in range(2):  # what has no backward and is freed waits no more
+        chain(x)
+        step()
+    chain.memory = f"{many} B"
+    assert peak_of(chain, both(x)) <= many
+
+
 def test_a_context_and_chains_within_are_planned():
     """The context gets its gradient, and the chain within is no block of its own."""
 

@@ -71,6 +71,27 @@ def test_a_total_counts_what_is_alive_before():
             total.plan(total.least_bytes - 1)
         step()
         optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_total_counts_gradients_that_are_alive_before():
+    """Those of backwards that are accumulated: those that come later are said, once."""
+    model, x = stack(3), batch()
+    step = step_of(model, x)
+    gradients = sum(p.nbytes for p in model.parameters())
+    without = recoup.plan(model, x, loss=square, budget_of="total")
+    step()
+    total = recoup.plan(model, x, loss=square, budget_of="total")
+    assert total.baseline_bytes == without.baseline_bytes + gradients
+    with total.plan(total.least_bytes).applied():
+        step()
+        assert total.baseline_bytes + peak_of(model, step) <= total.least_bytes
+    with without.plan(without.least_bytes).applied():
+        model.zero_grad()
+        step()
+        with pytest.warns(UserWarning, match="has gradients of .* before its step"):
+            step()
+        step()
 
 
 def test_apply_and_remove_leave_the_model_as_it_was():
