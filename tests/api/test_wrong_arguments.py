@@ -164,7 +164,7 @@ Calls = dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]]
 # Each public function, and what makes arguments with which it succeeds.
 CALLS: Calls = {
     "checkpoint": (recoup.checkpoint, lambda: {"fn": torch.sin, "args": x()}),
-    "recompute": (recoup.recompute, lambda: {"fn_or_module": torch.sin}),
+    "recompute": (recoup.recompute, lambda: {"fn_or_module": torch.sin, "compare": True}),
     "recomputing": (then(recoup.recomputing, enter), dict),
     "Recompute": (recoup.Recompute, lambda: {"fn": torch.sin}),
     "recompute_": (recoup.recompute_, lambda: {"model": model(), "types": nn.Tanh}),

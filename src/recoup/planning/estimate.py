@@ -144,6 +144,11 @@ def estimate(
     with _without_values() as mode, ExitStack() as after:
         model, args, kwargs = _built(build, mode, after)
         made = None if optimizer is None else optimizer(model.parameters())
+        if optimizer is not None and not hasattr(made, "param_groups"):
+            raise ValueError(
+                f"`optimizer` returned {shown(made)}, but must return an optimizer of the "
+                "parameters that it is given, such as torch.optim.AdamW."
+            )
         chosen = PlanOptions(optimizer=made, **options)
         step = chosen.step(model, model, args, kwargs)
         frontier, room = frontier_of(step, chosen), chosen.room(step)

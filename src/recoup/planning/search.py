@@ -16,7 +16,12 @@ from torch import nn
 from recoup._arguments import check_callable, check_flag, is_whole
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.arguments import built_arguments, example_arguments, shapes_of
+from recoup.planning.arguments import (
+    built_arguments,
+    check_module,
+    example_arguments,
+    shapes_of,
+)
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import (
@@ -318,6 +323,7 @@ def largest(
     check_keywords("largest", options, PlanKeywords.__optional_keys__)
     budget_bytes, chosen = checked_budget(budget), PlanOptions(**options)
     check_callable(build_batch=build_batch)
+    check_module(model)
     if not is_whole(least) or (most is not None and not is_whole(most, least)):
         raise ValueError(
             f"`least` is {least!r} and `most` is {most!r}, but sizes are whole numbers from 1, and "

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
+from recoup._arguments import check_callable, check_flag
 from recoup._core.call import Call, run_again
 from recoup._core.compile import ComputedAgain, is_followed, is_traced, is_watched, uncompiled
 from recoup._core.stand_ins import check_has_own_forward, new_stand_in, with_stand_in
@@ -57,8 +58,8 @@ def recompute(fn_or_module: Callable[P, T], *, compare: bool = True) -> Callable
     https://github.com/pytorch/pytorch/issues/129867.
     """
 
-    if not callable(fn_or_module):
-        raise ValueError(f"`fn_or_module` is {fn_or_module!r}, but must be a function or module.")
+    check_flag(compare=compare)
+    check_callable(fn_or_module=fn_or_module)
 
     @functools.wraps(fn_or_module, updated=())
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

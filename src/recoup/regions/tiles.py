@@ -107,6 +107,11 @@ class Tiles:
                 f"`dim` is {cut.dim}, but the first tensor among the arguments that are split has "
                 f"shape {tuple(rows.shape)}. Give the dimension of its rows."
             )
+        if rows.is_nested or rows.layout is not torch.strided:
+            raise ValueError(
+                f"`split` is {cut.split!r}, and the first tensor that it allows is a nested or "
+                f"sparse one ({rows.layout}), which has no tiles. Give it as a dense tensor."
+            )
         self.dim = cut.dim % rows.dim()
         self.num_rows = rows.shape[self.dim]
         split = given if named else [t for t in given if _has_rows(t, rows, self.dim)]

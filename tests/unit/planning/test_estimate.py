@@ -92,6 +92,8 @@ def test_bytes_that_stand_count_with_total():
     weights = sum(p.nbytes for p in dense().parameters())
     standing = of_all.plain_peak_bytes - of_step.plain_peak_bytes
     assert 3 * weights <= standing < 3.1 * weights  # with two moments, and the numbers of steps
+    with pytest.raises(ValueError, match="`optimizer` returned None"):
+        recoup.estimate(small, budget_of="total", optimizer=lambda parameters: None)
 
 
 def test_a_model_that_was_there_before_and_random_streams_stay_as_they_were():

@@ -104,6 +104,7 @@ def of_targets(**options):
         (lambda: recoup.tiled(lambda x: (x, x.numel()), 1, 3)(rows(3, 4, 5)), "another structure"),
         (lambda: recoup.tiled(torch.sin, reduction="sum")(rows(3, 4)), "must return a loss"),
         (lambda: recoup.tiled(lambda x: None, reduction="sum")(rows(3, 4)), "no tensor"),
+        (lambda: recoup.tiled(torch.sin)(torch.eye(4).to_sparse()), "nested or sparse"),
     ],
 )
 def test_mistakes(call, says):
