@@ -131,6 +131,9 @@ class _Meter:
         self._given_again: WeakSet[torch.UntypedStorage] = WeakSet()  # that several were given
         self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
+        # The calls of the chain that runs again: a plan holds them, with copies of what they were
+        # given and may change (a cache), until the chain is reversed.
+        self._chain: list[_MeasuredCall] = []
 
     def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run a block, and measure it."""
@@ -188,6 +191,9 @@ class _Meter:
     def run_again(self, call: _MeasuredCall, run: Callable[[], State], given: State) -> None:
         """Measure the second run of a call, given these tensors."""
         found = call.found
+        if self._latest is not None and not self._latest.is_linked:
+            self._chain.clear()
+        self._chain.append(call)
         found.until_again = self._line.mark()
         self.ended(found.until_again)
         counter = self.counter()

@@ -127,7 +127,7 @@ class WorkCounter(DispatchMode):
     def __init__(self, call: object = None, *, counts_operators: bool = True) -> None:
         super().__init__()
         self._call = call
-        self._mode = InMode(self) if counts_operators else nullcontext()
+        self._counts_operators = counts_operators
         self.work = 0.0
         self.products: list[Product] = []
         self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
@@ -143,7 +143,9 @@ class WorkCounter(DispatchMode):
     @contextmanager
     def counting(self) -> Generator[None]:
         """Return a context in which operators are counted."""
-        with self._mode, observed_by(self) as self._around:
+        # No attribute, which would be a cycle: this holds a call, with all that it was given.
+        mode = InMode(self) if self._counts_operators else nullcontext()
+        with mode, observed_by(self) as self._around:
             yield
 
     def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:

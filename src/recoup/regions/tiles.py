@@ -349,9 +349,13 @@ def _mark(value: Any, depth: int = 5) -> Hashable:
     own = [{k: v for k, v in vars(each).items() if k not in _OF_MODULES} for each in modules]
     marks = tuple(mark for each in own for mark in _marks_within(each, depth))
     try:
-        return (weakref.ref(value), marks, hash(value))
-    except TypeError:  # a function of C, which stays, or what cannot be hashed
-        return value if cast("Any", value).__hash__ else type(cast("object", value))
+        found = hash(value)
+    except TypeError:  # or a method of what cannot be hashed
+        return type(cast("object", value))
+    try:
+        return (weakref.ref(value), marks, found)
+    except TypeError:
+        return value  # a function of C, which stays
 
 
 def _marks_within(value: Any, depth: int) -> Iterator[Hashable]:

