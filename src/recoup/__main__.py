@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ from recoup.memory.timeline_page import check_page
 from recoup.planning.arguments import model_and_arguments
 
 # What the user can correct.
-_MISTAKES = (ValueError, OSError, ImportError, RecoupError)
+_MISTAKES = (ValueError, OSError, ImportError)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -64,6 +65,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _failed(_one_line(error), 1)
     except _MISTAKES as error:
         return _failed(_one_line(error), 2)
+    except RecoupError as error:
+        return _failed(_one_line(error), 1)
     except KeyboardInterrupt:
         print("recoup: stopped", file=sys.stderr)
         return 130
@@ -86,10 +89,16 @@ def _blaming(what: str) -> Generator[None]:
     """Return a context whose errors are those of the user's code, but for mistakes."""
     try:
         yield
-    except _MISTAKES:
+    except (*_MISTAKES, RecoupError):
         raise
     except Exception as error:
         raise _StepError(what, error) from error
+
+
+def _loaded(name: str) -> Any:
+    """Return the function of this name; its module may fail where it is imported."""
+    with _blaming(f"the import of {name}"):
+        return load_builder(name)
 
 
 def _explain(
@@ -105,14 +114,14 @@ def _explain(
     estimate: bool,
 ) -> None:
     """Print what each block of a model does with its residuals to keep to a number of bytes."""
-    options: Any = {"blocks": blocks, "loss": None if loss is None else load_builder(loss)}
+    options: Any = {"blocks": blocks, "loss": None if loss is None else _loaded(loss)}
     if estimate:
         others = {"figure": figure, "html": html, "compile": compile, "tiles": tiles}
         others["device"] = device != "cpu"
         for name, given in others.items():
             if given:
                 raise ValueError(f"`--{name}` needs a step that is run. Leave `--estimate` out.")
-        builder: Any = load_builder(build)
+        builder = _loaded(build)
         with _blaming("the step"):
             print(recoup.estimate(builder, budget, **options))
         return
@@ -178,7 +187,7 @@ def _curve(
 
 def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:
     """Return the model and its arguments, on the device."""
-    builder = load_builder(build)
+    builder = _loaded(build)
     try:
         built: Any = builder()
     except Exception as error:
@@ -203,6 +212,11 @@ def _check_files(figure: Path | None, html: Path | None = None) -> None:
         if path.is_dir():
             raise ValueError(f"{path} is a folder, but must be a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _one_line(error: BaseException) -> str:

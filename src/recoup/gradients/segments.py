@@ -150,6 +150,7 @@ def _named(segments: Iterable[object]) -> dict[str, Any]:
 
 
 def _run(segments: Mapping[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
+    ways_of({}, otherwise)  # raises if it is unknown
     ways = ways_of(segments, otherwise) if memory == "constant" else None
     if memory != "linear":
         return run_through(executor_for(memory, segments, ways, DriftGuard()), segments, value)

@@ -112,6 +112,7 @@ class Stepping(Algebra):
         """
         parameters = parameters_of(params)
         _check_are_leaves(params)
+        check_flag(consume=consume)
         with self._as_grad(parameters, consume=consume):
             yield
 

@@ -104,6 +104,7 @@ def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None =
         with followed([module for _, module in blocks], meter):
             gradients = step.run(between=meter.loss_ended)
         meter.ended(line.mark())
+        meter.chain.clear()  # or they would hold each other
         outcome = outcome_of(step.model, gradients, step.written)
     return Measured(meter.calls, meter.loss, meter.between, outcome)
 
@@ -133,7 +134,7 @@ class _Meter:
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
         # The calls of the chain that runs again: a plan holds them, with copies of what they were
         # given and may change (a cache), until the chain is reversed.
-        self._chain: list[_MeasuredCall] = []
+        self.chain: list[_MeasuredCall] = []
 
     def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run a block, and measure it."""
@@ -192,8 +193,8 @@ class _Meter:
         """Measure the second run of a call, given these tensors."""
         found = call.found
         if self._latest is not None and not self._latest.is_linked:
-            self._chain.clear()
-        self._chain.append(call)
+            self.chain.clear()
+        self.chain.append(call)
         found.until_again = self._line.mark()
         self.ended(found.until_again)
         counter = self.counter()

@@ -294,7 +294,8 @@ def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> No
     colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
     for (name, points), color in zip(lines, colors, strict=False):
         sizes, times = [size / unit for size, _ in points], [time for _, time in points]
-        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name)
+        mark = "o" if len(sizes) == 1 else None  # one plan is a point
+        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name, marker=mark)
     times = [time for _, points in lines for _, time in points]
     low, high = min(times), max(times)
     height = (high - low) or 0.1

@@ -64,15 +64,25 @@ def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
 
 
 def _planned(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
-    """Return the plan, which inverts nothing where inverses take more bytes than was predicted."""
+    """Return the plan, with fewer ways where these take more bytes than was predicted."""
     errors: list[BudgetError] = []
-    kinds = [kind] if kind.guard is None else [kind, _without_inverses(kind)]
-    for each in kinds:
+    for each in _with_fewer_ways(kind):
         try:
             return _rehearsed(each, budget_bytes, room)
         except BudgetError as error:
             errors.append(error)
     raise min(errors, key=lambda error: error.least_bytes)
+
+
+def _with_fewer_ways(kind: PricedBlocks) -> Iterator[PricedBlocks]:
+    """Yield the blocks, then without inverses, then without results that are kept, either."""
+    yield kind
+    if kind.policy is not None:
+        return
+    if kind.guard is not None:
+        yield (kind := _without_inverses(kind))
+    if any(cost.results for cost in kind.costs):
+        yield _without_results(kind)
 
 
 def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
@@ -82,9 +92,12 @@ def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
     if kind.guard is not None:
         kind = _without_inverses(kind)._replace(guard=None)
         yield "inverts nothing", kind
-    costs = [replace(cost, results=()) for cost in kind.costs]
-    yield "keeps no results of products", kind.with_costs(costs)
+    yield "keeps no results of products", _without_results(kind)
     yield "keeps all residuals", kind._replace(points=kind.points[-1:])
+
+
+def _without_results(kind: PricedBlocks) -> PricedBlocks:
+    return kind.with_costs([replace(cost, results=()) for cost in kind.costs])
 
 
 def _without_inverses(kind: PricedBlocks) -> PricedBlocks:

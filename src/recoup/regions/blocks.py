@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup._arguments import check_flag
 from recoup._core.compile import ComputedAgain, is_followed, is_watched, never_compiled, uncompiled
 from recoup._core.devices import accelerator, refuse_capture
 from recoup._core.offload import Traffic
@@ -139,6 +140,7 @@ def recomputing(*, compare: bool = True) -> AbstractContextManager[None]:
     """
     if is_followed():
         return ComputedAgain()
+    check_flag(compare=compare)
     return (uncompiled(_recomputed) if is_watched() else _recomputed)(compare)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils.checkpoint
 
-from recoup._arguments import check_callable
+from recoup._arguments import check_callable, check_flag
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_followed
 
@@ -85,6 +85,8 @@ def checkpoint(
     """
     if not callable(fn):
         raise ValueError(f"`fn` is {fn!r}, but must be a function or module.")
+    if type(compare) is not bool or type(early_stop) is not bool:
+        check_flag(compare=compare, early_stop=early_stop)
     if use_reentrant or debug or preserve_rng_state is not True or determinism_check != "default":
         _check_keywords(use_reentrant, preserve_rng_state, determinism_check, debug)
     if not torch.is_grad_enabled():

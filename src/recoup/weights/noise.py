@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from recoup._arguments import is_real, shown
 from recoup._core.call import Call, run_again
 from recoup._core.saved_tensors import is_transformed, untransformed
 from recoup.weights import draws
@@ -284,9 +285,9 @@ def kl_divergence(
 
 def _check_prior(name: str, value: Any, above: float, needed: str) -> None:
     """Raise if `value` is neither a number above a bound nor a 0-dim tensor."""
-    is_number = isinstance(value, Real) and value is not True and above < float(value) < math.inf
+    is_number = is_real(value) and above < float(value) < math.inf
     if not is_number and not (isinstance(value, Tensor) and value.dim() == 0):
-        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
         raise ValueError(f"`{name}` is {got}, but must be {needed}, or a 0-dim tensor.")
 
 

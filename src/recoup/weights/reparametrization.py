@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._arguments import is_real, shown
 from recoup._core.saved_tensors import is_transformed, untransformed
 
 Magnitude = float | Tensor | Callable[[int], float]
@@ -119,10 +120,10 @@ class Reparametrization:
             )
         if isinstance(value, Tensor) and value.dim() == 0:
             value = value.item()
-        number = float(value) if isinstance(value, Real) and value is not True else math.nan
+        number = float(value) if is_real(value) else math.nan
         if not (math.isfinite(number) and 0.0 <= number <= self.most):
             needed = "0 or more" if self.most == math.inf else f"from 0 to {self.most:g}"
-            got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
             raise ValueError(
                 f"`{self.argument}` is {got}, but must be {needed}: a number, a 0-dim tensor, or a "
                 "function from the step to a number."
