@@ -55,9 +55,9 @@ class Sequential(HasMemoryMode, nn.Sequential):
         modules: the modules, or one ordered dictionary of them, as for ``nn.Sequential``. Values
             passed from one to the next may be tensors in tuples, lists and dicts.
         memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, bytes with a
-            unit for a step of this chain alone (the plan is made in the first forward, and made
-            anew for a larger input), or a `recoup.schedules.Schedule`; may be changed at any time
-            by assignment.
+            unit for a step of this chain alone, of one forward (the plan is made in the first one,
+            which takes the bytes of a plain step if there is room, and anew for a larger input), or
+            a `recoup.schedules.Schedule`; may be changed at any time by assignment.
         otherwise: under "constant", what to do with a module that cannot be inverted (it has no
             method ``inverse``): "recompute" it from its kept input, or "keep" its residuals. An
             invertible module may return ``(y, log_det)``; ``log_det`` is left out here, and
@@ -69,7 +69,8 @@ class Sequential(HasMemoryMode, nn.Sequential):
     Raises:
         ValueError: `memory` or `otherwise` is unknown.
         NotInvertibleError: under "constant", a module has no inverse and `otherwise` is not given.
-        BudgetError: in forward, no plan keeps to the bytes.
+        BudgetError: in forward, no plan keeps to the bytes, or not beside forwards whose backward
+            has not come.
 
     Example:
         >>> import recoup, torch
