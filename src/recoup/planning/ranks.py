@@ -70,7 +70,16 @@ def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[C
             found = [each for several in gathered for each in several]
     if len({tuple((len(c.variants), len(c.results)) for c in each) for each in found}) > 1:
         found = [tuple(replace(c, variants=(), results=()) for c in each) for each in found]
+    if len(found) > 1:  # one may end a run where it need not, or hold its input, on one rank alone
+        found = [tuple(map(_with_tape_again, each)) for each in found]
     return list(_largest(found))
+
+
+def _with_tape_again(cost: Cost) -> Cost:
+    """Return a cost with the tape that a run in backward makes, also where it is the whole one."""
+    tape = cost.tape_again
+    stopped_run_bytes = tape.run_bytes(goes_on=False)
+    return replace(cost, again=replace(tape, stopped_run_bytes=stopped_run_bytes))
 
 
 def _largest(values: Sequence[Any]) -> Any:

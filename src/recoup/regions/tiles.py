@@ -274,7 +274,7 @@ def tile_value(output: Any, name: str, reduction: Reduction) -> Tensor:
 _checked: set[Hashable] = set()
 _NUMBERS = (bool, int, float, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ENTRIES = 256  # of a container that are looked at
+_MOST_ENTRIES = 256  # of a container that are looked at, and containers
 
 
 def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
@@ -334,8 +334,15 @@ def _check_of(
     return RowCheck(fn, tiles.split, tiles.dim, run, takes_gradients)
 
 
-def _mark(value: Any, depth: int = 5) -> Hashable:
-    """Return what tells a function, or a value that it holds, from another one."""
+def _mark(value: Any, depth: int = 5, seen: set[int] | None = None) -> Hashable:
+    """Return what tells a function, or a value that it holds, from another one.
+
+    Args:
+        value: the value.
+        depth: how many levels of containers and attributes are looked into.
+        seen: those that were, each once.
+    """
+    seen = set() if seen is None else seen
     if isinstance(value, _NUMBERS):
         return type(value), value
     if isinstance(value, functools.partial):
@@ -344,10 +351,11 @@ def _mark(value: Any, depth: int = 5) -> Hashable:
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if code is not None or not callable(value):
         kind: type[Any] = type(cast("object", value))
-        return code or (kind, *(_marks_within(value, depth) if depth else ()))
+        is_new = depth > 0 and id(value) not in seen and len(seen) < _MOST_ENTRIES
+        return code or (kind, *(_marks_within(value, depth, seen) if is_new else ()))
     modules = value.modules() if isinstance(value, nn.Module) else ()
     own = [{k: v for k, v in vars(each).items() if k not in _OF_MODULES} for each in modules]
-    marks = tuple(mark for each in own for mark in _marks_within(each, depth))
+    marks = tuple(mark for each in own for mark in _marks_within(each, depth, seen))
     try:
         found = hash(value)
     except TypeError:  # or a method of what cannot be hashed
@@ -358,8 +366,9 @@ def _mark(value: Any, depth: int = 5) -> Hashable:
         return value  # a function of C, which stays
 
 
-def _marks_within(value: Any, depth: int) -> Iterator[Hashable]:
+def _marks_within(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
     """Yield the marks of the entries of a container, or of the attributes of an object."""
+    seen.add(id(value))
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, (list, tuple, set, frozenset)):
         pairs = enumerate(cast("Iterable[Any]", value))
@@ -368,4 +377,4 @@ def _marks_within(value: Any, depth: int) -> Iterator[Hashable]:
         pairs = held.items()
     for name, each in islice(pairs, _MOST_ENTRIES):
         if not isinstance(each, Tensor):
-            yield name, _mark(each, depth - 1)
+            yield name, _mark(each, depth - 1, seen)
