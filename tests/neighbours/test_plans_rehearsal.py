@@ -353,6 +353,7 @@ def test_a_total_counts_the_state_before_the_first_step_and_leaves_the_optimizer
     assert before.least_bytes - before.baseline_bytes == planned(model, x).least_bytes
     loss_of(model(x)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert planned(model, x, **options).baseline_bytes == before.baseline_bytes
     with pytest.raises(BudgetError, match="alive before a step"):
         planned(model, x, **(options | {"budget": before.baseline_bytes}))
