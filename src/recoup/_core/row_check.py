@@ -110,11 +110,12 @@ class RowCheck:
             for most, plus, minus in checks:
                 error = _difference(plus, minus)
                 if not error <= most:
+                    of_loss = " A mean must be one over targets in all its parts." if is_sum else ""
                     return (
                         f"{name} differs by {error:.2g} of its size with other rows beside, where "
                         f"rounding explains {most:.2g}. Do not tile it, give another `dim`, say in "
                         "`split` which arguments have the rows, or call `.eval()` if it has norms "
-                        "over rows. A mean must be one over targets in all its parts."
+                        f"over rows.{of_loss}"
                     )
         return "" if is_telling else None
 
