@@ -6,6 +6,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from recoup.invertible import AdditiveCoupling, Chain
 from recoup.schedules import constant
 from tests.alive import no_collector
 from tests.deciding import is_second_run
-from tests.oracle import Operators, hooks_in_force
+from tests.oracle import Operators, hooks_in_force, loss_of_all
 from tests.ways import called
 from tests.zoo import Fn, dense, leaf
 
@@ -64,16 +65,13 @@ def small_ones_too(monkeypatch):
 
 def test_inputs_are_not_read_for_the_comparison():
     """Dispatch modes do not see the products that make sketches, and profilers do."""
-    x = leaf(300, 4)
     for fn, is_read in (
-        (lambda x: x.sin(), False),
         (lambda x: x.view(-1).sin(), False),
         (lambda x: (x.exp().sin().square(), x.tanh())[1], True),
     ):
-        for _ in range(2):
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                recoup.checkpoint(fn, x)
-            assert ("aten::mm" in {event.name for event in profiler.events()}) is is_read
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            recoup.checkpoint(fn, leaf(300, 4))
+        assert ("aten::mm" in {event.name for event in profiler.events()}) is is_read
 
 
 def test_a_mask_without_history_ends_a_second_run():
@@ -131,33 +129,34 @@ def inverting(x):
     return Chain(*map(AdditiveCoupling, networks), memory="constant")(x)[0]
 
 
+def into_an_object(x, state):
+    state.seen = LINEAR(x).tanh()
+    return state.seen.cos()
+
+
 LINEAR = nn.Linear(64, 64).double()
 CODE = {
-    "stops": lambda x: LINEAR(F.gelu(LINEAR(x))),
-    "draws": lambda x: F.dropout(LINEAR(x).sin(), 0.5).exp(),
+    "draws": lambda x: LINEAR(F.dropout(F.gelu(LINEAR(x)), 0.5)),
     "decides": lambda x: LINEAR(x).sort(-1).values.exp() * (x > 0),
     "nested": lambda x: recoup.checkpoint(lambda x: LINEAR(x).sin().exp(), x.sin()).cos(),
     "a value": lambda x: recoup.recompute(lambda x: LINEAR(x).sin())(x).exp(),
-    "in place": lambda x: LINEAR(x).relu_().exp(),
-    "begins in place": nn.Sequential(nn.SiLU(inplace=True), LINEAR),
-    "norm": nn.BatchNorm1d(64).double(),
+    "begins in place": nn.Sequential(nn.SiLU(inplace=True), LINEAR, nn.BatchNorm1d(64).double()),
     "gradient": takes_a_gradient,
     "raises": lambda x: {}[x.sin().exp()],
     "raises again": raises_again,
     "differs": lambda x: (x.sin() * (2 if is_second_run() else 1)).exp().cos(),
 }
+STAGES = [dense(0.5, 64).double() for _ in range(6)]
 CALLS = {name: partial(recoup.checkpoint, fn) for name, fn in CODE.items()} | {
-    f"a chain, {memory}": recoup.Sequential(*(dense(0.5, 64) for _ in range(6)), memory=memory)
-    for memory in ("sqrt", "log", 1, "inputs")
+    f"a chain, {memory}": recoup.Sequential(*STAGES, memory=memory) for memory in ("sqrt", 1)
 }
+CALLS["an object"] = lambda x: recoup.checkpoint(into_an_object, x, SimpleNamespace(seen=None))
 
 
 @pytest.mark.parametrize("ends", ["backward", "never", "twice", "a gradient's"])
 @pytest.mark.parametrize("name", [*CALLS, "a chain that inverts"])
 def test_reference_counting_alone_frees_a_region(name, ends):
     call, x = CALLS.get(name, inverting), leaf(8, 64)
-    if name.startswith("a chain, "):
-        call = call.double()
     for _ in range(2):  # looked at, and later
         with no_collector(), StorageTracker() as tracker:
             try:
@@ -176,27 +175,16 @@ def test_reference_counting_alone_frees_a_region(name, ends):
         assert hooks_in_force() is None
 
 
-class Counts(nn.Module):
-    """Multiplies by a buffer that each forward changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("n", torch.ones(()))
-
-    def forward(self, x):
-        self.n.add_(1)
-        return x * self.n
-
-
-def test_a_buffer_that_is_a_residual_and_changes_before_backward():
+@pytest.mark.parametrize("way", ["checkpoint", "value", "inputs"])
+def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
     """Plain torch refuses this; here it is what the buffer was when it was multiplied."""
-    for way in ("checkpoint", "value", "inputs"):
-        module, x = Counts(), torch.ones(3, requires_grad=True)
-        call = called(way, module, *([nn.Identity()] if way == "inputs" else []))
-        first, _ = call(x), call(x)
-        first.sum().backward()
-        assert x.grad.tolist() == [2.0] * 3
-        assert int(module.n) == 3
+    module, x = Fn(lambda x: x * module.n.add_(1)), torch.ones(3, requires_grad=True)
+    module.register_buffer("n", torch.ones(()))
+    call = called(way, module, *([nn.Identity()] if way == "inputs" else []))
+    first, _ = call(x), call(x)
+    first.sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+    assert int(module.n) == 3
 
 
 def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
@@ -256,9 +244,6 @@ def part_of(part):
 LATER = torch.arange(64) >= 32
 PARTS = {
     "slice": lambda h: h[:, :32],
-    "select": lambda h: h[:, 0],
-    "split": lambda h: h.split([32, 32], 1)[0],
-    "chunk": lambda h: h.unsafe_chunk(2, 1)[0],
     "unbind": lambda h: h.unbind(1)[0],
     "index": lambda h: h[:, [0, 1]],
     "index_select": lambda h: h.index_select(1, torch.tensor([0, 1])),
@@ -289,17 +274,11 @@ HIDING = {
 @pytest.mark.parametrize("name", HIDING)
 def test_a_factor_is_seen_where_a_result_does_not_show_it(name):
     x, code = torch.randn(16, 64, requires_grad=True), HIDING[name]
-    wanted = torch.autograd.grad(outputs_of(code(x, 1.0)), x)
-    found = torch.autograd.grad(outputs_of(recoup.checkpoint(code, x, 1.0)), x)
-    assert torch.equal(*found, *wanted)
-    factors = iter((1.0, 2.0))
-    y = outputs_of(recoup.checkpoint(lambda x: code(x, next(factors)), x))
+    factors = iter((1.0, 1.0, 1.0, 2.0))  # of the runs of a step that is right, and of one
+    loss_of_all(recoup.checkpoint(lambda x: code(x, next(factors)), x)).backward()
+    loss = loss_of_all(recoup.checkpoint(lambda x: code(x, next(factors)), x))
     with pytest.raises(ReplayError):
-        y.backward()
-
-
-def outputs_of(y):
-    return torch.stack([e.square().mean() for e in (y if isinstance(y, tuple) else (y,))]).sum()
+        loss.backward()
 
 
 def test_norms_of_what_is_not_finite_zero_or_in_16_bits_are_no_error():
@@ -317,37 +296,31 @@ def test_norms_of_what_is_not_finite_zero_or_in_16_bits_are_no_error():
     assert outcome.difference_of_norms([100.0, 0.0, torch.nan], [100.0, 0.001, 0.0]) == 0.001
 
 
+def makes_a_tensor(x):
+    assert torch.ones(1).is_meta
+    return (torch.ones(96, 96, device="cpu") @ x).sin()
+
+
 @pytest.mark.parametrize("is_context", [True, False])
 def test_the_default_device_holds_in_second_runs(is_context):
     x = torch.ones(96, 96, requires_grad=True)
+    torch.set_default_device(None if is_context else "meta")
     try:
-        if not is_context:
-            torch.set_default_device("meta")
         for call in (recoup.checkpoint, lambda fn, x: recoup.Sequential(Fn(fn), memory="log")(x)):
-            for _ in range(3):
-                with torch.device("meta") if is_context else nullcontext():
-                    y = call(lambda x: (torch.ones(96, 96, device="cpu") @ x).sin() + devices(x), x)
-                y.sum().backward()
+            with torch.device("meta") if is_context else nullcontext():
+                y = call(makes_a_tensor, x)
+            y.sum().backward()
     finally:
         torch.set_default_device(None)
 
 
-def devices(x):
-    assert torch.ones(1).is_meta
-    return x
-
-
 OF_VIEWS = {
-    "elementwise": lambda x: F.silu(x).sigmoid().square(),
-    "saves its input again": lambda x: x.sin().exp().sin(),
-    "norm": lambda x: F.layer_norm(x, x.shape[-1:]).tanh(),
-    "attention": lambda x: F.scaled_dot_product_attention(x.sin(), x, x),
+    "saves its input again": lambda x, _: x.sin().exp().sin(),
+    "attention": lambda x, _: F.scaled_dot_product_attention(x.sin(), x, x),
+    "the parameter": lambda x, p: (x.sin() * p).sin(),
+    "another view of it": lambda x, p: (F.layer_norm(x, x.shape[-1:]) * p.t()).sin(),
 }
-VIEWS = {
-    "indexed": lambda p: p[None],
-    "expanded": lambda p: p.expand(2, -1, -1),
-    "transposed": lambda p: p.t()[None],
-}
+VIEWS = {"expanded": lambda p: p.expand(2, -1, -1), "transposed": lambda p: p.t()[None]}
 WAYS = {
     "checkpoint": recoup.checkpoint,
     "recompute": lambda fn, x: recoup.recompute(fn)(x),
@@ -356,23 +329,15 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(36)
-@pytest.mark.parametrize("reads", ["nothing else", "the parameter", "another view of it"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("code", OF_VIEWS)
-def test_a_region_that_is_given_a_view_of_a_parameter(code, view, way, reads):
+def test_a_region_that_is_given_a_view_of_a_parameter(code, view, way):
     """Learned queries, expanded over a batch: a later run is given what is no view of it."""
     p = nn.Parameter(torch.randn(8, 8))
 
-    def fn(x):
-        y = OF_VIEWS[code](x)
-        if reads == "the parameter":
-            y = (y * p).sin()
-        return (y * p.t()).sin() if reads == "another view of it" else y
-
     def step(call):
-        loss = call(fn, VIEWS[view](p)).square().sum()
+        loss = call(lambda x: OF_VIEWS[code](x, p), VIEWS[view](p)).square().sum()
         return torch.autograd.grad(loss, p, create_graph=True)[0]
 
     found, expected = step(WAYS[way]), step(lambda fn, x: fn(x))
