@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -12,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import recoup
 from recoup._core import outcome, slots
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import AdditiveCoupling, Chain
-from recoup.schedules import constant
 from tests.alive import no_collector
 from tests.deciding import is_second_run
 from tests.oracle import Operators, hooks_in_force, loss_of_all
@@ -61,17 +58,6 @@ def test_what_a_class_wraps_that_is_not_known_is_not_compared():
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
     monkeypatch.setattr(slots, "_WORTH_A_STOP", 0)
-
-
-def test_inputs_are_not_read_for_the_comparison():
-    """Dispatch modes do not see the products that make sketches, and profilers do."""
-    for fn, is_read in (
-        (lambda x: x.view(-1).sin(), False),
-        (lambda x: (x.exp().sin().square(), x.tanh())[1], True),
-    ):
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            recoup.checkpoint(fn, leaf(300, 4))
-        assert ("aten::mm" in {event.name for event in profiler.events()}) is is_read
 
 
 def test_a_mask_without_history_ends_a_second_run():
@@ -343,46 +329,3 @@ def test_a_region_that_is_given_a_view_of_a_parameter(code, view, way):
     found, expected = step(WAYS[way]), step(lambda fn, x: fn(x))
     assert torch.equal(found, expected)
     assert torch.equal(*(torch.autograd.grad(g.sum(), p)[0] for g in (found, expected)))
-
-
-def num_states():
-    """The random states that are alive."""
-    found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    return sum(each.dtype is torch.uint8 and each.nbytes == STATE_BYTES for each in found)
-
-
-STATE_BYTES = torch.get_rng_state().nbytes
-
-
-def test_random_states_are_freed_as_backward_goes_on():
-    blocks = [dense(0.5, 8) for _ in range(8)]
-    chain = recoup.Sequential(*blocks, memory=constant(["recompute"] * 7 + ["keep"]))
-    gc.collect()
-    around = num_states()  # of other tests
-    output, seen = chain(torch.randn(2, 8)), []
-    assert num_states() - around == 7  # the last stage keeps its residuals
-    for each in blocks:
-        each[0].weight.register_hook(lambda _: seen.append(num_states() - around))
-    output.sum().backward()
-    assert seen == [7, 7, 6, 5, 4, 3, 2, 0]
-
-
-@pytest.mark.parametrize("memory", ["sqrt", "log", constant(["recompute"] * 5 + ["keep"])])
-def test_a_value_between_stages_outlives_the_output(memory):
-    """The stages above run no more, or for nothing, and the global stream goes on as it was."""
-
-    def gradients(chain):
-        torch.manual_seed(1)
-        x, seen = torch.randn(2, 8, requires_grad=True), []
-        handle = blocks[2].register_forward_hook(lambda *given: seen.append(given[2]))
-        output = chain(x)
-        handle.remove()
-        first = torch.autograd.grad(output.sum(), [x, *chain.parameters()], retain_graph=True)
-        del output
-        second = torch.autograd.grad(seen[0].sum(), [x, *blocks[0].parameters()])
-        return [*first, *second, torch.rand(1)]
-
-    blocks = [dense(0.5, 8) for _ in range(6)]
-    expected = gradients(nn.Sequential(*blocks))
-    found = gradients(recoup.Sequential(*blocks, memory=memory))
-    assert all(map(torch.equal, found, expected))

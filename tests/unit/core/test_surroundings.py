@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
-from recoup._core.operators import InMode
 from recoup.errors import ChangedError, ReplayError
-from tests.oracle import Operators
 from tests.plan_oracle import Made
 from tests.ways import one_by_one, recomputing
 from tests.zoo import Fn
@@ -262,23 +257,3 @@ def test_a_plan_keeps_such_blocks_and_says_so():
     with plan.applied():
         net(x, state).sum().backward()
     assert state.seen == 16
-
-
-def test_flags_of_dispatch_modes_stay_as_they_were_where_threads_overlap():
-    """The thread that began first ends first: the other one found the flags set."""
-    is_entered, is_left = threading.Event(), threading.Event()
-
-    def run():
-        with suppress(KeyError), InMode(Operators()):
-            is_entered.set()
-            is_left.wait(10)
-            raise KeyError
-
-    thread = threading.Thread(target=run)
-    with InMode(Operators()):
-        thread.start()
-        assert is_entered.wait(10)
-        assert is_in_torch_dispatch_mode()
-    is_left.set()
-    thread.join()
-    assert not is_in_torch_dispatch_mode()

@@ -256,17 +256,3 @@ def test_hooks_around_see_the_gradients_alone():
     assert sorted(seen) == sorted([(N, L, D), *(tuple(each.shape) for each in used)])
     store = recoup.GradStore.from_backward(value, [hidden, *used])
     assert_same([store[hidden]], torch.autograd.grad(model.loss(hidden, targets()), hidden))
-
-
-def test_complex_numbers_are_no_targets():
-    head, x = torch.nn.Linear(16, 50), torch.randn(2, 12, 16, requires_grad=True)
-    angles = torch.polar(torch.ones(1, 12, 8), torch.randn(1, 12, 8))
-
-    def loss(x, angles, labels):
-        turned = torch.view_as_complex(x.unflatten(-1, (8, 2))) * angles
-        logits = head(torch.view_as_real(turned).flatten(-2))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    labels = torch.randint(50, (2, 12))
-    found = recoup.tiled_loss(loss, tiles=4)(x, angles, labels)
-    torch.testing.assert_close(found, loss(x, angles, labels))

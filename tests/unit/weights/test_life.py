@@ -43,19 +43,6 @@ def test_backward_has_the_weight_of_forward_where_its_parameter_was_given_other_
     assert torch.equal(*torch.autograd.grad(loss, x), *want)
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_norm_of_a_table_takes_sparse_gradients(kind, dim):
-    found = []
-    for is_sparse in (False, True):
-        torch.manual_seed(0)
-        options = {"mode": "sum"} if kind is nn.EmbeddingBag else {}
-        layer = recoup.weight_norm(kind(5, 3, sparse=is_sparse, **options), dim=dim)
-        layer(torch.tensor([[1, 2]])).square().sum().backward()
-        found.append([each.grad for each in layer.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 class Awkward(nn.Linear):
     """Properties, a signature of its own, and `__getattr__` that answers for more."""
 
