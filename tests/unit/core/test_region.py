@@ -19,8 +19,8 @@ from recoup.errors import ReplayError
 from recoup.invertible import AdditiveCoupling, Chain
 from tests.alive import no_collector
 from tests.deciding import is_second_run
-from tests.oracle import Operators, hooks_in_force, loss_of_all
-from tests.ways import called
+from tests.oracle import hooks_in_force, loss_of_all
+from tests.ways import called, recomputing
 from tests.zoo import Fn, dense, leaf
 
 
@@ -58,44 +58,6 @@ def test_what_a_class_wraps_that_is_not_known_is_not_compared():
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
     monkeypatch.setattr(slots, "_WORTH_A_STOP", 0)
-
-
-def test_a_mask_without_history_ends_a_second_run():
-    """As the dropouts of CUDA make, of which the sum of a residual block need not run again."""
-    x, layer = leaf(8, 64), nn.Linear(64, 64).double()
-    for _ in range(2):
-        y = recoup.checkpoint(lambda x: x + torch.native_dropout(layer(x), 0.1, True)[0], x)
-        with Operators() as operators:
-            y.square().sum().backward()
-        assert operators.of("native_dropout") == 1
-        assert operators.of("add") == 1  # of gradients
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_region_around_regions_stops_before_the_last_of_them(dropout):
-    """Unless that region draws, since a second run makes all draws of the first."""
-    blocks, runs = [dense().double() for _ in range(3)], []
-
-    def block(x, index):
-        runs.append(index)
-        return F.dropout(blocks[index](x), dropout).sin()
-
-    def all_of_them(x, call):
-        for index in range(3):
-            x = call(block, x, index)
-        return x
-
-    def step(call):
-        runs.clear()
-        torch.manual_seed(1)
-        x = leaf(3, 6)
-        (found,) = torch.autograd.grad(call(all_of_them, x.sin(), call).sum(), x)
-        return found, torch.rand(3)
-
-    wanted = step(lambda fn, *args: fn(*args))
-    for _ in range(2):
-        assert all(map(torch.equal, step(recoup.checkpoint), wanted))
-    assert [runs.count(index) for index in range(3)] == [3, 3, 3 if dropout else 2]
 
 
 def raises_again(x):
@@ -136,6 +98,7 @@ STAGES = [dense(0.5, 64).double() for _ in range(6)]
 CALLS = {name: partial(recoup.checkpoint, fn) for name, fn in CODE.items()} | {
     f"a chain, {memory}": recoup.Sequential(*STAGES, memory=memory) for memory in ("sqrt", 1)
 }
+CALLS["a block of code"] = partial(recomputing, STAGES[0])
 CALLS["an object"] = lambda x: recoup.checkpoint(into_an_object, x, SimpleNamespace(seen=None))
 
 

@@ -115,27 +115,14 @@ def steps(model, around):
 def test_copies_that_are_late_in_any_order(bound):
     model = net_of_all_kinds()
     wanted = steps(model, torch.enable_grad())
-    for seed in range(4):
-        tier = LateTier(seed, odds=(0.3, 1.0)[seed % 2])
+    for seed, odds in enumerate((0.3, 1.0)):
+        tier = LateTier(seed, odds)
         assert_equal(steps(model, away(Traffic(tier, bound))), wanted)
         assert min(tier.num_sent, tier.num_read) > 5
         # A storage that is larger than the bound moves alone; and the one that is asked for.
         most = 2 * tier.largest if bound is None else max(tier.largest, bound)
         assert 0 < tier.peak_bytes <= most + tier.largest
         assert not tier.alive
-
-
-def test_backward_finds_the_next_ones_on_their_way(monkeypatch):
-    tier, asked, wait = LateTier(odds=1.0), [], Late.__call__
-    monkeypatch.setattr(Late, "__call__", lambda late: asked.append(tier.num_read) or wait(late))
-    y = x = torch.randn(4, 4, requires_grad=True)
-    with away(Traffic(tier, in_flight_bytes=3 * 64)):
-        for _ in range(8):
-            y = y.sin()
-    torch.autograd.grad(y.sum(), x, retain_graph=True)
-    # The input of the first is a leaf, and the last two are still here. Two are under way beside
-    # the one that is waited for.
-    assert asked == [3, 4, 5, 5, 5]
 
 
 def test_what_is_changed_in_place_before_it_has_left():
@@ -228,17 +215,16 @@ def test_what_is_held_and_the_peak(folder):
 
 
 def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
-    seen = []
-    x = torch.randn(3, 64).requires_grad_()
+    seen, x = [], torch.randn(3, 64).requires_grad_()
     with saved_tensors_hooks(lambda tensor: seen.append(tensor.shape) or tensor, lambda x: x):
         with recoup.offloading(1, folder):
-            y = nn.Linear(64, 64)(x * 1)
-            z = torch.unsafe_chunk(x * 1, 2, 1)[0].sigmoid_()
+            nn.Linear(64, 64)(x * 1)
+            torch.unsafe_chunk(x * 1, 2, 1)[0].sigmoid_()
         assert sent == [3 * 64 * 4]
         assert seen == [(64, 64), (3, 32)]  # parameters stay, and parts of a storage
         with recoup.offloading(3 * 64 * 4 + 1, folder):
-            y = nn.Linear(64, 64)(x * y * z.mean())
-    assert len(seen) > 6
+            x.sin().exp()
+    assert len(seen) == 4
 
 
 def test_a_full_disk(folder, monkeypatch):

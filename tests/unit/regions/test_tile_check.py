@@ -256,20 +256,6 @@ def test_a_check_that_shows_nothing_is_made_again():
             loss(x.abs())
 
 
-def test_a_function_that_needs_many_rows():
-    def fn(x):
-        assert x.shape[1] >= 8
-        return x.sin()
-
-    x = rows(2, 64, D)
-    assert torch.equal(recoup.tiled(fn)(x), x.sin())
-    with refused:
-        recoup.tiled(lambda x: fn(x).softmax(1))(x)
-    with pytest.raises(RuntimeError, match="shape") as caught:
-        recoup.tiled(lambda x: x.view(2, 8, D).sin())(x)
-    assert "any number of rows" in caught.value.__notes__[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_no_mixing(dtype):
     """Products of few rows round otherwise, and so does what depends on how many go where."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import recoup
 from recoup.weights import Draw, applied, apply, kl_divergence, set_step, step, update
 from tests.chance import are_even, are_gaussian, has_share
-from tests.weight_zoo import Scaled, Way, compare
+from tests.weight_zoo import Scaled
 
 LEARNED = ["tensor", "row", "weight"]
 
@@ -136,16 +136,6 @@ def test_limits_of_the_divergence():
     scheduled = recoup.weight_noise(nn.Linear(3, 2), std=lambda step: 0.1 + step)
     got = kl_divergence(set_step(scheduled, 2), prior_std=1.0)
     torch.testing.assert_close(got, kl_by_torch(scheduled.get_parameter("weight"), 2.1, 1.0))
-
-
-def narrowed_and_dropped(weight, draw):
-    return (weight * draw.bernoulli(0.7, (len(weight), 1)) / 0.7)[:, :3]
-
-
-def test_gradients_are_those_of_the_weight_that_a_function_returns():
-    way = Way(function=narrowed_and_dropped, how={"mode": "always"})
-    plain = nn.Linear(6, 5, dtype=torch.float64).eval()
-    compare(way, plain, (torch.randn(4, 3, dtype=torch.float64, requires_grad=True),), rtol=1e-12)
 
 
 def test_a_module_is_registered_trained_saved_and_copied_beside_the_weight():

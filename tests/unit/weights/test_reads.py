@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import re
-import weakref
 
 import pytest
 import torch
@@ -250,14 +249,6 @@ def test_which_reads_share_a_draw(program, pattern, seeds):
 
 
 def test_a_step_is_the_forward_of_what_something_was_applied_to():
-    twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=reads())
-    dropped(twice.layer)
-    assert differ(*twice())  # here each call of the layer
-    with step(twice):
-        for _ in range(2):
-            alive = weakref.ref(twice.layer.weight)  # what was read last is not made again
-            assert twice.layer.weight is alive()
-            assert agree(*twice())
     inner = Calls(lambda tree: (tree.a(), tree.b()), a=reads(), b=reads())
     outer = Calls(lambda tree: (*tree.inner(), *tree.inner()), inner=inner)
     dropped(inner, "a.weight")
@@ -278,19 +269,6 @@ def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
         with torch.no_grad():
             raw.mul_(4.0)
         assert torch.equal(tree(), want)
-
-
-def test_an_exception_ends_a_step_and_holds_no_weight():
-    def fails(tree):
-        made.append(weakref.ref(tree.layer.weight))
-        raise KeyError("x")
-
-    made, tree = [], dropped(Calls(fails, layer=reads()))
-    with pytest.raises(KeyError):
-        tree()
-    assert made[0]() is None
-    with torch.no_grad():
-        assert tree.layer.weight is tree.layer.get_parameter("weight")
 
 
 @pytest.mark.parametrize("before", [None, "evaluation", "training without a graph"])
