@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from recoup.errors import RecoupError
+from recoup.errors import ChangedError, RecoupError
 from tests.oracle import hooks_in_force
 from tests.tile_models import D, L, Model, N, assert_same, both, gradients, mlp, rows, targets
 from tests.zoo import Fn
@@ -165,6 +165,15 @@ def test_exceptions_and_transforms_of_torch_func(call):
     assert_same(found, gradients(lambda: model.loss(x, labels), [x], model))
     with pytest.raises(RecoupError, match=r"torch\.func"):
         torch.func.grad(lambda x: tiled(x, labels))(x.detach())
+
+
+def test_a_weight_changed_before_backward_is_an_error():
+    module, x = mlp(), rows(N, L, D)
+    y = recoup.tiled(module)(x)
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    with pytest.raises(ChangedError, match=r"tile . of Sequential"):
+        y.sum().backward()
 
 
 def test_it_is_as_the_function_it_wraps():

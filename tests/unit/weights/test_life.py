@@ -25,6 +25,7 @@ from tests.weight_zoo import (
     Way,
     built,
     by_name,
+    compare,
     given,
     loaded,
     materialised,
@@ -222,6 +223,21 @@ def test_a_replica_has_tensors_for_parameters():
     replica.weight, replica.bias = module.weight.detach() + 1, module.bias
     assert torch.equal(replica(torch.zeros(1, 4)), module(torch.zeros(1, 4)))
     assert torch.equal(replica.weight, module.weight + 1)
+
+
+@pytest.mark.parametrize("way", ["dropout", "stacked", "learned"])
+def test_a_functional_call_reparametrizes_what_it_is_given(layer, way):
+    build, pattern, x = layer
+
+    def lent(run, parameters, x):
+        leaves = {name: torch.rand_like(p).requires_grad_() for name, p in parameters.items()}
+        place = "ours." if hasattr(run, "ours") else ""
+        output = functional_call(run, {place + name: leaf for name, leaf in leaves.items()}, x)
+        loss_of_all(output).backward()
+        gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+        return gradients | {"output": first_of(output)} | parameters  # which are as they were
+
+    compare(WAYS[way], build(), (x,), pattern, act=lent, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
