@@ -103,9 +103,8 @@ def test_the_error_that_is_reported_is_the_one_that_is_there():
     chain = Chain(off, Flip(), off, memory="constant", drift=DriftGuard("warn", 0.5))
     with pytest.warns(UserWarning, match="Inverses drifted"):  # once
         gradients(chain, torch.randn(8, 40))
-    for size in ((8, 40), (8, 16, 32, 32)):
-        gradients(chain, torch.randn(size))
-        assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
+    gradients(chain, torch.randn(8, 16, 32, 32))
+    assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
 
 
 class Off(AdditiveCoupling):
@@ -130,10 +129,6 @@ def test_a_wrong_inverse_is_said():
         assert 0.02 < guard.largest_error < 0.2
         assert set(guard.refused) == set(range(1, 24))
         assert re.search(r"refused and computed again: 23, off by up to [2-9].\de-02", str(guard))
-    guard.reset()
-    assert guard.largest_error == 0
-    with pytest.warns(UserWarning, match="Most states"):
-        gradients(chain, x)
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (4, 8), (3, 16), (210, 8), (64, 64)])

@@ -165,15 +165,14 @@ def test_the_mask_of_a_dropout_is_covered_by_its_product_and_others_are_sketched
     monkeypatch.setattr(outcome, "sketch_of", lambda t: sketched.append(t.dtype) or make(t))
     x = torch.randn(64, 64, requires_grad=True)
     masks = (x.detach() > 0, x.detach() > 1)
-    ways = {
-        "dropout": lambda y, p, _: torch.native_dropout(y, p, True)[0].tanh(),
-        "sum": lambda y, _, mask: (y * mask + y * ~mask).tanh(),
-        "choice": lambda y, _, mask: torch.where(mask, y, y.clone()).tanh(),
-    }
-    for way, code in ways.items():
+    for num_sketched, code in (
+        (0, lambda y, p, _: torch.native_dropout(y, p, True)[0].tanh()),
+        (4, lambda y, _, mask: (y * mask + y * ~mask).tanh()),
+        (2, lambda y, _, mask: torch.where(mask, y, y.clone()).tanh()),
+    ):
         sketched.clear()
         recoup.checkpoint(lambda x, code=code: code(x.sin(), 0.3, masks[0]), x).sum().backward()
-        assert sketched.count(torch.bool) == {"dropout": 0, "sum": 4, "choice": 2}[way]
+        assert sketched.count(torch.bool) == num_sketched
         runs = iter(((0.3, masks[0]), (0.5, masks[1])))
         y = recoup.checkpoint(lambda x, code=code, runs=runs: code(x.sin(), *next(runs)), x)
         with pytest.raises(ReplayError):
