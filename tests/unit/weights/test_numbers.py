@@ -131,14 +131,6 @@ def decoded(embedding, ids):
     return hidden, F.linear(hidden, embedding.weight)
 
 
-class OfUsers(nn.LSTM):
-    """A recurrent layer with a forward of its own, which flattens its weights first."""
-
-    def forward(self, x, state=None):
-        self.flatten_parameters()
-        return super().forward(x.flip(0), state)
-
-
 def of_type(dtype):
     """A layer and an input of a type."""
     return Kind(
@@ -148,7 +140,6 @@ def of_type(dtype):
 
 
 KINDS = LAYERS | {
-    "bias": Kind(lambda: nn.Linear(6, 5), given((4, 6)), "bias"),
     "prelu": Kind(lambda: nn.PReLU(6), given((4, 6))),
     "embedding bag, sparse": Kind(
         lambda: nn.EmbeddingBag(11, 6, mode="sum", sparse=True),
@@ -159,7 +150,6 @@ KINDS = LAYERS | {
         lambda: (torch.tensor([[1, 3], [8, 0]]),),
         ".*weight",
     ),
-    "lstm of a user": Kind(lambda: OfUsers(4, 5, 2), given((6, 2, 4)), r"weight_hh_l\d"),
     "bfloat16": of_type(torch.bfloat16),
     "float16": of_type(torch.float16),
 }
