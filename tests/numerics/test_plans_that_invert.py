@@ -33,7 +33,7 @@ class Network(nn.Module):
 
     def forward(self, x):
         self.runs.append(1)
-        return self.layers(x)
+        return self.layers(torch.cat((x,), dim=1))  # a copy, as with a context
 
 
 class Off(InvertibleModule):
