@@ -198,23 +198,3 @@ def test_a_chain_that_grows_and_shrinks(memory):
     assert f"memory={memory!r}" in repr(model)
     assert recoup.Sequential(*modules, memory=memory, otherwise="keep")[:2].otherwise == "keep"
     assert recoup.Sequential(memory=memory)(x) is x
-
-
-DECIDING = {
-    "compares": lambda h: torch.where(h > 0, h, 0.1 * h) * h,
-    "chooses": lambda h: h.gather(1, h.argmax(1, keepdim=True)).sin() * h,
-}
-
-
-@pytest.mark.parametrize("name", DECIDING)
-def test_a_block_of_code_within_decides_in_every_step_as_it_did(name):
-    """The first step of code is looked at in a mode, and later ones intercept operators."""
-
-    def run(x, linear):
-        with recoup.recomputing():
-            return DECIDING[name](linear(x))
-
-    block, x = Fn(run, nn.Linear(4, 4)), torch.randn(3, 4)
-    for _ in range(3):
-        found = [torch.autograd.grad(c(block, x).square().sum(), block.parameters()) for c in CALLS]
-        assert all(map(torch.equal, *found))

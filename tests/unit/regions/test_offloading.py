@@ -125,6 +125,33 @@ def test_copies_that_are_late_in_any_order(bound):
         assert not tier.alive
 
 
+def test_a_storage_moves_once():
+    def loss_of(x):
+        y = x.exp()
+        a, b = y.chunk(2)
+        return (a.sin() * b.cos() * y.t()[0, 0]).sum() + y.square().sum() + 0 * a.sum().exp()
+
+    tier, x = LateTier(), torch.randn(6, 4, requires_grad=True)
+    with away(traffic := Traffic(tier)):
+        loss = loss_of(x)
+    traffic.raise_failure("")
+    assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad(loss_of(x), x))
+    assert tier.num_sent == 5  # y, the sine, the cosine, their product, and the last exponential
+
+
+def test_backward_finds_the_next_ones_on_their_way(monkeypatch):
+    tier, asked, wait = LateTier(odds=1.0), [], Late.__call__
+    monkeypatch.setattr(Late, "__call__", lambda late: asked.append(tier.num_read) or wait(late))
+    y = x = torch.randn(4, 4, requires_grad=True)
+    with away(Traffic(tier, in_flight_bytes=3 * 64)):
+        for _ in range(8):
+            y = y.sin()
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    # The input of the first is a leaf, and the last two are still here. Two are under way beside
+    # the one that is waited for.
+    assert asked == [3, 4, 5, 5, 5]
+
+
 def test_what_is_changed_in_place_before_it_has_left():
     x = torch.randn(4, requires_grad=True)
     for num_before in range(3):
