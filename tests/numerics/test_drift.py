@@ -103,16 +103,15 @@ def test_the_error_that_is_reported_is_the_one_that_is_there():
     chain = Chain(off, Flip(), off, memory="constant", drift=DriftGuard("warn", 0.5))
     with pytest.warns(UserWarning, match="Inverses drifted"):  # once
         gradients(chain, torch.randn(8, 40))
-    for size in ((8, 40), (8, 16, 32, 32)):
-        gradients(chain, torch.randn(size))
-        assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
+    gradients(chain, torch.randn(8, 16, 32, 32))
+    assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
 
 
 class Off(AdditiveCoupling):
     """Its inverse is off by one number everywhere."""
 
-    def inverse(self, y, *context):
-        x, log_det = super().inverse(y, *context)
+    def inverse(self, y):
+        x, log_det = super().inverse(y)
         return x + 0.05, log_det
 
 
@@ -130,10 +129,6 @@ def test_a_wrong_inverse_is_said():
         assert 0.02 < guard.largest_error < 0.2
         assert set(guard.refused) == set(range(1, 24))
         assert re.search(r"refused and computed again: 23, off by up to [2-9].\de-02", str(guard))
-    guard.reset()
-    assert guard.largest_error == 0
-    with pytest.warns(UserWarning, match="Most states"):
-        gradients(chain, x)
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (4, 8), (3, 16), (210, 8), (64, 64)])
@@ -172,23 +167,3 @@ def test_sixteen_bits_cannot_keep_to_the_tolerance_and_say_so():
     with pytest.warns(UserWarning, match="Inverses in 16 bits round by more"):
         gradients(chain, x)
     gradients(chain, x)
-
-
-def test_integers_are_inverted_to_the_nearest():
-    class Scaled(InvertibleModule):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.9))
-
-        def forward(self, x):
-            return x / 255.0 * self.scale + 0.05, x.new_zeros(len(x), dtype=torch.float32)
-
-        def inverse(self, y):
-            return (y - 0.05) / self.scale * 255.0, y.new_zeros(len(y))
-
-    x, found = torch.arange(256, dtype=torch.uint8).reshape(32, 8), []
-    for memory in ("linear", "constant"):
-        chain = Chain(Scaled(), ActNorm(8).eval(), memory=memory, drift="ignore")
-        chain(x)[0].sum().backward()
-        found.append(chain[0].scale.grad)
-    torch.testing.assert_close(*found)

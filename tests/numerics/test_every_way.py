@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -121,8 +122,8 @@ def test_every_situation_in_constant_memory(chain, name):
     assert_same(outcome(Chain(*modules, memory="constant"), x, SITUATIONS[name]), want, rtol)
 
 
-@pytest.mark.parametrize("inner", ["linear", "sqrt", 1, "constant"])
-@pytest.mark.parametrize("outer", ["constant", "sqrt", 1])
+@pytest.mark.parametrize("inner", ["linear", "sqrt", "constant"])
+@pytest.mark.parametrize("outer", ["constant", 1])
 def test_a_chain_of_chains(inner, outer):
     first, x = invertible_chain_of("dropout")
     second, _ = invertible_chain_of("norms")
@@ -160,17 +161,14 @@ def test_constant_with_a_word_for_what_has_no_inverse(otherwise):
     assert_same_step(run_step(model, x, memory="sqrt"), want)
 
 
+def nested(x, *, scale):
+    early = (x["a"][0] * scale[0]).sin().exp()
+    return early, {"late": (early.tanh() * x["b"]).cumprod(1), "nothing": None}
+
+
 @pytest.mark.parametrize("used", [[0], [1], [1, 0]], ids=str)
-@pytest.mark.parametrize("way", ["checkpoint", "recompute", "recomputing"])
-def test_nested_arguments_and_outputs_of_which_some_are_used(used, way):
-    def fn(x, *, scale):
-        early = (x["a"][0] * scale[0]).sin().exp()
-        return early, {"late": (early.tanh() * x["b"]).cumprod(1), "nothing": None}
-
-    def block(x, *, scale):
-        with recoup.recomputing():
-            return fn(x, scale=scale)
-
+@pytest.mark.parametrize("call", [partial(recoup.checkpoint, nested), recoup.recompute(nested)])
+def test_nested_arguments_and_outputs_of_which_some_are_used(used, call):
     def gradients_by(call):
         a, b, scale = (torch.linspace(0.1, n, 12).view(2, 6).requires_grad_() for n in (1, 2, 3))
         early, rest = call({"a": [a], "b": b}, scale=(scale,))
@@ -178,16 +176,13 @@ def test_nested_arguments_and_outputs_of_which_some_are_used(used, way):
         loss = sum((early, rest["late"])[n].square().sum() for n in used)
         return torch.autograd.grad(loss, [a, b, scale], allow_unused=True)
 
-    by_checkpoint = lambda x, **more: recoup.checkpoint(fn, x, **more)  # noqa: E731
-    calls = {"checkpoint": by_checkpoint, "recompute": recoup.recompute(fn), "recomputing": block}
-    assert_same(gradients_by(calls[way]), gradients_by(fn))
+    assert_same(gradients_by(call), gradients_by(nested))
 
 
 def test_threads_leave_norms_as_they_were():
-    torch.manual_seed(0)
-    parts = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.BatchNorm1d(64)]
-    model = recoup.Sequential(*(nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)), memory=1)
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    norms = [nn.BatchNorm1d(64) for _ in range(6)]
+    stages = [nn.Sequential(nn.Linear(64, 64), *norms[at : at + 2]) for at in (0, 2, 4)]
+    model = recoup.Sequential(*stages, memory=1)
 
     def work(_):
         for _ in range(15):
@@ -196,6 +191,5 @@ def test_threads_leave_norms_as_they_were():
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
     assert [norm.momentum for norm in norms] == [0.1] * len(norms)
-    # Of the stage that runs again, which is counted under a lock. The other stages run as in plain
-    # torch, where adding to one tensor from several threads may lose counts.
+    # Of the stage that runs again, which is counted under a lock; torch may lose counts of others.
     assert [int(norm.num_batches_tracked) for norm in norms[:2]] == [60, 60]

@@ -116,7 +116,6 @@ ONCE = STORES | {
     "residuals": (plain, looked_at),
     "recomputing": (plain, within(lambda _: recoup.recomputing())),
     "offloading": (plain, within(offloading)),
-    "disabled": (lambda: noisy("linear"), within(weights.disabled)),
 }
 MODES = ONCE | {
     "segments": by_store(lambda s, m: recoup.segments_backward(list(m), X, torch.mean, s)),
@@ -125,8 +124,7 @@ MODES = ONCE | {
     "recompute": (plain, by(lambda model, x: recoup.recompute(model)(x))),
     "sqrt": (lambda: noisy("sqrt"), within(weights.step)),
     "same draw": (lambda: noisy("log"), within(lambda _: weights.same_draw())),
-    "enabled": (lambda: noisy(2), within(weights.enabled)),
-    "inverted": (flow, by(lambda flow, x: flow.log_prob(x))),
+    "disabled": (lambda: noisy(2), within(weights.disabled)),
     "sampled": (flow, by(lambda flow, x: flow.log_prob(flow.sample(4).detach()))),
     "planned": (planned, by(nn.Module.__call__)),
 }

@@ -59,12 +59,6 @@ def noisy():
     return lambda: layer(x).sum().backward()
 
 
-def dropped_and_noisy():
-    layer = recoup.weight_dropout(recoup.weight_noise(nn.Linear(64, 64)))
-    x = torch.randn(4, 64, requires_grad=True)
-    return lambda: layer(x).sum().backward()
-
-
 def stored():
     parameters = [nn.Parameter(torch.randn(8)) for _ in range(100)]
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
@@ -84,7 +78,6 @@ def stored():
         (square_root, 250),
         (constant, 2450),
         (noisy, 50),
-        (dropped_and_noisy, 130),
         (stored, 1045),
     ],
 )

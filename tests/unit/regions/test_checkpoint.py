@@ -15,14 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
 from tests.oracle import assert_same_step, run_step
-from tests.ways import called
 from tests.zoo import Fn, chain_of, leaf
 
 NORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-
-def call_it(module, x):
-    return module(x).sin()
 
 
 class Trainer:
@@ -33,10 +28,6 @@ class Trainer:
         return self.norm(x).sin()
 
 
-def within(trainer):
-    return lambda x: trainer.step(x)
-
-
 def of_a_global(model, call, x):
     NORM.load_state_dict(model.norms[0].state_dict())
     y = call(lambda x: NORM(x).sin(), x)
@@ -44,11 +35,11 @@ def of_a_global(model, call, x):
     return y
 
 
-def plainly(fn, *args, **kwargs):
-    return fn(*args, **kwargs)
+def call_it(module, *args, **kwargs):
+    return module(*args, **kwargs)
 
 
-CALLS = plainly, recoup.checkpoint
+CALLS = call_it, recoup.checkpoint
 
 
 class Norms(nn.Module):
@@ -58,35 +49,26 @@ class Norms(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "ab")
 
-    def first(self, x):
-        return self.norms[0](x)
-
-    def second(self, x):
-        return self.norms[1](x)
-
     def at(self, place, x):
         return self.norms[place](x)
 
 
 WAYS = {
-    "methods": lambda m, call, x: call(m.second, call(m.first, x)),
-    "closures": lambda m, call, x: call(lambda x: m.second(x), call(lambda x: m.first(x), x)),
-    "a module": lambda m, call, x: call(m.norms[1], call(lambda x: m.first(x), x)),
-    "a loop": lambda m, call, x: call(m.at, 1, call(m.at, 0, x)),
-    "one alone": lambda m, call, x: call(m.first, x),
+    "closures": lambda m, call, x: call(lambda x: m.at(1, x), call(lambda x: m.at(0, x), x)),
+    "a module": lambda m, call, x: call(m.norms[1], call(lambda x: m.at(0, x), x)),
+    "a method": lambda m, call, x: call(m.at, 1, call(m.at, 0, x)),
+    "one alone": lambda m, call, x: call(m.norms[0].forward, x),
     "a list": lambda m, call, x: call(lambda x, group=[*m.norms]: group[0](x).sin(), x),
     "a partial": lambda m, call, x: call(functools.partial(call_it, m.norms[0]), x),
     "an argument": lambda m, call, x: call(call_it, m.norms[0], x),
-    "a method": lambda m, call, x: call(m.norms[0].forward, x),
     "an object": lambda m, call, x: call(Trainer(m.norms[0]).step, x),
-    "within an object": lambda m, call, x: call(within(Trainer(m.norms[0])), x),
     "a global": of_a_global,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_buffers_count_once_however_code_holds_its_modules(way):
-    for _ in range(3):  # models, which share the code
+    for _ in range(2):  # models, which share the code
         models, x = [Norms(), Norms()], leaf(8, 4).float()
         models[1].load_state_dict(models[0].state_dict())
         for _ in range(3):
@@ -130,18 +112,6 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_again(how):
         assert torch.equal(*found[0], *found[1])
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "sqrt"])
-def test_hooks_around_see_what_is_kept_and_each_parameter(way):
-    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(5)))
-    call, x, packed = called(way, *model), torch.randn(2, 3, 4, 4) * 1, []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: packed.append(tensor) or tensor.detach(), lambda tensor: tensor
-    ):
-        call(x).sum().backward()
-    assert all(any(weight is each for each in packed) for weight in list(model.parameters())[::2])
-    assert sum(each.data_ptr() == x.data_ptr() for each in packed) == 1
-
-
 def test_keywords_of_torch_are_taken():
     """None of them reaches the function, and what it draws is repeated."""
     layer, x = nn.Linear(4, 4).double(), leaf(3, 4)
@@ -178,13 +148,11 @@ def test_selective_checkpoints_run_products_once(early_stop):
     checkpoint = functools.partial(recoup.checkpoint, early_stop=early_stop)
     products = [torch.ops.aten.addmm.default]
     contexts = functools.partial(create_selective_checkpoint_contexts, products)
-    flops, want = step(plainly)
+    flops, want = step(call_it)
     more, again = step(checkpoint)
     same, got = step(functools.partial(checkpoint, context_fn=contexts))
-    assert all(map(torch.equal, again, want))
-    assert all(map(torch.equal, got, want))
-    assert more > flops
-    assert same == flops
+    assert all(map(torch.equal, again + got, want + want))
+    assert more > flops == same
 
 
 @pytest.mark.parametrize(
@@ -230,34 +198,3 @@ def test_a_chain_that_grows_and_shrinks(memory):
     assert f"memory={memory!r}" in repr(model)
     assert recoup.Sequential(*modules, memory=memory, otherwise="keep")[:2].otherwise == "keep"
     assert recoup.Sequential(memory=memory)(x) is x
-
-
-class Choosing(nn.Module):
-    """A block of code that is recomputed, in which something is decided."""
-
-    def __init__(self, decide):
-        super().__init__()
-        self.linear, self.decide = nn.Linear(4, 4), decide
-
-    def forward(self, x):
-        with recoup.recomputing():
-            return self.decide(self.linear(x))
-
-
-DECIDING = {
-    "compares": lambda h: torch.where(h > 0, h, 0.1 * h) * h,
-    "chooses one": lambda h: h.gather(1, h.argmax(1, keepdim=True)).sin() * h,
-    "chooses some": lambda h: h.topk(2)[0].sin(),
-    "sorts": lambda h: h.sort(1)[0].sin(),
-}
-
-
-@pytest.mark.parametrize("name", DECIDING)
-def test_a_block_of_code_within_decides_in_every_step_as_it_did(name):
-    """The first step of code is looked at in a mode, and later ones intercept operators."""
-    torch.manual_seed(0)
-    block, x = Choosing(DECIDING[name]), torch.randn(3, 4)
-    for _ in range(3):
-        want = torch.autograd.grad(block(x).square().sum(), block.linear.weight)
-        found = torch.autograd.grad(recoup.checkpoint(block, x).square().sum(), block.linear.weight)
-        assert torch.equal(*found, *want)

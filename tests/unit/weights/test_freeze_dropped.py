@@ -7,6 +7,7 @@ other entry must be; where a weight was dropped is read within the steps.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,13 +94,12 @@ def test_dropped_entries_are_left_alone(how):
     assert sum(pair.step(seed=number) for number in range(4)) > 40
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0, lambda number: float(number % 2)])
+@pytest.mark.parametrize("p", [0.0, 0.3, lambda number: float(number % 2)])
 def test_rates_and_axes(p):
     for axes in ((1,), (0,)):
         pair = Pair(layer(p, axes=axes))
         saved = [pair.step(seed=number) for number in range(3)]
-        assert (min(saved) > 0) >= (p == 1.0)
-        assert (max(saved) == 0) >= (p == 0.0)
+        assert (max(saved) == 0) == (p == 0.0)
 
 
 def checkpointed(call, **how):
@@ -142,30 +142,16 @@ def test_one_draw_for_several_steps():
             optimizer.step()
             assert 15 < (raw.grad == 0).sum() < 50
             assert torch.equal(raw == before, raw.grad == 0)
-    before = raw.detach().clone()
-    raw.grad = torch.zeros(8, 8)
-    optimizer.step()  # without a forward nothing is protected
-    assert (raw != before).all()
 
 
-def in_a_disabled_forward(module):
-    with disabled(module):
-        trained(module)
-
-
-USES = {
-    "disabled": lambda module, raw: in_a_disabled_forward(module),
-    "outside": lambda module, raw: F.linear(X, raw).pow(2).sum().backward(),
-    "evaluation": lambda module, raw: trained(module.eval()),
-}
-
-
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", ["disabled", "outside", "evaluation"])
 def test_a_use_without_dropout_is_not_lost(use):
     module, raw, optimizer, _ = frozen_layer()
     trained(module)
     is_dropped, before = raw.grad == 0, raw.detach().clone()
-    USES[use](module, raw)
+    with disabled(module) if use == "disabled" else nullcontext():
+        module.train(use != "evaluation")
+        trained(module if use != "outside" else lambda x: F.linear(x, raw))
     optimizer.step()
     assert is_dropped.any()
     assert (raw != before)[is_dropped].all()
@@ -194,14 +180,12 @@ def test_an_embedding(is_sparse):
     num_saved = sum(pair.step(lambda module: trained(module, ids), n) for n in range(3))
     # What was not looked up has no gradient: only a dense optimizer moves it.
     assert num_saved > (10 if is_sparse else 60)
-    momentum = Pair(embedding, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    for number in range(3):
-        momentum.step(lambda module, n=number: trained(module, torch.arange(n, n + 9)), number)
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-@pytest.mark.parametrize("make", [adamw, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3)])
-def test_closures(make, is_named):
+@pytest.mark.parametrize(
+    ("make", "name"), [(adamw, "closure"), (lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3), "")]
+)
+def test_closures(make, name):
     module, raw, optimizer, _ = frozen_layer(make)
     with pytest.raises(KeyError):
         optimizer.step(lambda: {}["broken"])
@@ -212,15 +196,11 @@ def test_closures(make, is_named):
             optimizer.zero_grad()
             return watched(module, lambda: trained(module), dropped)
 
-        found = optimizer.step(closure=closure) if is_named else optimizer.step(closure)
-        assert found > 0
+        assert (optimizer.step(closure=closure) if name else optimizer.step(closure)) > 0
         frozen = dropped["weight"]
         assert frozen.any()
         assert torch.equal(raw[frozen], before[frozen])
         assert make is not adamw or (raw != before)[~frozen].all()
-
-
-# -- the handle ------------------------------------------------------------------------------------
 
 
 def moves_all(module, optimizer):
@@ -233,20 +213,15 @@ def moves_all(module, optimizer):
     return bool((raw != before).all())
 
 
-ENDS = {
-    "twice": lambda module, handle: (handle.remove(), handle.remove()),
-    "no dropout": lambda module, handle: remove(module),
-}
-
-
-@pytest.mark.parametrize("is_one_of_two", [False, True])
-@pytest.mark.parametrize("way", ENDS)
-def test_the_end_of_it_and_of_one_of_two(way, is_one_of_two):
+def test_the_end_of_it_and_of_one_of_two():
     module, _, optimizer, handle = frozen_layer()
-    other = freeze_dropped(optimizer, module) if is_one_of_two else handle
-    assert not moves_all(module, optimizer)
-    ENDS[way](module, handle)
-    assert moves_all(module, optimizer) == (way == "no dropout" or not is_one_of_two)
+    other = freeze_dropped(optimizer, module)
+    for _ in range(2):
+        assert not moves_all(module, optimizer)
+        handle.remove()
     other.remove()
     assert moves_all(module, optimizer)
     assert not any(entry.reparametrization.records for entry in applied(module))
+    module, _, optimizer, _ = frozen_layer()
+    remove(module)
+    assert moves_all(module, optimizer)

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 import recoup
-from recoup.weights import applied, disabled, remove, same_draw, to_plain_names
+from recoup.weights import applied, remove, to_plain_names
 from tests.oracle import loss_of_all, tensors
 from tests.weight_zoo import (
     LAYERS,
@@ -35,30 +36,12 @@ from tests.weight_zoo import (
 
 @pytest.mark.parametrize("change", [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm])
 def test_backward_has_the_weight_of_forward_where_its_parameter_was_given_other_memory(change):
-    def step(is_changed):
-        torch.manual_seed(0)
-        layer, x = change(nn.Linear(3, 3)), torch.ones(2, 3, requires_grad=True)
-        y = layer(x).sin().sum()
-        if is_changed:
-            vector_to_parameters(torch.randn(15)[: sum(map(torch.numel, layer.parameters()))],
-                                 layer.parameters())  # fmt: skip
-        y.backward()
-        return x.grad
-
-    assert torch.equal(step(True), step(False))
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_norm_of_a_table_takes_sparse_gradients(kind, dim):
-    found = []
-    for is_sparse in (False, True):
-        torch.manual_seed(0)
-        options = {"mode": "sum"} if kind is nn.EmbeddingBag else {}
-        layer = recoup.weight_norm(kind(5, 3, sparse=is_sparse, **options), dim=dim)
-        layer(torch.tensor([[1, 2]])).square().sum().backward()
-        found.append([each.grad for each in layer.parameters()])
-    assert all(map(torch.equal, *found))
+    layer, x = change(nn.Linear(3, 3)), torch.ones(2, 3, requires_grad=True)
+    loss = layer(x).sin().sum()
+    want = torch.autograd.grad(loss, x, retain_graph=True)
+    others = [torch.randn_like(p).flatten() for p in layer.parameters()]
+    vector_to_parameters(torch.cat(others), layer.parameters())
+    assert torch.equal(*torch.autograd.grad(loss, x), *want)
 
 
 class Awkward(nn.Linear):
@@ -82,14 +65,12 @@ KINDS = {
     "lstm": Kind(
         lambda: nn.LSTM(4, 4, 2, bidirectional=True), given((3, 2, 4)), r"weight_hh_l\d+(_reverse)?"
     ),
-    "cell": Kind(lambda: nn.GRUCell(4, 4), given((3, 4)), "weight_.*"),
     "embedding": LAYERS["embedding"],
     "sequential": Kind(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
         given((3, 4)),
         r"\d\.weight",
     ),
-    "encoder layer": LAYERS["encoder layer"],
     "class of a user": Kind(Awkward, given((3, 4)), "weight"),
 }
 WAYS = {name: MORE[name] for name in ("dropout", "stacked", "learned", "function")}
@@ -122,9 +103,6 @@ def assert_noisy(module, way, build, pattern, x):
     assert not torch.equal(output, first_of(plain(x)))
 
 
-# -- what happens to a module ----------------------------------------------------------------------
-
-
 def saved(module):
     file = io.BytesIO()
     torch.save(module, file)
@@ -149,12 +127,11 @@ HAPPENS = {
     "assigned": lambda module, x: loaded(module, assign=True),
     "float64 and float16": lambda module, x: module.double().half().float(),
     "meta": emptied,
-    "shared memory": lambda module, x: module.share_memory(),
     "set": lambda module, x: replaced(module),
 }
 
 
-@pytest.mark.sampled(52)
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("happens", HAPPENS)
 def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, way):
@@ -199,88 +176,28 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     assert_noisy(WAYS[way](module, pattern), WAYS[way], build, pattern, x)
 
 
-@pytest.mark.sampled(13)
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_has_a_life_of_its_own(layer, way, copied):
-    build, pattern, x = layer
-    module = WAYS[way](build(), pattern)
-    loss_of_all(module(x)).backward()
-    other, outputs = copied(module), []
-    assert (type(other), repr(other)) == (type(module), repr(module))
-    for each in (module, other):
-        with same_draw(3):
-            outputs.append(first_of(each(x)))
-    assert torch.equal(*outputs)  # the same noise where the same is asked for, and else its own
-    assert not torch.equal(first_of(module(x)), first_of(other(x)))
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    num_steps = [entry.step for entry in applied(module)]
-    trained(other, x)
-    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
-    assert [entry.step for entry in applied(module)] == num_steps
-    with disabled(module):
-        assert not torch.equal(first_of(other(x)), first_of(other(x)))
-    remove(other)
-    assert_noisy(module, WAYS[way], build, pattern, x)
-
-
 def test_what_is_shown():
-    linear = recoup.weight_dropout(nn.Linear(4, 3), p=0.25)
+    linear = recoup.weight_dropout(recoup.weight_norm(nn.Linear(4, 3), dim=-1), p=0.25, axes=(-1,))
     recoup.weight_noise(linear, std=torch.tensor(0.5), mode="always")
-    shown = 'weight_dropout(p=0.25) of weight, weight_noise(std=0.5, mode="always") of weight'
+    shown = ["weight_norm(dim=1)", "weight_dropout(p=0.25, axes=(1,))",
+             'weight_noise(std=0.5, mode="always")']  # fmt: skip
+    assert repr(applied(linear)) == f"[{', '.join(f'weight: {each}' for each in shown)}]"
+    shown = ", ".join(f"{each} of weight" for each in shown)
     assert repr(linear) == f"Linear(in_features=4, out_features=3, bias=True, {shown})"
-    rows = recoup.weight_dropout(recoup.weight_norm(nn.Linear(4, 3), dim=-1), axes=(-1,))
-    shown = "[weight: weight_norm(dim=1), weight: weight_dropout(p=0.5, axes=(1,))]"
-    assert repr(applied(rows)) == shown
 
 
-# -- assigning, freezing, removing -----------------------------------------------------------------
-
-
-def test_assigning_freezing_and_making_a_layer_like_another():
+def test_assigning_and_making_a_layer_like_another():
     lstm, x = BOTH(nn.LSTM(4, 4), "weight_hh_l0"), torch.randn(3, 2, 4)
-    for value in (torch.zeros(16, 4), "text"):
-        with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight_hh_l0'"):
-            lstm.weight_hh_l0 = value
-    for is_trained in (False, True):
-        lstm.get_parameter("weight_hh_l0").requires_grad_(is_trained)
-        loss_of_all(lstm(x)).backward()
-        assert (lstm.get_parameter("weight_hh_l0").grad is not None) == is_trained
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight_hh_l0'"):
+        lstm.weight_hh_l0 = torch.zeros(16, 4)
     linear = recoup.weight_dropout(nn.Linear(4, 4), ".*", p=0.5)
     linear.bias = None
     assert linear(x).shape == x.shape
     linear.register_parameter("bias", nn.Parameter(torch.ones(4)))
     assert not torch.equal(linear(x), linear(x))
-    assert not hasattr(linear, "nothing")
     other = type(lstm)(5, 6)
     assert applied(other) == []
     assert other(torch.randn(2, 1, 5))[0].shape == (2, 1, 6)
-    assert pickle.loads(pickle.dumps(other)).state_dict().keys() == other.state_dict().keys()
-
-
-class Passing(nn.Module):
-    """A wrapper that passes attributes on, as that of Lightning Fabric does."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __setattr__(self, name, value):
-        inner = self._modules.get("inner") if "_modules" in vars(self) else None
-        (super().__setattr__ if inner is None else inner.__setattr__)(name, value)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-def test_a_wrapper_and_a_layer_with_two_names():
-    layer = nn.Linear(4, 4)
-    model, x = Passing(nn.Sequential(layer, nn.ReLU(), layer)), torch.ones(2, 4)
-    before = model(x)
-    recoup.recompute_(recoup.weight_norm(model), nn.Sequential)
-    torch.testing.assert_close(model(x), before)
-    assert type(remove(model)) is Passing
-    torch.testing.assert_close(model(x), before)
 
 
 def test_removing_some_and_from_a_part():
@@ -299,17 +216,6 @@ def test_removing_some_and_from_a_part():
     assert type(model) is nn.Sequential
 
 
-def test_a_class_of_a_user_keeps_what_it_is():
-    module = WAYS["dropout"](Awkward())
-    assert isinstance(module, Awkward)
-    assert type(module).__qualname__ == "Awkward"
-    assert inspect.signature(type(module)) == inspect.signature(Awkward)
-    assert module.hello == "world"
-    with recoup.weights.step(module):
-        assert torch.equal(module.doubled, 2 * module.weight)
-    assert type(remove(module)) is Awkward
-
-
 def test_a_replica_has_tensors_for_parameters():
     """As DataParallel makes them."""
     module = recoup.weight_dropout(nn.Linear(4, 4)).eval()
@@ -319,26 +225,19 @@ def test_a_replica_has_tensors_for_parameters():
     assert torch.equal(replica.weight, module.weight + 1)
 
 
-@pytest.mark.parametrize("are_all", [True, False])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "function"])
-def test_a_functional_call_reparametrizes_what_it_is_given(layer, way, are_all):
+@pytest.mark.parametrize("way", ["dropout", "stacked", "learned"])
+def test_a_functional_call_reparametrizes_what_it_is_given(layer, way):
     build, pattern, x = layer
 
     def lent(run, parameters, x):
-        """The gradients of other parameters that are lent: of all, or of those that are noisy."""
-        module = getattr(run, "ours", run)
-        names = parameters if are_all else dict.fromkeys(each.name for each in applied(module))
-        leaves = {name: torch.rand_like(parameters[name]).requires_grad_() for name in names}
-        place = "" if module is run else "ours."
+        leaves = {name: torch.rand_like(p).requires_grad_() for name, p in parameters.items()}
+        place = "ours." if hasattr(run, "ours") else ""
         output = functional_call(run, {place + name: leaf for name, leaf in leaves.items()}, x)
         loss_of_all(output).backward()
         gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
         return gradients | {"output": first_of(output)} | parameters  # which are as they were
 
     compare(WAYS[way], build(), (x,), pattern, act=lent, rtol=1e-4)
-
-
-# -- files under the names of other libraries ------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
@@ -378,7 +277,6 @@ def test_the_names_of_others():
     pair = {"module.weight_hh_l0": torch.zeros(2), "weight_hh_l0_raw": raw}
     for file in (pair, dict(reversed(pair.items()))):
         assert to_plain_names(file)["weight_hh_l0"] is raw
-    np = pytest.importorskip("numpy")
     assert list(to_plain_names({"0.gamma": np.ones(2, "float32")})) == ["0.weight"]
     assert list(to_plain_names({"0.gamma": torch.ones(2)})) == ["0.gamma"]
     with pytest.raises(ValueError, match="is a dict"):

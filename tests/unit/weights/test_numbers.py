@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
@@ -30,8 +28,6 @@ pytestmark = [
 
 CHUNK = 2**17
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-# -- what a draw is --------------------------------------------------------------------------------
 
 
 def read(module, seed):
@@ -88,12 +84,9 @@ def test_noise_is_gaussian_in_every_chunk():
         assert torch.equal(noise(7, 300, dtype=dtype), noise(7, 300).to(dtype))
 
 
-# -- what a draw depends on, and what not ----------------------------------------------------------
-
-
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (64, 64), (190, 211), (701, 803)], ids=str)
+@pytest.mark.parametrize("shape", [(), (64, 64), (190, 211), (701, 803)], ids=str)
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 65535 / 65536, 1.0])
 def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
     """So it is its own transpose; and noise is rounded to the type of the weight before."""
@@ -113,13 +106,6 @@ def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
         assert torch.equal(module.get_parameter("weight"), raw)
 
 
-@contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def test_threads_and_settings_of_torch_make_no_difference():
     """Of a weight of several chunks."""
 
@@ -128,45 +114,21 @@ def test_threads_and_settings_of_torch_make_no_difference():
         return [mask(6, 0.3, *shape), *(noise(6, *shape, dtype=d) for d in DTYPES[::3]), uniform]
 
     want = draws()
-    settings = nullcontext, default_dtype, torch.inference_mode, partial(torch.autocast, "cpu")
-    for num_threads, setting in zip((2, 3, 2, 3), settings, strict=True):
-        torch.set_num_threads(num_threads)
-        try:
-            with setting():
+    try:
+        torch.set_default_dtype(torch.float64)
+        for num_threads, setting in ((2, torch.inference_mode()), (3, torch.autocast("cpu"))):
+            torch.set_num_threads(num_threads)
+            with setting:
                 assert all(map(torch.equal, draws(), want)), setting
-        finally:
-            torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise])
-def test_no_buffer_is_as_large_as_a_large_weight(apply, dtype):
-    module = apply(weight(1.0, 2**21, dtype=dtype))
-    num_bytes = module.get_parameter("weight").nbytes
-
-    def draw():
-        with recoup.weights.step(module), torch.no_grad():
-            return module.weight
-
-    measured = recoup.measure(draw, repeats=0)
-    assert num_bytes <= measured.peak_bytes <= num_bytes * 1.35
-
-
-# -- a step ----------------------------------------------------------------------------------------
+    finally:
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
 
 
 def decoded(embedding, ids):
     """Words by the weight of their embedding."""
     hidden = embedding(ids)
     return hidden, F.linear(hidden, embedding.weight)
-
-
-class OfUsers(nn.LSTM):
-    """A recurrent layer with a forward of its own, which flattens its weights first."""
-
-    def forward(self, x, state=None):
-        self.flatten_parameters()
-        return super().forward(x.flip(0), state)
 
 
 def of_type(dtype):
@@ -178,7 +140,6 @@ def of_type(dtype):
 
 
 KINDS = LAYERS | {
-    "bias": Kind(lambda: nn.Linear(6, 5), given((4, 6)), "bias"),
     "prelu": Kind(lambda: nn.PReLU(6), given((4, 6))),
     "embedding bag, sparse": Kind(
         lambda: nn.EmbeddingBag(11, 6, mode="sum", sparse=True),
@@ -189,7 +150,6 @@ KINDS = LAYERS | {
         lambda: (torch.tensor([[1, 3], [8, 0]]),),
         ".*weight",
     ),
-    "lstm of a user": Kind(lambda: OfUsers(4, 5, 2), given((6, 2, 4)), r"weight_hh_l\d"),
     "bfloat16": of_type(torch.bfloat16),
     "float16": of_type(torch.float16),
 }
@@ -205,7 +165,7 @@ CASES = [("embedding bag, sparse", "function")]  # the first of them is in every
 CASES += [(n, w) for n, w in itertools.product(KINDS, WAYS) if "sparse" not in n or w in SPARSE]
 
 
-@pytest.mark.sampled(97)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_that_of_the_materialised_weights(name, way):
     plain, inputs = built(KINDS[name], dropout=False)
@@ -215,8 +175,8 @@ def test_a_step_is_that_of_the_materialised_weights(name, way):
     compare(WAYS[way], plain, inputs, KINDS[name].pattern, rtol=max(rtol, ADDED.get(name, 0.0)))
 
 
-@pytest.mark.parametrize("way", [Way(dropout={"p": 0.0}), Way(noise={"std": 0.0})])
-def test_nothing_that_is_drawn_is_the_plain_module(way):
+def test_nothing_that_is_drawn_is_the_plain_module():
+    way = Way(dropout={"p": 0.0}, noise={"std": 0.0})
     for module, x in ((nn.Linear(4, 3), torch.randn(2, 4)), (nn.Embedding(9, 3), torch.arange(3))):
         want, state = module(x), torch.get_rng_state()
         assert torch.equal(way(module)(x), want)
@@ -225,7 +185,6 @@ def test_nothing_that_is_drawn_is_the_plain_module(way):
 
 LAYOUTS = {
     "channels last": lambda w: w.to(memory_format=torch.channels_last),
-    "transposed": lambda w: w.transpose(0, 1).contiguous().transpose(0, 1),
     "every second": lambda w: w.repeat_interleave(2, 0).repeat_interleave(2, 2)[::2, :, ::2],
 }
 OF_LAYOUTS = OURS | {
@@ -251,9 +210,8 @@ def test_the_layout_of_a_weight_makes_no_difference(way, layout):
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
-AXES = [((12, 9), (0,)), ((12, 9), (1, -1)), ((12, 9), (-1,)), ((12, 9), (0, 1)), ((20,), [0]),
-        ((5, 6, 7), (2, 0)), ((5, 6, 7), (1,)), ((6, 5, 3, 3), (2, 3)),
-        ((6, 5, 3, 3), (-1, -2, -3))]  # fmt: skip
+AXES = [((12, 9), (0,)), ((12, 9), (1, -1)), ((12, 9), (0, 1)), ((20,), [0]), ((5, 6, 7), (2, 0)),
+        ((5, 6, 7), (1,)), ((6, 5, 3, 3), (-1, -2, -3))]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_table", [False, True])
@@ -274,8 +232,6 @@ def test_axes_share_the_mask(size, axes, is_table):
     assert any(not torch.equal(seen[0], other) for other in seen[1:])
 
 
-# -- rows of embeddings ----------------------------------------------------------------------------
-
 SETTINGS = {
     "dense": {},
     "padded and sparse": {"padding_idx": 2, "sparse": True},
@@ -283,7 +239,6 @@ SETTINGS = {
 }
 IDS = {
     "empty": torch.zeros(0, 4, dtype=torch.int64),
-    "of no dimension": torch.tensor(2),
     "repeated": torch.tensor([[[1, 2], [2, 10]], [[1, 1], [9, 2]]], dtype=torch.int32),
     "more than rows": torch.arange(24).remainder(11).view(4, 6),
 }
@@ -294,7 +249,7 @@ ROWS = {
 }
 
 
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -302,8 +257,6 @@ ROWS = {
 def test_rows_are_those_of_the_noisy_table(way, settings, ids, dtype):
     """Looked up in a table that plain torch was given, gradients by plain autograd."""
     settings, ids = SETTINGS[settings], IDS[ids]
-    if settings.get("sparse") and ids.dim() == 0:
-        pytest.skip("torch itself cannot do this")
 
     def looked_up(run, parameters, ids):
         found = run(ids)
@@ -317,29 +270,11 @@ def test_rows_are_those_of_the_noisy_table(way, settings, ids, dtype):
     compare(ROWS[way], nn.Embedding(11, 6, **settings).to(dtype), (ids,), act=looked_up)
 
 
-class Shifted(nn.Embedding):
-    """An embedding whose forward does more than to look up."""
-
-    def forward(self, ids):
-        return super().forward(ids) + 1.0
-
-
-SHORTENED = {"max_norm": 1.0, "norm_type": 1.0}  # torch writes to the table
-TABLES = [
-    *itertools.product((nn.Embedding, Shifted), [{}], ROWS),
-    (nn.Embedding, SHORTENED, "rows"),
-]
-
-
-@pytest.mark.parametrize(("kind", "how", "way"), TABLES)
-def test_a_seed_says_the_table_whoever_reads_it_and_however_many_rows(kind, how, way):
-    """Also where torch shortens the rows that are looked up."""
-    embedding = kind(11, 6, **how)
+def test_rows_that_torch_shortens_when_they_are_looked_up():
+    """It writes to the table, as it does to the plain one."""
+    how, ids = {"max_norm": 1.0, "norm_type": 1.0}, torch.tensor([3, 10])
+    embedding = nn.Embedding(11, 6, **how)
     raw = embedding.weight.detach().clone()
-    ROWS[way](embedding)
-    for ids in (torch.tensor([3, 10]), torch.arange(11).repeat(2)):
-        with same_draw(2):
-            rows, found = embedding(ids), embedding.weight.detach()
-        F.embedding(ids, raw, **how)
-        assert torch.equal(embedding.get_parameter("weight"), raw)
-        assert torch.equal(rows, found[ids] + float(kind is Shifted))
+    recoup.weight_dropout(embedding, axes=(1,))(ids)
+    F.embedding(ids, raw, **how)
+    assert torch.equal(embedding.get_parameter("weight"), raw)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import itertools
 import re
-import weakref
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ import recoup
 from recoup.errors import RecoupError
 from recoup.weights import applied, disabled, enabled, remove, same_draw, set_step, step
 from tests.weight_zoo import MORE, OURS, Reads, materialised
-
-# -- the rule: who reads a weight, in which mode, where, and what the read is ----------------------
 
 
 class Model(nn.Module):
@@ -55,7 +51,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.sampled(127)
+@pytest.mark.sampled(72)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["dropout", "noise", "function"])
@@ -99,7 +95,7 @@ class SavesItself(nn.Linear):
     """A layer that reads its weight to save and to load it, as those of torch_geometric do."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        destination[prefix + "weight"] = self.weight
 
     def _load_from_state_dict(self, *args):
         self.loaded_over = self.weight
@@ -107,14 +103,10 @@ class SavesItself(nn.Linear):
 
 def test_a_layer_that_saves_its_weight_itself_saves_the_parameter():
     model = nn.Sequential(SavesItself(4, 4))
-    layer, raw = model[0], model[0].weight
-    OURS["stacked"](model)
-    before = torch.get_rng_state()
-    state = model.state_dict()
-    assert torch.equal(state["0.weight"], raw)
-    assert model.state_dict(keep_vars=True)["0.weight"] is raw
+    layer, raw, before = model[0], model[0].weight, torch.get_rng_state()
+    state = OURS["stacked"](model).state_dict()
     model.load_state_dict(state, strict=False)
-    assert layer.loaded_over is raw
+    assert state["0.weight"] is layer.loaded_over is raw
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -122,8 +114,8 @@ def test_a_norm_is_no_noise_applies_everywhere_and_stays_in_the_weight_when_it_i
     model = recoup.weight_norm(Model())
     model.layer.weight_g.data.mul_(2)
     want = 2 * model.get_parameter("layer.weight").detach()
-    for training, grad in itertools.product((True, False), repeat=2):
-        with torch.set_grad_enabled(grad):
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
             torch.testing.assert_close(model.train(training).encode(), want)
     torch.testing.assert_close(remove(model).get_parameter("layer.weight").detach(), want)
 
@@ -137,9 +129,6 @@ def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
     x = torch.randn(1, 3, 8)
     with torch.no_grad():
         assert not torch.equal(encoder(x), encoder(x))
-
-
-# -- which reads share a draw ----------------------------------------------------------------------
 
 
 class Calls(nn.Module):
@@ -171,17 +160,13 @@ def agree(*tensors):
     return all(torch.equal(tensors[0], other) for other in tensors[1:])
 
 
-def num_seeds(call):
-    """How many seeds a call takes from the default generator."""
-    layer, num, before = dropped(reads()), 0, torch.get_rng_state()
-    call()
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    while not torch.equal(torch.get_rng_state(), after):
+def stream_after(num_seeds):
+    """The state of the default generator after so many seeds were taken from it."""
+    torch.manual_seed(1)
+    layer = dropped(reads())
+    for _ in range(num_seeds):
         layer()
-        num += 1
-        assert num < 10, "something else is drawn"
-    return num
+    return torch.get_rng_state()
 
 
 READS = {
@@ -252,25 +237,18 @@ def run(words, tree, contexts):
 def test_which_reads_share_a_draw(program, pattern, seeds):
     tree = dropped(Calls(lambda tree: [tree.a(), tree.b()], a=reads(), b=reads()))
     contexts = {word: make(tree) for word, make in CONTEXTS.items()}
-    found, seen, letters = [], [], ""
-    taken = num_seeds(lambda: found.extend(run(iter(program.split()), tree, contexts)))
-    for each in found:
+    seen, letters = [], ""
+    torch.manual_seed(1)
+    for each in run(iter(program.split()), tree, contexts):
         place = next((i for i, one in enumerate(seen) if torch.equal(each, one)), len(seen))
         is_raw = bool((each == 3).all())
         seen += [each] if place == len(seen) and not is_raw else []
         letters += "r" if is_raw else chr(ord("a") + place)
-    assert (letters, taken) == (pattern.replace(" ", ""), int(seeds))
+    assert letters == pattern.replace(" ", "")
+    assert torch.equal(torch.get_rng_state(), stream_after(int(seeds)))
 
 
 def test_a_step_is_the_forward_of_what_something_was_applied_to():
-    twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=reads())
-    dropped(twice.layer)
-    assert differ(*twice())  # here each call of the layer
-    with step(twice):
-        for _ in range(2):
-            alive = weakref.ref(twice.layer.weight)  # what was read last is not made again
-            assert twice.layer.weight is alive()
-            assert agree(*twice())
     inner = Calls(lambda tree: (tree.a(), tree.b()), a=reads(), b=reads())
     outer = Calls(lambda tree: (*tree.inner(), *tree.inner()), inner=inner)
     dropped(inner, "a.weight")
@@ -278,10 +256,6 @@ def test_a_step_is_the_forward_of_what_something_was_applied_to():
     a1, b1, a2, b2 = outer()
     assert differ(a1, a2)
     assert agree(b1, b2)
-    layer = reads()
-    names = dropped(Calls(lambda tree: (tree.a(), tree.b()), a=layer, b=layer), "b.weight")
-    assert [entry.name for entry in applied(names)] == ["a.weight"]
-    assert agree(*names())
 
 
 def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
@@ -297,26 +271,10 @@ def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
         assert torch.equal(tree(), want)
 
 
-def test_an_exception_ends_a_step_and_holds_no_weight():
-    def fails(tree):
-        made.extend(weakref.ref(tree.layer.weight) for _ in range(2))
-        raise KeyError("x")
-
-    made, tree = [], dropped(Calls(fails, layer=reads()))
-    with pytest.raises(KeyError) as caught:
-        tree()
-    assert caught.value.__traceback__ is not None
-    assert [ref() for ref in made] == [None, None]
-    with pytest.raises(KeyError), step(tree):
-        tree()
-    with torch.no_grad():
-        assert tree.layer.weight is tree.layer.get_parameter("weight")
-
-
-@pytest.mark.parametrize("before", ["nothing", "evaluation", "training without a graph"])
+@pytest.mark.parametrize("before", [None, "evaluation", "training without a graph"])
 def test_hooks_in_backward_may_look_at_the_parameter(before):
     linear, x, seen = dropped(nn.Linear(4, 4)), torch.randn(2, 4), []
-    if before != "nothing":
+    if before:
         with torch.no_grad():
             linear.train(before != "evaluation")(x)
     raw = linear.train().get_parameter("weight")
@@ -325,53 +283,27 @@ def test_hooks_in_backward_may_look_at_the_parameter(before):
     assert seen[0] is raw
 
 
-# -- one draw for several steps, and schedules -----------------------------------------------------
-
-
 def test_same_draw_goes_by_qualified_names_alone():
     """Whatever class it has, whatever ran before, and whatever trainers wrap it in."""
 
     def tree_of(kind):
-        return kind(lambda tree, names: [getattr(tree, name)() for name in names],
-                    a=reads(), b=reads(), c=reads())  # fmt: skip
+        return kind(lambda tree, names: [getattr(tree, n)() for n in names], a=reads(), b=reads())
 
     tree, other = dropped(tree_of(Calls)), dropped(tree_of(type("Other", (Calls,), {})))
     wrapped = Calls(lambda whole, *args: whole.module(*args), module=tree_of(Calls))
     other(["a"])
     found = []
-    for call, names in ((tree, "abc"), (other, "cab"), (dropped(wrapped), "abc")):
+    for call, names in ((tree, "ab"), (other, "ba"), (dropped(wrapped), "ab")):
         with same_draw(8):
             made = dict(zip(names, call(names), strict=True))
-        found.append([made[name] for name in "abc"])
-    assert differ(*found[0])
-    for other_found in found[1:]:
-        assert all(map(torch.equal, found[0], other_found))
-    kept = [each > 0 for each in found[0][:2]]
-    assert abs((kept[0] == kept[1]).double().mean() - 0.5) < 0.15
+        found.append([made["a"], made["b"]])
+    (first, second), *others = found
+    assert 0.35 < ((first > 0) == (second > 0)).double().mean() < 0.65
+    for again in others:
+        assert all(map(torch.equal, found[0], again))
     layers = [dropped(reads()) for _ in range(2)]  # of one name
     with same_draw(8):
         assert differ(*(layer() for layer in layers))
-
-
-def test_a_context_may_end_before_what_is_within_and_outlive_the_forward_where_it_began():
-    """A generator that is left open ends when it likes."""
-    context = same_draw(1)
-    tree = dropped(Calls(lambda tree: context.__enter__(), layer=reads()))
-    tree()
-    assert agree(tree.layer(), tree.layer())
-    context.__exit__(None, None, None)
-    assert differ(tree.layer(), tree.layer())
-    for first, second in ((disabled, enabled), (enabled, disabled)):
-        outer, inner = first(tree), second(tree)
-        inner.__enter__()
-        outer.__enter__()
-        inner.__exit__(None, None, None)
-        assert (tree.layer() == 3).all() == (first is disabled)
-        outer.__exit__(None, None, None)
-    always = dropped(reads(), mode="always").eval()
-    with disabled(always):
-        assert agree(always(), always.get_parameter("weight"))
-    assert differ(always(), always(), always.get_parameter("weight"))
 
 
 def test_a_schedule_is_given_the_number_of_steps_in_training():
@@ -397,11 +329,8 @@ def test_a_schedule_is_given_the_number_of_steps_in_training():
     expect(tree)
     with enabled(tree):
         expect(tree, 5, 5)
-    tree.train()
-    assert [entry.step for entry in applied(tree)] == [5, 5]
-    assert applied(set_step(tree, 70))[0].step == 70
-    for _ in range(2):
-        expect(tree, 70, 70)
+    assert applied(set_step(tree.train(), 70))[0].step == 70
+    expect(tree, 70, 70)
 
 
 def test_backward_has_the_magnitude_of_forward():
@@ -412,19 +341,6 @@ def test_backward_has_the_magnitude_of_forward():
     p.fill_(0.9)
     y.backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
-
-
-@pytest.mark.parametrize("way", MORE)
-def test_a_step_may_have_two_backwards(way):
-    layer, x = MORE[way](nn.Linear(8, 8)), torch.randn(4, 8)
-    with step(layer), same_draw(3):
-        for half in x.chunk(2):
-            layer(half).square().sum().backward()
-    found = layer.get_parameter("weight").grad
-    layer.zero_grad()
-    with same_draw(3):
-        layer(x).square().sum().backward()
-    torch.testing.assert_close(layer.get_parameter("weight").grad, found)
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|not writable)")  # torch's own

@@ -38,8 +38,6 @@ from tests.weight_zoo import MORE, Scaled, multiplied, used
 NAN, INF = float("nan"), float("inf")
 KINDS = [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm]
 
-# -- what is chosen --------------------------------------------------------------------------------
-
 
 def tree():
     return nn.Sequential(
@@ -81,9 +79,6 @@ def test_what_a_pattern_and_a_type_leave_out():
     assert names(recoup.weight_dropout(frozen, lambda *_: True)) == ["weight", "bias"]
     both = recoup.weight_noise(recoup.weight_norm(tree(), nn.Linear), nn.Linear)
     assert names(both) == ["1.0.weight", "1.0.weight"]
-
-
-# -- what is refused -------------------------------------------------------------------------------
 
 
 class Taken(nn.Linear):
@@ -268,8 +263,8 @@ def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
 
 
 def test_what_is_in_range():
-    for p in (0, np.float32(0.5), np.int64(1), torch.tensor(0.5), torch.tensor(1), lambda _: 0):
-        recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2)).sum().backward()
+    for p in (0, np.float32(0.5), np.int64(1), torch.tensor(1), lambda _: 0):
+        recoup.weight_dropout(layer(), p=p)
     with same_draw(np.int64(3)), disabled(layer()), enabled(layer()):
         assert applied(layer()) == []
 
@@ -288,14 +283,9 @@ def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
         noise(torch.ones(1, 6))
 
 
-# -- writes to what is computed --------------------------------------------------------------------
-
-
 WRITES = {
-    "init": nn.init.zeros_,
     "data": lambda weight: weight.data,
     "set data": lambda weight: setattr(weight, "data", torch.zeros(2, 2)),
-    "copy": lambda weight: weight.copy_(torch.zeros(2, 2)),
     "add": lambda weight: weight.__iadd__(1),
     "detached": lambda weight: weight.detach().zero_(),
     "a view without a graph": torch.no_grad()(lambda weight: weight.view(-1)[:3].zero_()),
@@ -315,8 +305,7 @@ WRITES = {
 def test_a_write_to_a_computed_weight_is_an_error(where, kind, write):
     model = MORE[kind](nn.Sequential(layer()))
     before = model.get_parameter("0.weight").clone()
-    also_without = where == "step" and write in ("copy", "add", "rows")
-    for has_graph in (True, False) if also_without else (True,):
+    for has_graph in (True, False) if where == "step" and write in ("add", "rows") else (True,):
         with (
             step(model) if where == "step" else nullcontext(),
             torch.set_grad_enabled(has_graph),
@@ -325,8 +314,6 @@ def test_a_write_to_a_computed_weight_is_an_error(where, kind, write):
             WRITES[write](model[0].weight)
     assert torch.equal(model.get_parameter("0.weight"), before)
 
-
-# -- what changes between forward and backward -----------------------------------------------------
 
 CHANGES = {
     "add_": lambda p: p.add_(1.0),
@@ -349,20 +336,17 @@ def test_what_a_weight_is_made_of_must_not_change_before_backward(way, change):
         assert hooks_in_force() is None
 
 
-def test_a_change_that_plain_torch_allows_too():
-    """Where backward needs no weight, it may change; and after backward; and past its version."""
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_a_change_that_plain_torch_allows_too(is_needed):
+    """Where backward needs no weight, it may change; and past its version, which torch uses."""
     linear, x = recoup.weight_dropout(nn.Linear(4, 4), p=0.3), torch.randn(3, 4)
     raw = linear.get_parameter("weight")
-    with step(linear):
-        loss, scales = linear(x).sum(), used(linear) / raw.detach()
-    with torch.no_grad():
-        raw.add_(1.0)
-    loss.backward()
-    torch.testing.assert_close(raw.grad, x.sum(0).expand(4, 4) * scales)
-    x.requires_grad_()
-    x.grad = None
+    x.requires_grad_(is_needed)
     with step(linear):
         loss, weight = linear(x).sum(), used(linear)
-    raw.data.mul_(2.0)  # torch does not count it, and uses new values
+    scales = weight / raw.detach()
+    with torch.no_grad():
+        (raw.data if is_needed else raw).mul_(2.0)
     loss.backward()
-    torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(3, -1))
+    torch.testing.assert_close(raw.grad, x.detach().sum(0).expand(4, 4) * scales)
+    assert not is_needed or torch.allclose(x.grad, 2 * weight.sum(0).expand(3, -1))
