@@ -197,7 +197,6 @@ def _text(length: int = 32, num_labels: int = 32) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens[:, :num_labels].contiguous()}
 
 
-_OF_LAYERS = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS: dict[str, Callable[[], Case]] = {
     "sequential": _of(
         _sequential, lambda: torch.randn(64, 48), lambda y: y.square().sum(), 7
@@ -218,31 +217,9 @@ MODELS: dict[str, Callable[[], Case]] = {
         "GPT2Config", "GPT2LMHeadModel", _text, num_blocks=6,
         n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0,
     ),
-    "bert": of_transformers(
-        "BertConfig", "BertForMaskedLM",
-        lambda: _text() | {"attention_mask": torch.ones(2, 32, dtype=torch.long)}, num_blocks=4,
-        intermediate_size=128, vocab_size=100, **_OF_LAYERS,
-    ),
     "t5": of_transformers(
         "T5Config", "T5ForConditionalGeneration", lambda: _text(24, 16), num_blocks=6,
         num_layers=3, num_decoder_layers=3, d_model=64, d_ff=128, d_kv=16, num_heads=4,
         vocab_size=100, decoder_start_token_id=0,
-    ),
-    "vit": of_transformers(
-        "ViTConfig", "ViTForImageClassification",
-        lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2},
-        num_blocks=4,
-        intermediate_size=128, image_size=32, patch_size=8, **_OF_LAYERS,
-    ),
-    "whisper": of_transformers(
-        "WhisperConfig", "WhisperForConditionalGeneration",
-        lambda: {
-            "input_features": torch.randn(2, 20, 64), "labels": torch.randint(3, 100, (2, 16))
-        },
-        num_blocks=6,
-        encoder_layers=3, decoder_layers=3, d_model=64, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100,
-        num_mel_bins=20, max_source_positions=32, max_target_positions=32, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
     ),
 }  # fmt: skip

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import recoup
-from recoup._core.kept_products import PackedMask
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from tests.alive import held_after, no_collector
@@ -52,10 +51,6 @@ def under_autocast(x):
         return linear(linear(x).tanh()).sigmoid()
 
 
-def single(*size):
-    return torch.randn(*size, requires_grad=True)
-
-
 # The function, its input, what is kept, and how often operators run again.
 AGAIN = {
     "every product": (layers(6, 3), leaf(4, 6), {}, {"addmm": 0}),
@@ -71,7 +66,7 @@ AGAIN = {
                     {"native_dropout": 1}),
     "a draw within a kernel": (of_fused_dropout, leaf(64, 256), {"keeps": {1}}, {"addmm": 1}),
     # A cast that the first run found made shifts nothing.
-    "autocast": (under_autocast, single(4, 6), {}, {"addmm": 0}),
+    "autocast": (under_autocast, torch.randn(4, 6, requires_grad=True), {}, {"addmm": 0}),
 }  # fmt: skip
 
 
@@ -121,14 +116,6 @@ def test_an_output_that_is_a_residual_is_kept_itself():
     assert held_after(lambda: keeping(norm, x, saved=EVERY, held=EVERY - {0})).num_bytes <= plain
 
 
-@pytest.mark.parametrize("num_values", [0, 1, 7, 8, 9, 1000])
-def test_packed_masks(num_values):
-    tensor = (torch.rand(num_values) < 0.5).float()
-    mask = PackedMask(tensor)
-    assert torch.equal(mask.unpacked(), tensor.bool())
-    assert mask.packed.numel() == -(-num_values // 8)
-
-
 def test_kept_bytes_fall_as_backward_proceeds():
     linears = nn.ModuleList(nn.Linear(64, 64).double() for _ in range(4))
     alive = []
@@ -173,29 +160,16 @@ def test_a_census_shows_them_as_kept():
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def output_written_to():
-    y = keeping(norm, images(), saved=EVERY, held=EVERY)
-    return y.mul_(2.0)
-
-
-def weight_written_to():
+def test_a_change_after_the_call_is_an_error():
     w = leaf(4, 4)
-    y = keeping(lambda x: (x.sin() @ w).sin(), leaf(4, 4))
-    w.detach().add_(1.0)
-    return y
-
-
-CHANGES = {
-    "an output that is held": (output_written_to, "changed in place"),
-    "a weight": (weight_written_to, "changed in place"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_the_call_is_an_error(name):
-    change, message = CHANGES[name]
-    with pytest.raises(ChangedError, match=message):
-        change().sum().backward()
+    outputs = (
+        keeping(norm, images(), saved=EVERY, held=EVERY),
+        keeping(lambda x: (x.sin() @ w).sin(), leaf(4, 4)),
+    )
+    for y, written in zip(outputs, (outputs[0], w), strict=True):
+        written.detach().mul_(2.0)
+        with pytest.raises(ChangedError, match="changed in place"):
+            y.sum().backward()
 
 
 def another_operator(x, is_right):
@@ -209,7 +183,7 @@ def another_shape(x, is_right):
     return (x + shift).sin()
 
 
-@pytest.mark.parametrize("num_right", [1, 2, 3])
+@pytest.mark.parametrize("num_right", [1, 3])
 @pytest.mark.parametrize("code", [another_operator, another_shape])
 def test_another_operator_in_its_place_is_an_error(code, num_right):
     count = itertools.count(1)
@@ -224,14 +198,3 @@ def test_transforms_are_refused():
     w = torch.randn(4, 4)
     with pytest.raises(RecoupError, match=r"torch.func transforms"):
         torch.func.grad(lambda x: keeping(lambda x: (x @ w).sin().sum(), x))(torch.ones(4, 4))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch itself
-@pytest.mark.parametrize("call", [keeping, recoup.checkpoint])
-def test_forward_mode_derivatives_are_an_error_as_for_a_checkpoint(call):
-    w, x, v = leaf(4, 4), leaf(4, 4), torch.randn(4, 4, dtype=torch.float64)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, v)
-        y = call(lambda x: ((x @ w).sin() @ w).sin(), dual)
-        with pytest.raises(RuntimeError):
-            y.sum().backward()

@@ -78,31 +78,15 @@ def step(model, tokens, labels, **more):
     return output.loss.detach(), [p.grad for p in model.parameters()]
 
 
-def assert_close(got, want, tolerance):
-    for a, b in zip(got[1], want[1], strict=True):
-        assert float((a - b).norm() / b.norm().clamp_min(1e-30)) <= tolerance
-    assert float((got[0] - want[0]).abs() / want[0].abs()) <= tolerance
-
-
-def errors(found, exact):
-    """How far each gradient is from that in float64, relative to its norm."""
-    return torch.stack([(a - b).norm() / b.norm() for a, b in zip(found[1], exact[1], strict=True)])
-
-
-def has_like_rows(model, rows):
-    """Whether products of this machine have the same rows, however many there are."""
-    gradient = torch.randn(len(rows), VOCABULARY)
-    weight = model.lm_head.weight.detach()
-    pairs = [(rows, lambda x: x @ weight.T), (gradient, lambda x: x @ weight)]
-    return all(
-        torch.equal(product(value), torch.cat([product(piece) for piece in value.split(64)]))
-        for value, product in pairs
-    )
+def errors(found, wanted):
+    """How far the loss and each gradient are from others, relative to their norms."""
+    pairs = zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True)
+    return torch.stack([(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs])
 
 
 @pytest.mark.parametrize("build", [functools.partial(gpt2, 0.0), llama], ids=["gpt2", "llama"])
 def test_a_language_model_in_fewer_bytes_than_its_logits(build):
-    """As near to float64 as without tiles; and but for the head's, bits of gradients are equal."""
+    """As near to float64 as without tiles."""
     torch.manual_seed(0)
     model, (tokens, labels) = build(), batch()
     want = step(model, tokens, labels)
@@ -111,23 +95,16 @@ def test_a_language_model_in_fewer_bytes_than_its_logits(build):
     tiled = recoup.plan(model, tokens, labels=labels, tiles=True)
     least, most = int(1.02 * tiled.points[0].peak_bytes), whole.points[0].peak_bytes
     assert least < most / 3
-    is_alike = has_like_rows(model, torch.randn(4 * 63, 64))
     for budget in (least, most // 2):
         plan = tiled.plan(budget)
         assert "tile: `lm_head`" in str(plan)
         with plan.applied():
             assert recoup.measure(lambda: step(model, tokens, labels)).peak_bytes <= budget
             got = step(model, tokens, labels)
-        eps = torch.finfo(torch.float32).eps
-        assert float((got[0] - exact[0]).abs()) <= 2 * eps * float(exact[0])
         own, plain = errors(got, exact), errors(want, exact)
+        assert own[0] <= 2 * torch.finfo(torch.float32).eps
         assert own.norm() <= 1.1 * plain.norm()
         assert own.max() <= 1.1 * plain.max()
-        for place, parameter in enumerate(model.parameters()):
-            if is_alike and parameter is model.lm_head.weight:
-                assert own[place] <= plain[place]
-            elif is_alike:
-                assert torch.equal(got[1][place], want[1][place])
 
 
 def tied(model):
@@ -141,27 +118,22 @@ def noisy_and_tied(model):
 
 HEADS = {
     "as it is": lambda model: None,
-    "tied": tied,
     "normed": lambda model: nn.utils.parametrizations.weight_norm(model.head),
-    "dropped": lambda model: recoup.weight_dropout(model, "head.weight", 0.3),
     "noisy and tied": noisy_and_tied,
     "frozen": lambda model: model.head.requires_grad_(False),
     "after a frozen body": lambda model: model.blocks.requires_grad_(False),
 }
 
 
-@pytest.mark.parametrize(
-    ("head", "dtype"), [*((head, torch.float32) for head in HEADS), ("as it is", torch.float64)]
-)
-def test_output_layers_of_all_kinds_run_in_tiles(head, dtype):
-    model, (tokens, _) = Plain(change=HEADS[head]).to(dtype), batch()
+@pytest.mark.parametrize("head", HEADS)
+def test_output_layers_of_all_kinds_run_in_tiles(head):
+    model, (tokens, _) = Plain(change=HEADS[head]), batch()
     loss = shifted_loss(tokens)
     plans = recoup.plan(model, tokens, loss=loss, tiles=True)
     assert plans.least_bytes < recoup.plan(model, tokens, loss=loss).least_bytes / 2
     plan = plans.plan(plans.least_bytes)
     assert "tile: `head`" in str(plan)
-    rtol = 1e-10 if dtype is torch.float64 else 1e-5
-    assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=rtol)
+    assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=1e-5)
 
 
 def test_a_sequence_before_its_only_batch_runs_in_tiles():
@@ -178,23 +150,22 @@ def test_in_bfloat16_under_autocast():
         plan = recoup.plan(model, tokens, labels=labels, budget="8 MiB", tiles=True)
         want = step(model, tokens, labels)
         with plan.applied():
-            assert_close(step(model, tokens, labels), want, 2e-2)
+            assert errors(step(model, tokens, labels), want).max() <= 2e-2
             logits = model(tokens, labels=labels).logits
     assert logits.dtype == torch.bfloat16
-    assert torch.equal(logits, logits.clone())
 
 
 def test_small_gradients_in_float16():
     """A mean over many targets is divided at the end, where a gradient in 16 bits would vanish."""
-    model, (tokens, _) = Plain(8), batch(1, 2048)
-    scale = 2.0**16  # of a GradScaler
+    model, (tokens, _) = Plain(8), batch(1, 512)
+    scale = 2.0**14  # of a GradScaler
 
     def loss(logits):
         return scale * F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     exact = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
     model.half()
-    plan = recoup.plan(model, tokens, loss=loss, budget="64 MiB", tiles=True)
+    plan = recoup.plan(model, tokens, loss=loss, budget="16 MiB", tiles=True)
     assert plan.planned.tiled is not None
     with plan.applied():
         got = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
@@ -202,26 +173,18 @@ def test_small_gradients_in_float16():
         assert float((a.float() - b).norm() / b.norm()) < 2e-2
 
 
-@pytest.mark.parametrize("tiles", [1, -2, "8", 2.0])
-def test_the_number_of_tiles_is_checked(tiles):
-    with pytest.raises(ValueError, match="`tiles`"):
-        recoup.plan(Plain(), batch()[0], budget="9 MiB", tiles=tiles)
-
-
 def test_an_error_of_too_few_bytes_names_tiles():
     model, (tokens, _) = Plain(), batch()
-    for loss in (shifted_loss(tokens), lambda logits: logits.square().mean()):  # or left alone
-        for is_tiled in (False, True):
-            with pytest.raises(recoup.errors.BudgetError) as caught:
-                recoup.plan(model, tokens, loss=loss, budget="1 MiB", tiles=is_tiled)
-            assert not is_tiled or "tiles=True" not in str(caught.value)
-    with pytest.raises(recoup.errors.BudgetError, match="tiles=True"):
-        recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="1 MiB")
+    left_alone, tiled = (lambda logits: logits.square().mean()), shifted_loss(tokens)
+    for loss, tiles in ((left_alone, True), (tiled, True), (tiled, False)):
+        with pytest.raises(recoup.errors.BudgetError) as caught:
+            recoup.plan(model, tokens, loss=loss, budget="1 MiB", tiles=tiles)
+        assert ("tiles=True" in str(caught.value)) == (not tiles)
 
 
 def test_mlps_in_tiles_of_their_own_are_planned_as_they_are():
     torch.manual_seed(0)
-    model, tokens = llama(32, 2, 512).double(), torch.randint(512, (1, 512))
+    model, tokens = llama(32, 2, 512).double(), torch.randint(512, (1, 256))
     want = step(model, tokens, tokens)
     least = recoup.plan(model, tokens, labels=tokens, tiles=True).points[0].peak_bytes
     for layer in model.model.layers:
@@ -232,4 +195,4 @@ def test_mlps_in_tiles_of_their_own_are_planned_as_they_are():
     with frontier.plan(budget).applied():
         assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= budget
         # Llama's loss is taken in float32, whatever the type of the model.
-        assert_close(step(model, tokens, tokens), want, 1e-6)
+        assert errors(step(model, tokens, tokens), want).max() <= 1e-6
