@@ -105,40 +105,6 @@ class Expert(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class MoEBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.router = nn.Linear(width, 4)
-        self.experts = nn.ModuleList(Expert(width) for _ in range(4))
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor, losses: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        del losses
-        h = self.norm(x).flatten(0, 1)
-        weights, chosen = self.router(h).softmax(-1).max(-1)
-        out = torch.zeros_like(h)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().squeeze(-1)
-            out = out.index_add(0, rows, expert(h[rows]) * weights[rows, None])
-        return x + self.drop(out).view_as(x), weights.square().mean()
-
-
-class MoE(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, width)
-        self.layers = nn.ModuleList(MoEBlock(width) for _ in range(4))
-        self.head = nn.Linear(width, 50)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x, beside = self.embed(tokens), torch.zeros(())
-        for layer in self.layers:
-            x, one = layer(x, losses=None)
-            beside = beside + one
-        return self.head(x), beside
-
-
 class Shared(nn.Module):
     """One block called six times (as ALBERT does), with a frozen one before."""
 
@@ -207,10 +173,6 @@ MODELS: dict[str, Callable[[], Case]] = {
     "unet": _of(
         UNet, lambda: torch.randn(2, 3, 16, 16),
         lambda y: [y["image"].square().mean(), y["beside"]], 5,
-    ),
-    "moe": _of(
-        MoE, lambda: torch.randint(50, (16, 48)),
-        lambda y: y[0].logsumexp(-1).mean() + y[1], 4,
     ),
     "shared": _of(Shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
     "gpt2": of_transformers(

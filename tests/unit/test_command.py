@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import recoup
 from recoup.__main__ import main
@@ -19,39 +18,28 @@ import sys
 import torch
 import recoup
 
-def blocks(n, width=8):
-    return [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(n)]
+def blocks(n):
+    return [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(n)]
 
-def build():
-    return torch.nn.Sequential(*blocks(4)), torch.ones(64, 8)
+def model(x, n=4):
+    return torch.nn.Sequential(*blocks(n)), x
 
 def chain(depth, memory):
     return recoup.Sequential(*blocks(depth), memory=memory), torch.ones(64, 8)
 
-def keywords():
-    return torch.nn.Sequential(*blocks(3)), {"input": torch.ones(64, 8)}
-
 def raises():
     raise KeyError("two\\nlines")
-
-def misfit():
-    return torch.nn.Sequential(*blocks(4)), torch.ones(2, 3)
-
-def nothing():
-    return 3
-
-def loss(y):
-    return y.square().mean()
-
-def wrong_loss(y):
-    return 1 / 0
-
-def ends():
-    sys.exit("bad configuration")
 
 def loss_that_ends(y):
     raise SystemExit
 
+build = lambda: model(torch.ones(64, 8))
+keywords = lambda: model({"input": torch.ones(64, 8)}, n=3)
+misfit = lambda: model(torch.ones(2, 3))
+nothing = lambda: 3
+loss = lambda y: y.square().mean()
+wrong_loss = lambda y: 1 / 0
+ends = lambda: sys.exit("bad configuration")
 """
 
 
@@ -151,26 +139,6 @@ def test_curve(capsys):
     assert "constant" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_help_begins_with_how_to_call_it_and_the_version_names_those_it_runs_on(capsys):
-    for command in ("recoup", "recoup explain", "recoup curve"):
-        assert main([*command.split()[1:], "--help"]) == 0
-        usage, blank, what, *_ = capsys.readouterr().out.splitlines()
-        follows = "COMMAND" if command == "recoup" else "BUILD"
-        assert usage == f"usage: {command} {follows} [options]"
-        assert (blank, what[-1]) == ("", ".")
-    assert main(["--version"]) == 0
-    version = capsys.readouterr().out
-    assert version.startswith(f"recoup {recoup.__version__} (Python ")
-    assert torch.__version__ in version
-
-
-def test_the_script_of_the_project_is_this_command():
-    project = Path(recoup.__file__).parents[2] / "pyproject.toml"
-    if not project.exists():
-        pytest.skip("recoup is installed without its repository")
-    assert 'recoup = "recoup.__main__:main"' in project.read_text()
-
-
 SCRIPT = """
 import json, runpy, sys
 
@@ -204,11 +172,11 @@ def test_a_process_finds_a_module_in_its_working_directory_and_needs_torch_alone
     assert "pip install 'recoup[plots]'" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_explain_says_what_it_compiles(capsys):
-    assert main(["explain", "models:build", "--budget", "1MiB", "--compile"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("Plan for Sequential")
-    assert ": compiled " in printed.err
+def test_help_says_how_to_call_it_and_the_version_what_it_runs_on(capsys):
+    for command in ("", " explain", " curve"):
+        assert main([*command.split(), "--help"]) == 0
+        follows = "BUILD" if command else "COMMAND"
+        usage = f"usage: recoup{command} {follows} [options]\n\n"
+        assert capsys.readouterr().out.startswith(usage)
+    assert main(["--version"]) == 0
+    assert f"recoup {recoup.__version__} (Python " in capsys.readouterr().out

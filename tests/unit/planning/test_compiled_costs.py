@@ -293,6 +293,6 @@ def test_a_block_that_is_compiled_again_and_again_runs_as_it_is(monkeypatch):
 
     model, x, step = of_net(block=Counting)
     plan = plan_at(model, x, "380 KiB")
-    monkeypatch.setattr(compiling, "_RECOMPILE_LIMIT", 8)
+    monkeypatch.setattr(compiling, "_RECOMPILE_LIMIT", 3)
     with plan.applied(), pytest.warns(UserWarning, match="compiles it again and again"):
-        collections.deque((step() for _ in range(12)), maxlen=0)
+        collections.deque((step() for _ in range(6)), maxlen=0)

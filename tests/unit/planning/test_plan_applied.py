@@ -6,7 +6,6 @@ import abc
 import copy
 import functools
 import gc
-import logging
 import pickle
 from types import MethodType
 
@@ -26,19 +25,6 @@ def batch():
 
 def plan(model, x, budget="1 GiB", **options):
     return recoup.plan(model, x, budget=budget, loss=square, **options)
-
-
-def test_one_line_of_log_says_what_the_model_follows(caplog):
-    made = plan(stack(2), batch())
-    with caplog.at_level(logging.INFO, logger="recoup"):
-        made.apply()
-        made.apply()  # it follows it already
-        with made.applied():
-            pass
-        made.remove()
-    (record,) = caplog.records
-    assert record.name == "recoup.planning.plan"
-    assert record.getMessage() == repr(made).replace("; not applied)", "; applied)")
 
 
 def test_a_further_plan_replaces_the_one_of_before_when_it_is_applied():

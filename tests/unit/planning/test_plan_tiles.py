@@ -1,18 +1,21 @@
-"""A plan with `tiles`: the output layer of a language model runs in tiles."""
+"""A plan with `tiles`: the output layer of a language model runs in tiles, and its logits."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import pickle
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import recoup
+from recoup.errors import ChangedError, GradientError
 from tests.plan_oracle import assert_as_plain, step_of
-from tests.planned_zoo import transformers_or_skip
+from tests.planned_zoo import is_plain, transformers_or_skip
 
 VOCABULARY = 4096
 
@@ -26,11 +29,11 @@ def gpt2(dropout: float = 0.1, layers: int = 3) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)  # the head is the embedding
 
 
-def llama(width: int = 64, heads: int = 4, vocabulary: int = VOCABULARY) -> nn.Module:
+def llama() -> nn.Module:
     transformers = transformers_or_skip()
     config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=128, num_hidden_layers=3, num_attention_heads=heads,
-        vocab_size=vocabulary, use_cache=False,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCABULARY, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -64,7 +67,7 @@ def batch(num: int = 4, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 def shifted_loss(tokens):
     def loss(logits):
-        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
+        return cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
 
     return loss
 
@@ -138,7 +141,7 @@ def test_output_layers_of_all_kinds_run_in_tiles(head):
 
 def test_a_sequence_before_its_only_batch_runs_in_tiles():
     model, tokens = Plain(), batch(256, 1)[0]
-    loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # noqa: E731
+    loss = lambda logits: cross_entropy(logits.flatten(0, 1), tokens.flatten())  # noqa: E731
     plans = recoup.plan(model, tokens, tiles=True, loss=loss)
     assert "tile: `head`" in str(plans.plan(plans.least_bytes))
 
@@ -161,7 +164,7 @@ def test_small_gradients_in_float16():
     scale = 2.0**14  # of a GradScaler
 
     def loss(logits):
-        return scale * F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        return scale * cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     exact = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
     model.half()
@@ -182,17 +185,243 @@ def test_an_error_of_too_few_bytes_names_tiles():
         assert ("tiles=True" in str(caught.value)) == (not tiles)
 
 
-def test_mlps_in_tiles_of_their_own_are_planned_as_they_are():
+# -- logits: what is made of them, and refused -----------------------------------------------------
+
+
+TOKENS, LABELS = batch()
+LOSS, FLAT, IGNORED = shifted_loss(TOKENS), TOKENS.flatten(), torch.full((256,), -100)
+RISING = torch.arange(VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    model = Plain().double()
+    plan = recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4)
+    assert plan.planned.tiled is not None
+    return model, plan
+
+
+def capped(logits):
+    return (30 * torch.tanh(logits / 30)).flatten(0, 1)
+
+
+LOSSES = {
+    "a float": lambda y: y.float().logsumexp(-1).square().mean(),
+    "parts": lambda y: y[:, :, 5].sum() + (y[:, 1:] * 2).view(-1, VOCABULARY).std(),
+    "a cap": lambda y: capped(y).softmax(-1).square().sum(),
+    "in place": lambda y: y.mul_(2).sum(0)[0, 0] + y.detach().sum(),
+    "transposed": lambda y: cross_entropy(y.transpose(1, 2), TOKENS),
+    "a weight": lambda y: cross_entropy(y.flatten(0, 1), FLAT, weight=RISING.double()),
+    "smoothing": lambda y: cross_entropy(capped(y), FLAT, label_smoothing=0.1),
+    "a sum": lambda y: cross_entropy(
+        y.to(torch.float64).view(-1, VOCABULARY), LABELS.view(-1), reduction="sum"
+    ),
+    "chosen": lambda y: cross_entropy(y[TOKENS > 99], TOKENS[TOKENS > 99]),
+    "no target": lambda y: cross_entropy(y.flatten(0, 1), IGNORED),
+    "a sum of none": lambda y: cross_entropy(y.flatten(0, 1), IGNORED, reduction="sum"),
+}
+
+
+def of_loss(loss, model):
+    found = loss(model(TOKENS))
+    gradients = torch.autograd.grad(found, list(model.parameters()), materialize_grads=True)
+    return [found.detach(), *gradients]
+
+
+def as_they_are_read(model):
+    y = model(TOKENS)
+    assert y.requires_grad
+    return [y, y[..., :-1, :].argmax(-1), y.mT, torch.cat([y, y]), y.view(torch.int64)]
+
+
+def by_an_index_that_is_written_to(index, model):
+    taken, index = model(TOKENS), index.clone()
+    taken = taken[index]
+    index.zero_()
+    return [taken.exp()]
+
+
+def of_weights_that_stand_in(model):
+    given = {"head.weight": (model.head.weight.detach() * 1.5).requires_grad_()}
+    LOSS(torch.func.functional_call(model, given, (TOKENS,))).backward()
+    assert model.head.weight.grad is None
+    return [given["head.weight"].grad]
+
+
+def without_a_graph(model):
+    output = model(TOKENS)
+    with torch.no_grad():
+        plain = model(TOKENS)
+        assert type(plain) is torch.Tensor
+        softer, rows = output / 2.0, output[:, :-1].reshape(-1, VOCABULARY)
+        found = [plain, softer, cross_entropy(rows, TOKENS[:, 1:].flatten())]
+    found += [softer.softmax(-1), cross_entropy(rows, TOKENS[:, 1:].flatten())]
+    assert not any(each.requires_grad for each in found)
+    return found
+
+
+def gradients_of_logits(model):
+    output, other, calls = model(TOKENS), model(TOKENS), []
+    output.grad_fn.register_prehook(calls.append)  # so the whole is there
+    found = torch.autograd.grad(LOSS(output), output)
+    assert len(calls) == 0
+    LOSS(output).backward()
+    assert len(calls) == 1
+    flat = other.flatten(0, 1)
+    other.retain_grad()
+    cross_entropy(flat, FLAT).backward()
+    return [*found, other.grad]
+
+
+def seen_by_hooks(name, model):
+    seen = []
+    handle = getattr(model.head, name)(lambda *args: seen.append(args[-1][0].clone()))
+    LOSS(model(TOKENS)).backward()
+    handle.remove()
+    return seen
+
+
+def within_a_checkpoint(model):
+    found = recoup.checkpoint(model, TOKENS)
+    assert type(found) is torch.Tensor
+    return torch.autograd.grad(LOSS(found), list(model.parameters()))
+
+
+def accumulated(model):
+    for tokens in (batch(2)[0], batch(6)[0]):  # planned for 4
+        (shifted_loss(tokens)(model(tokens)) / 2).backward()
+    return [p.grad for p in model.parameters()]
+
+
+STEPS = {
+    **{f"a loss of {name}": partial(of_loss, loss) for name, loss in LOSSES.items()},
+    "read": as_they_are_read,
+    "a mask": partial(by_an_index_that_is_written_to, torch.ones(4, 64).tril().bool()),
+    "other weights": of_weights_that_stand_in,
+    "no graph": without_a_graph,
+    "gradients of logits": gradients_of_logits,
+    "backward hook": partial(seen_by_hooks, "register_full_backward_hook"),
+    "backward pre-hook": partial(seen_by_hooks, "register_full_backward_pre_hook"),
+    "checkpoint": within_a_checkpoint,
+    "compiled": lambda model: of_loss(LOSS, torch.compile(model, backend="aot_eager")),
+    "accumulated": accumulated,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # which may have the whole logits
+@pytest.mark.filterwarnings("ignore:A model that follows a plan was given to torch.compile")
+@pytest.mark.filterwarnings("ignore:.*where the plan is for")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("name", STEPS)
+def test_whatever_is_made_of_logits_is_that_of_the_plain_model(doubles, name):
+    model, plan = doubles
+    model.zero_grad()
+    want = STEPS[name](model)
+    model.zero_grad()
+    with plan.applied():
+        got = STEPS[name](model)
+    model.zero_grad()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14, equal_nan=True, check_stride=False)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(4, 64, VOCABULARY)
+
+
+def derived_before_a_write(model, logits, loss):
+    flat = logits.view(-1, VOCABULARY)
+    logits[0] = 0
+    assert logits[0].abs().sum() == 0
+    flat.sum()
+
+
+NO_GRADIENT = GradientError, "no gradient of its own"
+REFUSED = {
+    "a gradient": (lambda model, y, loss: torch.autograd.grad(loss, [y]), *NO_GRADIENT),
+    "grad_fn": (lambda model, y, loss: y.grad_fn, *NO_GRADIENT),
+    "retain_grad": (lambda model, y, loss: y.retain_grad(), *NO_GRADIENT),
+    "a second derivative": (
+        lambda model, y, loss: torch.autograd.grad(
+            loss, list(model.parameters()), create_graph=True
+        ), GradientError, "cannot be differentiated again",
+    ),
+    "a function of another library": (
+        lambda model, y, loss: _Own.apply(y).backward(), GradientError, "head",
+    ),
+    "what was derived before a write": (derived_before_a_write, ChangedError, "changed in place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_logits_in_tiles_cannot_give_is_an_error(doubles, name):
+    model, plan = doubles
+    ask, error, message = REFUSED[name]
+    with plan.applied():
+        logits = model(TOKENS)
+        loss = LOSS(logits) if name != "a function of another library" else None
+        with pytest.raises(error, match=message):
+            ask(model, logits, loss)
+    model.zero_grad()
+
+
+def test_an_output_layer_whose_loss_is_no_cross_entropy_is_left_alone():
+    model = Plain(change=tied)
+    made = recoup.plan(model, TOKENS, loss=_Own.apply, budget="30 MiB", tiles=True)
+    assert made.planned.tiled is None
+    assert "tile: `head`" not in str(made)
+    with made.applied():
+        assert type(model(TOKENS)) is torch.Tensor
+
+
+CHANGES = {
+    "in place": lambda head: head.weight.detach().mul_(1.5),
+    "another memory": lambda head: setattr(head.weight, "data", torch.ones(VOCABULARY, 64)),
+    "frozen": lambda head: head.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_logits_are_not_read_after_the_weight_has_changed(change):
+    model = Plain()
+    with recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4).applied():
+        logits = model(TOKENS)
+        CHANGES[change](model.head)
+        for read in (LOSS, torch.sum):  # in pieces, and whole
+            with pytest.raises(ChangedError, match="`head` is computed when it is read"):
+                read(logits)
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # it takes more
+def test_an_output_layer_that_has_become_another_runs_whole():
+    model = Plain(change=tied)
+    plan = recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4)
+    linear = model.head.forward
+    model.head.forward = lambda x: linear(x) + x.mean((1, 2), keepdim=True) * RISING
+    want = of_loss(LOSS, model)
+    with plan.applied():
+        for a, b in zip(of_loss(LOSS, model), want, strict=True):
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm())
+
+
+def test_what_is_removed_copied_and_pickled_is_the_model():
     torch.manual_seed(0)
-    model, tokens = llama(32, 2, 512).double(), torch.randint(512, (1, 256))
-    want = step(model, tokens, tokens)
-    least = recoup.plan(model, tokens, labels=tokens, tiles=True).points[0].peak_bytes
-    for layer in model.model.layers:
-        layer.mlp.forward = recoup.tiled(layer.mlp.forward, dim=1, tiles=8)
-    frontier = recoup.plan(model, tokens, labels=tokens, tiles=True)
-    budget = frontier.points[0].peak_bytes
-    assert budget < 0.8 * least
-    with frontier.plan(budget).applied():
-        assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= budget
-        # Llama's loss is taken in float32, whatever the type of the model.
-        assert errors(step(model, tokens, tokens), want).max() <= 1e-6
+    model = gpt2()
+    plan = recoup.plan(model, TOKENS, labels=LABELS, budget="6 MiB", tiles=True)
+    with plan.applied():
+        assert recoup.applied_plans(model) == [plan]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other(TOKENS, labels=LABELS).logits) is torch.Tensor
+        logits = model(TOKENS, labels=LABELS).logits
+        assert type(logits) is not torch.Tensor
+        assert type(pickle.loads(pickle.dumps(logits.detach()))) is torch.Tensor
+        made = model.eval().generate(TOKENS[:1, :5], max_new_tokens=3, do_sample=False)
+    assert made.shape == (1, 8)
+    assert is_plain(model)
+    assert type(model.train()(TOKENS, labels=LABELS).logits) is torch.Tensor

@@ -102,23 +102,10 @@ def test_inverted_blocks_are_inverted():
     found = recoup.timeline(flow, x, plan=plan, loss=loss).planned
     names = {block.name for block in plan.blocks if block.way == "invert"}
     assert names
-    assert {name.partition(".")[0] for name in modules_that("inverse", found)} == names
+    inverses = modules_that("inverse", found)
+    assert {name for name in names if any(each.startswith(name) for each in inverses)} == names
+    assert all(any(each.startswith(name) for name in names) for each in inverses)
     assert found.peak_bytes == plan.rehearsed_peak_bytes
-
-
-def test_under_a_profiler_of_other_code_spans_are_drawn():
-    model, x = chain(2)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, acc_events=True):  # 2.11 warns without that
-        with pytest.warns(UserWarning, match="A profiler runs in this thread"):
-            found = recoup.timeline(model, x, loss=square).plain
-        with pytest.warns(UserWarning, match="A profiler runs in this thread"):
-            peak = measured(model, x)
-    assert found.peak_bytes == peak
-    (made,) = [each for each in found.stretches if each.module == "0.0" and each.what == "forward"]
-    assert made.levels == (64 * 64 * 4,)
-    gradients = sum(each.nbytes for each in model.parameters())
-    assert gradients <= found.levels("backward")[-1] <= gradients + x.nbytes + 4
 
 
 def test_the_plan_that_the_model_follows_is_found_and_a_total_counts_what_stands():
@@ -141,8 +128,6 @@ def test_mistakes_name_the_way_out_and_leave_no_hooks():
         recoup.timeline(model, x, plan=recoup.plan(model, x))
     with pytest.raises(ValueError, match="`plan` is for another model, a Sequential"):
         recoup.timeline(model, x, plan=other)
-    with pytest.raises(ValueError, match="`model` is a str, but must be"):
-        recoup.timeline("model", x)
     with pytest.raises(ValueError, match=r'ends in ".svg", but must end in .html'):
         recoup.timeline(model, x).page("step.svg")
     assert not torch_module._global_forward_hooks
