@@ -129,9 +129,7 @@ def _sequential() -> nn.Module:
     ))  # fmt: skip
 
 
-def _of(
-    build: Callable[[], nn.Module], x: Callable[[], Tensor], loss: Any, num_blocks: int
-) -> Callable[[], Case]:
+def _of(build, x, loss, num_blocks):
     def made() -> Case:
         torch.manual_seed(0)
         return Case(build(), (x(),), {}, loss, num_blocks)
@@ -139,15 +137,7 @@ def _of(
     return made
 
 
-def of_transformers(
-    config: str,
-    kind: str,
-    inputs: Callable[[], dict[str, Any]],
-    *,
-    num_blocks: int | None = None,
-    loss: Any = None,
-    **sizes: Any,
-) -> Callable[[], Case]:
+def of_transformers(config, kind, inputs, *, num_blocks=None, loss=None, **sizes):
     def made() -> Case:
         t = transformers_or_skip()
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ def of_net(num_blocks=5, num_rows=64, **options):
     return model, step_of(model, x, loss=loss_of), x, frontier
 
 
-def test_points_are_what_plans_take_and_what_the_table_shows(tmp_path):
+def test_points_are_what_plans_take_and_what_the_table_shows():
     _, _, _, frontier = of_net()
     points = frontier.points
     assert [point.peak_bytes for point in points] == sorted({p.peak_bytes for p in points})
@@ -47,8 +47,6 @@ def test_points_are_what_plans_take_and_what_the_table_shows(tmp_path):
     assert title.startswith("Plans for Net: 5 blocks, from ")
     assert head.split() == ["peak", "time", "forwards", "blocks"]
     assert 2 < len(rows) <= 12
-    pytest.importorskip("matplotlib")
-    assert frontier.figure(tmp_path / "frontier.png").stat().st_size > 5000
 
 
 class Expanding(nn.Module):
