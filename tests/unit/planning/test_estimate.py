@@ -51,8 +51,7 @@ def case_of(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["sequential", *BUILDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+    "name", ["sequential", *BUILDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_it_is_near_the_step_that_is_run(name, monkeypatch):
 

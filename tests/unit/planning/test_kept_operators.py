@@ -21,15 +21,7 @@ from recoup.errors import ChangedError, RecoupError, ReplayError
 from tests.alive import held_after, no_collector
 from tests.deciding import is_second_run
 from tests.oracle import Operators, loss_of_all
-from tests.ways import (
-    SITUATIONS,
-    Called,
-    a_step_with,
-    assert_same,
-    built,
-    outcome,
-    three_steps,
-)
+from tests.ways import SITUATIONS, Called, a_step_with, assert_same, built, outcome, three_steps
 from tests.zoo import CHAINS, MODULES, Fn, chain_of, leaf
 
 EVERY, NONE = frozenset(range(1000)), frozenset()
