@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,15 +47,10 @@ def no_collector() -> Iterator[None]:
 
 
 class Held(NamedTuple):
-    """What lives on after a forward, with its output.
-
-    Attributes:
-        num_bytes: of all storages that forward made.
-        cast_bytes: of these, of copies of weights in another type, which autocast makes.
-    """
+    """The bytes of storages that forward made and that live on, with its output."""
 
     num_bytes: int
-    cast_bytes: int
+    cast_bytes: int  # of these, of copies of weights in another type, which autocast makes
 
 
 class _Casts(TorchDispatchMode):
@@ -129,28 +124,24 @@ def step_of(
         return Step(forward_peak, held, tracker.peak_bytes, tracker.current_bytes)
 
 
-class Remade:
-    """A context that counts the values made again within, and how many of them live at once."""
+@contextmanager
+def counting_remade() -> Iterator[SimpleNamespace]:
+    """Count the values made again within, and how many of them live at once."""
+    found, give = SimpleNamespace(num_made=0, most_alive=0), values.Source.give
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def __init__(self) -> None:
-        self.num_made = 0
-        self.most_alive = 0
-        self._alive: list[weakref.ref[torch.UntypedStorage]] = []
-        self._give = values.Source.give
+    def counted(source: values.Source, made: Tensor) -> None:
+        give(source, made)
+        alive[:] = [ref for ref in alive if ref() is not None]
+        alive.append(weakref.ref(made.untyped_storage()))
+        found.num_made += 1
+        found.most_alive = max(found.most_alive, len(alive))
 
-    def __enter__(self) -> Remade:
-        def give(source: values.Source, made: Tensor) -> None:
-            self._give(source, made)
-            self._alive = [ref for ref in self._alive if ref() is not None]
-            self._alive.append(weakref.ref(made.untyped_storage()))
-            self.num_made += 1
-            self.most_alive = max(self.most_alive, len(self._alive))
-
+    values.Source.give = counted
+    try:
+        yield found
+    finally:
         values.Source.give = give
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        values.Source.give = self._give
 
 
 def histories(module: nn.Module) -> list[Tensor]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import recoup
 from tests.neighbours.planned import result_of
@@ -15,52 +13,50 @@ from tests.oracle import assert_same_tensors
 
 
 class Residual(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width=32):
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Made(nn.Module):
     """A model of named parts, whose forward is a function of the model and its input."""
 
-    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, forward, **parts):
         super().__init__()
         self.of_parts = forward
         for name, part in parts.items():
             setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.of_parts(self, *args, **kwargs)
 
 
-def in_a_row(modules: Any, x: Any) -> Any:
+def in_a_row(modules, x):
     for module in modules:
         x = module(x)
     return x
 
 
-def stack(num_blocks: int = 6, kind: Callable[[], nn.Module] = Residual) -> nn.Sequential:
+def stack(num_blocks=6, kind=Residual):
     torch.manual_seed(0)
     return nn.Sequential(*(kind() for _ in range(num_blocks)))
 
 
-def dense(num_blocks: int = 6, width: int = 64) -> nn.Sequential:
+def dense(num_blocks=6, width=64):
     return stack(num_blocks, lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()))
 
 
-def square(y: Tensor) -> Tensor:
+def square(y):
     return y.square().mean()
 
 
-def step_of(
-    model: nn.Module, *args: Any, loss: Callable[[Any], Tensor] = square, **kwargs: Any
-) -> Callable[[], None]:
+def step_of(model, *args, loss=square, **kwargs):
     """A step that holds the output of the model while backward runs, as a loop does."""
 
-    def step() -> None:
+    def step():
         output = model(*args, **kwargs)
         loss(output).backward()
 
@@ -68,7 +64,7 @@ def step_of(
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model):
     """A context in which the model has no gradients at first, and whose buffers are put back."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.zero_grad()
@@ -79,19 +75,13 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def peak_of(model: nn.Module, step: Callable[[], Any]) -> int:
+def peak_of(model, step):
     """The most bytes of a step that begins without gradients."""
     with left_as_it_was(model):
         return recoup.measure(step, device="cpu", repeats=0).peak_bytes
 
 
-def assert_as_plain(
-    plan: Any,
-    step: Callable[[], Any],
-    wanted: dict[str, Any] | None = None,
-    rtol: float = 0.0,
-    peak: Callable[[nn.Module, Callable[[], Any]], int] = peak_of,
-) -> int:
+def assert_as_plain(plan, step, wanted=None, rtol=0.0, peak=peak_of):
     """Check that a planned step leaves what the plain one does, in its budget; return its peak."""
     model = plan.model
     if wanted is None:
@@ -104,15 +94,15 @@ def assert_as_plain(
     return peak_bytes
 
 
-def between(frontier: Any, share: float) -> int:
+def between(frontier, share):
     """The budget at a share of the way from the least bytes to those of the plain step."""
     most = frontier.points[-1].peak_bytes
     return int(frontier.least_bytes + share * (most - frontier.least_bytes))
 
 
-def names_of(plan: Any) -> list[str]:
+def names_of(plan):
     return [row.name for row in plan.blocks]
 
 
-def ways_of(plan: Any) -> set[str]:
+def ways_of(plan):
     return {row.way for row in plan.blocks}

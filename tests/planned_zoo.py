@@ -105,40 +105,6 @@ class Expert(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class MoEBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.router = nn.Linear(width, 4)
-        self.experts = nn.ModuleList(Expert(width) for _ in range(4))
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor, losses: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        del losses
-        h = self.norm(x).flatten(0, 1)
-        weights, chosen = self.router(h).softmax(-1).max(-1)
-        out = torch.zeros_like(h)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().squeeze(-1)
-            out = out.index_add(0, rows, expert(h[rows]) * weights[rows, None])
-        return x + self.drop(out).view_as(x), weights.square().mean()
-
-
-class MoE(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, width)
-        self.layers = nn.ModuleList(MoEBlock(width) for _ in range(4))
-        self.head = nn.Linear(width, 50)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x, beside = self.embed(tokens), torch.zeros(())
-        for layer in self.layers:
-            x, one = layer(x, losses=None)
-            beside = beside + one
-        return self.head(x), beside
-
-
 class Shared(nn.Module):
     """One block called six times (as ALBERT does), with a frozen one before."""
 
@@ -163,9 +129,7 @@ def _sequential() -> nn.Module:
     ))  # fmt: skip
 
 
-def _of(
-    build: Callable[[], nn.Module], x: Callable[[], Tensor], loss: Any, num_blocks: int
-) -> Callable[[], Case]:
+def _of(build, x, loss, num_blocks):
     def made() -> Case:
         torch.manual_seed(0)
         return Case(build(), (x(),), {}, loss, num_blocks)
@@ -173,15 +137,7 @@ def _of(
     return made
 
 
-def of_transformers(
-    config: str,
-    kind: str,
-    inputs: Callable[[], dict[str, Any]],
-    *,
-    num_blocks: int | None = None,
-    loss: Any = None,
-    **sizes: Any,
-) -> Callable[[], Case]:
+def of_transformers(config, kind, inputs, *, num_blocks=None, loss=None, **sizes):
     def made() -> Case:
         t = transformers_or_skip()
         torch.manual_seed(0)
@@ -197,7 +153,6 @@ def _text(length: int = 32, num_labels: int = 32) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens[:, :num_labels].contiguous()}
 
 
-_OF_LAYERS = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS: dict[str, Callable[[], Case]] = {
     "sequential": _of(
         _sequential, lambda: torch.randn(64, 48), lambda y: y.square().sum(), 7
@@ -209,40 +164,14 @@ MODELS: dict[str, Callable[[], Case]] = {
         UNet, lambda: torch.randn(2, 3, 16, 16),
         lambda y: [y["image"].square().mean(), y["beside"]], 5,
     ),
-    "moe": _of(
-        MoE, lambda: torch.randint(50, (16, 48)),
-        lambda y: y[0].logsumexp(-1).mean() + y[1], 4,
-    ),
     "shared": _of(Shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
     "gpt2": of_transformers(
         "GPT2Config", "GPT2LMHeadModel", _text, num_blocks=6,
         n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0,
     ),
-    "bert": of_transformers(
-        "BertConfig", "BertForMaskedLM",
-        lambda: _text() | {"attention_mask": torch.ones(2, 32, dtype=torch.long)}, num_blocks=4,
-        intermediate_size=128, vocab_size=100, **_OF_LAYERS,
-    ),
     "t5": of_transformers(
         "T5Config", "T5ForConditionalGeneration", lambda: _text(24, 16), num_blocks=6,
         num_layers=3, num_decoder_layers=3, d_model=64, d_ff=128, d_kv=16, num_heads=4,
         vocab_size=100, decoder_start_token_id=0,
-    ),
-    "vit": of_transformers(
-        "ViTConfig", "ViTForImageClassification",
-        lambda: {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 2},
-        num_blocks=4,
-        intermediate_size=128, image_size=32, patch_size=8, **_OF_LAYERS,
-    ),
-    "whisper": of_transformers(
-        "WhisperConfig", "WhisperForConditionalGeneration",
-        lambda: {
-            "input_features": torch.randn(2, 20, 64), "labels": torch.randint(3, 100, (2, 16))
-        },
-        num_blocks=6,
-        encoder_layers=3, decoder_layers=3, d_model=64, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100,
-        num_mel_bins=20, max_source_positions=32, max_target_positions=32, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
     ),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -38,15 +40,11 @@ class Counts(nn.Sequential):
         return super().forward(x)
 
 
-def num_calls(modules):
-    return tuple(len(module.calls) for module in modules)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
-        *(make(n) for make in (sqrt, log) for n in (1, 2, 3, 10, 100)),
-        *(make(n, slots) for make in (binomial, revolve) for n, slots in ((1, 1), (7, 3), (40, 5))),
+        *(make(n) for make in (sqrt, log) for n in (1, 2, 10, 100)),
+        *(make(n, slots) for make in (binomial, revolve) for n, slots in ((1, 1), (40, 5))),
         constant(["keep", "recompute", "recompute", "keep", "recompute"]),
         optimal([Cost(1.0, 1, 1 + 3 * (i % 3)) for i in range(12)], 22),
     ],
@@ -55,7 +53,7 @@ def num_calls(modules):
 def test_execution_is_what_was_simulated(schedule):
     stages = [Counts(nn.Tanh()) for _ in range(schedule.num_stages)]
     recoup.Sequential(*stages, memory=schedule)(torch.randn(2, requires_grad=True)).sum().backward()
-    assert num_calls(stages) == simulate(schedule).forwards_per_stage
+    assert tuple(len(each.calls) for each in stages) == simulate(schedule).forwards_per_stage
 
 
 @pytest.mark.parametrize("loss", ["all", "y", "log_det"])
@@ -67,10 +65,10 @@ def test_every_network_runs_once_forward_and_once_in_backward(loss):
     model = Chain(*(coupling for pair in pairs for coupling in pair), memory="constant")
     nets = [module for module in model.modules() if isinstance(module, Counts)]
     y, log_det = model(torch.randn(4, 6, requires_grad=True))
-    assert num_calls(nets) == (1,) * 12
+    assert [len(net.calls) for net in nets] == [1] * 12
     value = {"all": y.sum() + log_det.sum(), "y": y.sin().sum(), "log_det": log_det.sum()}[loss]
     value.backward()
-    assert num_calls(nets) == (2,) * 12
+    assert [len(net.calls) for net in nets] == [2] * 12
 
 
 def test_constant_is_flat_in_depth():
@@ -86,11 +84,8 @@ def test_constant_is_flat_in_depth():
     assert peaks[1] <= 1.02 * peaks[0]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "schedule",
-    [sqrt(100), log(100), *(binomial(100, c) for c in (1, 2, 3, 5, 8, 13, 44)), revolve(100, 4)],
-    ids=named,
+    "schedule", [sqrt(100), log(100), binomial(100, 5), revolve(100, 4)], ids=named
 )
 def test_the_peak_is_the_simulated_one(schedule):
     # tanh keeps its output, so a tape is the state behind it; in simulate it is one unit beside
@@ -124,9 +119,6 @@ def test_a_state_goes_with_the_last_slot_of_its_stage():
     assert step.backward_peak < 20 * x.nbytes
 
 
-NUM_BACKWARDS = 16
-
-
 def loss_fn(y):
     return y.square().mean()
 
@@ -135,67 +127,37 @@ def peak_bytes(fn):
     return recoup.measure(fn, device="cpu", repeats=0).peak_bytes
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+@pytest.mark.parametrize("mode", ["auto", "grad"])
+def test_a_sum_takes_one_buffer_and_a_merge_nothing(mode):
+    layers = (nn.Linear(512, 512, bias=False) for _ in range(4))
+    model, x = nn.Sequential(*layers), torch.ones(2, 512)
+    size, stores = sum(each.nbytes for each in model.parameters()), []
 
-
-def size_of(model):
-    return sum(each.nbytes for each in model.parameters())
-
-
-def stores_of(model, num):
-    x = torch.ones(2, 512)
-    return [
-        recoup.GradStore.from_backward(loss_fn(model(x)), model.parameters()) for _ in range(num)
-    ]
-
-
-# The sum, one gradient on its way, and the activations of two samples.
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("mode", "most"), [("auto", 1.3), ("harvest", 1.3), ("grad", 2.3)])
-def test_a_sum_takes_one_buffer(model, mode, most):
     def run():
-        store = recoup.GradStore(model.parameters())
-        for _ in range(NUM_BACKWARDS):
-            store.backward(loss_fn(model(torch.ones(2, 512))), mode=mode)
-        assert store.nbytes() == size_of(model)
+        stores.append(store := recoup.GradStore(model.parameters()))
+        for _ in range(8):
+            store.backward(loss_fn(model(x)), mode=mode)
 
-    assert peak_bytes(run) <= most * size_of(model)
-    # The control: what it is measured against is seen by the meter.
-    assert peak_bytes(lambda: stores_of(model, NUM_BACKWARDS)) >= NUM_BACKWARDS * size_of(model)
-
-
-def test_a_merge_takes_nothing(model):
-    stores = stores_of(model, 2)
+    # The sum, one gradient on its way, and the activations of two samples.
+    assert peak_bytes(run) <= (1.3 if mode == "auto" else 2.3) * size
+    run()
     assert peak_bytes(lambda: stores[0].extend_(stores[1], consume=False)) == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
-    assert peak_bytes(lambda: recoup.step(optimizer, *stores)) <= 2 * size_of(model) / 4
+    assert peak_bytes(lambda: recoup.step(optimizer, *stores)) <= 2 * size / 4
 
 
-def run_segments(num_segments, memory, x):
-    """A backward of as many segments, which are one cell; how often it ran."""
-    cell = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
-    num_runs = []
-    cell.register_forward_hook(lambda *_: num_runs.append(1))
-    store = recoup.GradStore(cell.parameters())
-    recoup.segments_backward([cell] * num_segments, x, loss_fn, store, memory=memory)
-    return len(num_runs)
-
-
-@pytest.mark.parametrize(("memory", "most"), [("inputs", 1.1), ("sqrt", 0.3), ("log", 0.15)])
-def test_the_peak_grows_with_the_inputs_alone(memory, most):
-    x = torch.randn(512, 32)
-
-    def growth(memory):
-        peaks = [peak_bytes(lambda num=num: run_segments(num, memory, x)) for num in (4, 64)]
-        return (peaks[1] - peaks[0]) / (60 * x.nbytes)
-
-    assert growth(memory) <= most
-    assert growth("linear") >= 1.9
-
-
-@pytest.mark.parametrize("num_segments", [1, 2, 16])
-def test_each_segment_but_the_last_runs_twice(num_segments):
-    assert run_segments(num_segments, "inputs", torch.ones(2, 32)) == 2 * num_segments - 1
+@pytest.mark.parametrize(
+    ("memory", "most"), [("linear", 2.5), ("inputs", 1.1), ("sqrt", 0.3), ("log", 0.15)]
+)
+def test_the_peak_of_segments_grows_with_their_inputs_alone(memory, most):
+    cell = Counts(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+    x, peaks = torch.randn(512, 32), []
+    for num in (4, 64):
+        cell.calls.clear()
+        store = recoup.GradStore(cell.parameters())
+        run = partial(recoup.segments_backward, [cell] * num, x, loss_fn, store, memory=memory)
+        peaks.append(peak_bytes(run))
+        assert memory != "inputs" or len(cell.calls) == 2 * num - 1
+    growth = (peaks[1] - peaks[0]) / (60 * x.nbytes)
+    assert growth <= most
+    assert memory != "linear" or growth >= 1.9

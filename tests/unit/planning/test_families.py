@@ -94,22 +94,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("quadratic", [0, 60])
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_plans_that_lose_little(kind, quadratic):
-    family, worst = served([(1, length) for length in KINDS[kind]], quadratic)
-    assert worst <= 1.05
-    assert family.num_plans <= 16
-    assert kind != "random" or len(family.plans) <= family.num_plans  # some are dropped
+# Of one sequence, or of as many tokens, so that no shape covers another.
+SHAPES = {
+    "a sequence": (lambda length: (1, length), [0, 60], 16),
+    "tokens": (lambda length: (256 // length, length), [0, 400], 6),
+}
 
 
-@pytest.mark.parametrize("quadratic", [0, 400])
+@pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_as_many_tokens(kind, quadratic):
-    """Short sequences come in larger batches, so that no shape covers another."""
-    family, worst = served([(256 // length, length) for length in KINDS[kind]], quadratic)
-    assert worst <= 1.05
-    assert family.num_plans <= 6
+def test_few_plans_that_lose_little(kind, shapes):
+    shape_of, quadratics, most = SHAPES[shapes]
+    for quadratic in quadratics:
+        family, worst = served([shape_of(length) for length in KINDS[kind]], quadratic)
+        assert worst <= 1.05
+        assert family.num_plans <= most
 
 
 def test_a_shape_that_takes_far_more_is_not_tried():

@@ -42,23 +42,21 @@ class OfOneDict(OfBatches):
         return super().forward(features["input_ids"], features["labels"])
 
 
-def supplying(forward):
-    """Give a forward an argument that its signature still asks for."""
-
-    @functools.wraps(forward)
-    def supplied(self, x, **options):
-        options.pop("return_dict", None)
-        return forward(self, x, 2.0, **options)
-
-    return supplied
-
-
 def taking(forward, kind=OfBatches):
     return type("Taking", (kind,), {"forward": forward})
 
 
 Scaled = taking(lambda self, x, scale: self.layers(x) * scale)
 Called = type("Called", (Scaled,), {"__call__": lambda self, x: nn.Module.__call__(self, x, 2.0)})
+Supplied = taking(functools.wraps(Scaled.forward)(
+    lambda self, x, return_dict: Scaled.forward(self, x, 2.0)
+))  # fmt: skip
+
+
+def scaled_by_hook():
+    model = Scaled()
+    model.register_forward_pre_hook(lambda module, args: (*args, 2.0))
+    return model
 
 
 @functools.wraps(lambda output, target: None)
@@ -67,23 +65,15 @@ def loss_of_two(output):
     return output.norm()
 
 
-def scaled_by_hook():
-    model = Scaled()
-    model.register_forward_pre_hook(lambda module, args: (*args, 2.0))
-    return recoup.plan(model, X, budget=BUDGET)
-
-
 def planned_for(build, *args, **kwargs):
     return lambda: recoup.plan(build(), *args, budget=BUDGET, **kwargs)
 
 
 FOUR = dense(4, 4)
 TAKEN = {
-    "a decorator that takes more": planned_for(
-        taking(supplying(Scaled.forward)), X, return_dict=True
-    ),
+    "a decorator that takes more": planned_for(Supplied, X, return_dict=True),
     "a call of its own": planned_for(Called, X),
-    "a hook": scaled_by_hook,
+    "a hook": planned_for(scaled_by_hook, X),
     "a dict with a name of a parameter": planned_for(
         taking(lambda self, batch, labels=None: self.layers(batch["x"])), {"x": X, "labels": X}
     ),
@@ -169,14 +159,8 @@ def largest(build=lambda size: torch.ones(size, 4), **options):
     return lambda: recoup.largest(build, MODEL, **{"budget": BUDGET, "least": 2} | options)
 
 
-def in_inference_mode():
-    with torch.inference_mode():
-        recoup.plan(MODEL, X)
-
-
 ATTEMPTS = {
     "no arguments": (of(budget=BUDGET), r"Sequential was given: nothing\. Give its arguments as i"),
-    "too many": (of(X, X, budget=BUDGET), "Sequential was given: Tensor, Tensor"),
     "memory": (of(X, memory=BUDGET), "given: Tensor, memory.* the bytes of a plan are `budget`"),
     "a class": (of(X, model=nn.Linear), "`model` is the class Linear"),
     "frozen": (
@@ -199,7 +183,9 @@ ATTEMPTS = {
     "a chain that is not initialized": (
         lambda: recoup.Sequential(nn.LazyLinear(8), memory=BUDGET)(X), "not initialized"
     ),
-    "a step in inference": (in_inference_mode, r"outside of `torch\.inference_mode`"),
+    "a step in inference": (
+        torch.inference_mode()(of(X)), r"outside of `torch\.inference_mode`"
+    ),
     "no blocks": (of(X, blocks=[]), "`blocks` is empty"),
     "blocks in blocks": (of(X, blocks=["0", "0.0"]), "contains `0` and `0.0`, which is part of it"),
     "a module of criteria": (
@@ -225,6 +211,7 @@ ATTEMPTS = {
     ),
     "replan without a budget": (of(X, replan=True), "`replan` is True without a `budget`"),
     "offload to a host": (of(X, offload_to="host"), 'is "host", but the model is on the cpu'),
+    "one tile": (of(X, budget=BUDGET, tiles=1), "`tiles`"),
     **{
         f"a policy with {options}": (of(X, **{"policy": "full"} | options), message)
         for options, message in (
@@ -250,12 +237,9 @@ def test_the_error_says_what_to_type(attempt):
         call()
 
 
-def test_a_size_of_which_no_step_fits_is_said():
+def test_a_size_that_fits_neither_the_budget_nor_the_model_is_shown():
     with pytest.raises(BudgetError, match="a step of size 2 takes at least"):
         largest(budget=100)()
-
-
-def test_a_batch_that_does_not_fit_the_model_is_shown():
     with pytest.raises(RuntimeError) as caught:
         largest(lambda size: torch.ones(size, 7))()
     (note,) = caught.value.__notes__

@@ -1,18 +1,21 @@
-"""A plan with `tiles`: the output layer of a language model runs in tiles."""
+"""A plan with `tiles`: the output layer of a language model runs in tiles, and its logits."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import pickle
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import recoup
+from recoup.errors import ChangedError, GradientError
 from tests.plan_oracle import assert_as_plain, step_of
-from tests.planned_zoo import transformers_or_skip
+from tests.planned_zoo import is_plain, transformers_or_skip
 
 VOCABULARY = 4096
 
@@ -26,11 +29,11 @@ def gpt2(dropout: float = 0.1, layers: int = 3) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)  # the head is the embedding
 
 
-def llama(width: int = 64, heads: int = 4, vocabulary: int = VOCABULARY) -> nn.Module:
+def llama() -> nn.Module:
     transformers = transformers_or_skip()
     config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=128, num_hidden_layers=3, num_attention_heads=heads,
-        vocab_size=vocabulary, use_cache=False,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCABULARY, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -64,7 +67,7 @@ def batch(num: int = 4, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 def shifted_loss(tokens):
     def loss(logits):
-        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
+        return cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
 
     return loss
 
@@ -78,31 +81,15 @@ def step(model, tokens, labels, **more):
     return output.loss.detach(), [p.grad for p in model.parameters()]
 
 
-def assert_close(got, want, tolerance):
-    for a, b in zip(got[1], want[1], strict=True):
-        assert float((a - b).norm() / b.norm().clamp_min(1e-30)) <= tolerance
-    assert float((got[0] - want[0]).abs() / want[0].abs()) <= tolerance
-
-
-def errors(found, exact):
-    """How far each gradient is from that in float64, relative to its norm."""
-    return torch.stack([(a - b).norm() / b.norm() for a, b in zip(found[1], exact[1], strict=True)])
-
-
-def has_like_rows(model, rows):
-    """Whether products of this machine have the same rows, however many there are."""
-    gradient = torch.randn(len(rows), VOCABULARY)
-    weight = model.lm_head.weight.detach()
-    pairs = [(rows, lambda x: x @ weight.T), (gradient, lambda x: x @ weight)]
-    return all(
-        torch.equal(product(value), torch.cat([product(piece) for piece in value.split(64)]))
-        for value, product in pairs
-    )
+def errors(found, wanted):
+    """How far the loss and each gradient are from others, relative to their norms."""
+    pairs = zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True)
+    return torch.stack([(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs])
 
 
 @pytest.mark.parametrize("build", [functools.partial(gpt2, 0.0), llama], ids=["gpt2", "llama"])
 def test_a_language_model_in_fewer_bytes_than_its_logits(build):
-    """As near to float64 as without tiles; and but for the head's, bits of gradients are equal."""
+    """As near to float64 as without tiles."""
     torch.manual_seed(0)
     model, (tokens, labels) = build(), batch()
     want = step(model, tokens, labels)
@@ -111,23 +98,16 @@ def test_a_language_model_in_fewer_bytes_than_its_logits(build):
     tiled = recoup.plan(model, tokens, labels=labels, tiles=True)
     least, most = int(1.02 * tiled.points[0].peak_bytes), whole.points[0].peak_bytes
     assert least < most / 3
-    is_alike = has_like_rows(model, torch.randn(4 * 63, 64))
     for budget in (least, most // 2):
         plan = tiled.plan(budget)
         assert "tile: `lm_head`" in str(plan)
         with plan.applied():
             assert recoup.measure(lambda: step(model, tokens, labels)).peak_bytes <= budget
             got = step(model, tokens, labels)
-        eps = torch.finfo(torch.float32).eps
-        assert float((got[0] - exact[0]).abs()) <= 2 * eps * float(exact[0])
         own, plain = errors(got, exact), errors(want, exact)
+        assert own[0] <= 2 * torch.finfo(torch.float32).eps
         assert own.norm() <= 1.1 * plain.norm()
         assert own.max() <= 1.1 * plain.max()
-        for place, parameter in enumerate(model.parameters()):
-            if is_alike and parameter is model.lm_head.weight:
-                assert own[place] <= plain[place]
-            elif is_alike:
-                assert torch.equal(got[1][place], want[1][place])
 
 
 def tied(model):
@@ -141,32 +121,27 @@ def noisy_and_tied(model):
 
 HEADS = {
     "as it is": lambda model: None,
-    "tied": tied,
     "normed": lambda model: nn.utils.parametrizations.weight_norm(model.head),
-    "dropped": lambda model: recoup.weight_dropout(model, "head.weight", 0.3),
     "noisy and tied": noisy_and_tied,
     "frozen": lambda model: model.head.requires_grad_(False),
     "after a frozen body": lambda model: model.blocks.requires_grad_(False),
 }
 
 
-@pytest.mark.parametrize(
-    ("head", "dtype"), [*((head, torch.float32) for head in HEADS), ("as it is", torch.float64)]
-)
-def test_output_layers_of_all_kinds_run_in_tiles(head, dtype):
-    model, (tokens, _) = Plain(change=HEADS[head]).to(dtype), batch()
+@pytest.mark.parametrize("head", HEADS)
+def test_output_layers_of_all_kinds_run_in_tiles(head):
+    model, (tokens, _) = Plain(change=HEADS[head]), batch()
     loss = shifted_loss(tokens)
     plans = recoup.plan(model, tokens, loss=loss, tiles=True)
     assert plans.least_bytes < recoup.plan(model, tokens, loss=loss).least_bytes / 2
     plan = plans.plan(plans.least_bytes)
     assert "tile: `head`" in str(plan)
-    rtol = 1e-10 if dtype is torch.float64 else 1e-5
-    assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=rtol)
+    assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=1e-5)
 
 
 def test_a_sequence_before_its_only_batch_runs_in_tiles():
     model, tokens = Plain(), batch(256, 1)[0]
-    loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # noqa: E731
+    loss = lambda logits: cross_entropy(logits.flatten(0, 1), tokens.flatten())  # noqa: E731
     plans = recoup.plan(model, tokens, tiles=True, loss=loss)
     assert "tile: `head`" in str(plans.plan(plans.least_bytes))
 
@@ -178,23 +153,22 @@ def test_in_bfloat16_under_autocast():
         plan = recoup.plan(model, tokens, labels=labels, budget="8 MiB", tiles=True)
         want = step(model, tokens, labels)
         with plan.applied():
-            assert_close(step(model, tokens, labels), want, 2e-2)
+            assert errors(step(model, tokens, labels), want).max() <= 2e-2
             logits = model(tokens, labels=labels).logits
     assert logits.dtype == torch.bfloat16
-    assert torch.equal(logits, logits.clone())
 
 
 def test_small_gradients_in_float16():
     """A mean over many targets is divided at the end, where a gradient in 16 bits would vanish."""
-    model, (tokens, _) = Plain(8), batch(1, 2048)
-    scale = 2.0**16  # of a GradScaler
+    model, (tokens, _) = Plain(8), batch(1, 512)
+    scale = 2.0**14  # of a GradScaler
 
     def loss(logits):
-        return scale * F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        return scale * cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     exact = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
     model.half()
-    plan = recoup.plan(model, tokens, loss=loss, budget="64 MiB", tiles=True)
+    plan = recoup.plan(model, tokens, loss=loss, budget="16 MiB", tiles=True)
     assert plan.planned.tiled is not None
     with plan.applied():
         got = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
@@ -202,34 +176,252 @@ def test_small_gradients_in_float16():
         assert float((a.float() - b).norm() / b.norm()) < 2e-2
 
 
-@pytest.mark.parametrize("tiles", [1, -2, "8", 2.0])
-def test_the_number_of_tiles_is_checked(tiles):
-    with pytest.raises(ValueError, match="`tiles`"):
-        recoup.plan(Plain(), batch()[0], budget="9 MiB", tiles=tiles)
-
-
 def test_an_error_of_too_few_bytes_names_tiles():
     model, (tokens, _) = Plain(), batch()
-    for loss in (shifted_loss(tokens), lambda logits: logits.square().mean()):  # or left alone
-        for is_tiled in (False, True):
-            with pytest.raises(recoup.errors.BudgetError) as caught:
-                recoup.plan(model, tokens, loss=loss, budget="1 MiB", tiles=is_tiled)
-            assert not is_tiled or "tiles=True" not in str(caught.value)
-    with pytest.raises(recoup.errors.BudgetError, match="tiles=True"):
-        recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="1 MiB")
+    left_alone, tiled = (lambda logits: logits.square().mean()), shifted_loss(tokens)
+    for loss, tiles in ((left_alone, True), (tiled, True), (tiled, False)):
+        with pytest.raises(recoup.errors.BudgetError) as caught:
+            recoup.plan(model, tokens, loss=loss, budget="1 MiB", tiles=tiles)
+        assert ("tiles=True" in str(caught.value)) == (not tiles)
 
 
-def test_mlps_in_tiles_of_their_own_are_planned_as_they_are():
+# -- logits: what is made of them, and refused -----------------------------------------------------
+
+
+TOKENS, LABELS = batch()
+LOSS, FLAT, IGNORED = shifted_loss(TOKENS), TOKENS.flatten(), torch.full((256,), -100)
+RISING = torch.arange(VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    model = Plain().double()
+    plan = recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4)
+    assert plan.planned.tiled is not None
+    return model, plan
+
+
+def capped(logits):
+    return (30 * torch.tanh(logits / 30)).flatten(0, 1)
+
+
+LOSSES = {
+    "a float": lambda y: y.float().logsumexp(-1).square().mean(),
+    "parts": lambda y: y[:, :, 5].sum() + (y[:, 1:] * 2).view(-1, VOCABULARY).std(),
+    "a cap": lambda y: capped(y).softmax(-1).square().sum(),
+    "in place": lambda y: y.mul_(2).sum(0)[0, 0] + y.detach().sum(),
+    "transposed": lambda y: cross_entropy(y.transpose(1, 2), TOKENS),
+    "a weight": lambda y: cross_entropy(y.flatten(0, 1), FLAT, weight=RISING.double()),
+    "smoothing": lambda y: cross_entropy(capped(y), FLAT, label_smoothing=0.1),
+    "a sum": lambda y: cross_entropy(
+        y.to(torch.float64).view(-1, VOCABULARY), LABELS.view(-1), reduction="sum"
+    ),
+    "chosen": lambda y: cross_entropy(y[TOKENS > 99], TOKENS[TOKENS > 99]),
+    "no target": lambda y: cross_entropy(y.flatten(0, 1), IGNORED),
+    "a sum of none": lambda y: cross_entropy(y.flatten(0, 1), IGNORED, reduction="sum"),
+}
+
+
+def of_loss(loss, model):
+    found = loss(model(TOKENS))
+    gradients = torch.autograd.grad(found, list(model.parameters()), materialize_grads=True)
+    return [found.detach(), *gradients]
+
+
+def as_they_are_read(model):
+    y = model(TOKENS)
+    assert y.requires_grad
+    return [y, y[..., :-1, :].argmax(-1), y.mT, torch.cat([y, y]), y.view(torch.int64)]
+
+
+def by_an_index_that_is_written_to(index, model):
+    taken, index = model(TOKENS), index.clone()
+    taken = taken[index]
+    index.zero_()
+    return [taken.exp()]
+
+
+def of_weights_that_stand_in(model):
+    given = {"head.weight": (model.head.weight.detach() * 1.5).requires_grad_()}
+    LOSS(torch.func.functional_call(model, given, (TOKENS,))).backward()
+    assert model.head.weight.grad is None
+    return [given["head.weight"].grad]
+
+
+def without_a_graph(model):
+    output = model(TOKENS)
+    with torch.no_grad():
+        plain = model(TOKENS)
+        assert type(plain) is torch.Tensor
+        softer, rows = output / 2.0, output[:, :-1].reshape(-1, VOCABULARY)
+        found = [plain, softer, cross_entropy(rows, TOKENS[:, 1:].flatten())]
+    found += [softer.softmax(-1), cross_entropy(rows, TOKENS[:, 1:].flatten())]
+    assert not any(each.requires_grad for each in found)
+    return found
+
+
+def gradients_of_logits(model):
+    output, other, calls = model(TOKENS), model(TOKENS), []
+    output.grad_fn.register_prehook(calls.append)  # so the whole is there
+    found = torch.autograd.grad(LOSS(output), output)
+    assert len(calls) == 0
+    LOSS(output).backward()
+    assert len(calls) == 1
+    flat = other.flatten(0, 1)
+    other.retain_grad()
+    cross_entropy(flat, FLAT).backward()
+    return [*found, other.grad]
+
+
+def seen_by_hooks(name, model):
+    seen = []
+    handle = getattr(model.head, name)(lambda *args: seen.append(args[-1][0].clone()))
+    LOSS(model(TOKENS)).backward()
+    handle.remove()
+    return seen
+
+
+def within_a_checkpoint(model):
+    found = recoup.checkpoint(model, TOKENS)
+    assert type(found) is torch.Tensor
+    return torch.autograd.grad(LOSS(found), list(model.parameters()))
+
+
+def accumulated(model):
+    for tokens in (batch(2)[0], batch(6)[0]):  # planned for 4
+        (shifted_loss(tokens)(model(tokens)) / 2).backward()
+    return [p.grad for p in model.parameters()]
+
+
+STEPS = {
+    **{f"a loss of {name}": partial(of_loss, loss) for name, loss in LOSSES.items()},
+    "read": as_they_are_read,
+    "a mask": partial(by_an_index_that_is_written_to, torch.ones(4, 64).tril().bool()),
+    "other weights": of_weights_that_stand_in,
+    "no graph": without_a_graph,
+    "gradients of logits": gradients_of_logits,
+    "backward hook": partial(seen_by_hooks, "register_full_backward_hook"),
+    "backward pre-hook": partial(seen_by_hooks, "register_full_backward_pre_hook"),
+    "checkpoint": within_a_checkpoint,
+    "compiled": lambda model: of_loss(LOSS, torch.compile(model, backend="aot_eager")),
+    "accumulated": accumulated,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # which may have the whole logits
+@pytest.mark.filterwarnings("ignore:A model that follows a plan was given to torch.compile")
+@pytest.mark.filterwarnings("ignore:.*where the plan is for")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("name", STEPS)
+def test_whatever_is_made_of_logits_is_that_of_the_plain_model(doubles, name):
+    model, plan = doubles
+    model.zero_grad()
+    want = STEPS[name](model)
+    model.zero_grad()
+    with plan.applied():
+        got = STEPS[name](model)
+    model.zero_grad()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14, equal_nan=True, check_stride=False)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(4, 64, VOCABULARY)
+
+
+def derived_before_a_write(model, logits, loss):
+    flat = logits.view(-1, VOCABULARY)
+    logits[0] = 0
+    assert logits[0].abs().sum() == 0
+    flat.sum()
+
+
+NO_GRADIENT = GradientError, "no gradient of its own"
+REFUSED = {
+    "a gradient": (lambda model, y, loss: torch.autograd.grad(loss, [y]), *NO_GRADIENT),
+    "grad_fn": (lambda model, y, loss: y.grad_fn, *NO_GRADIENT),
+    "retain_grad": (lambda model, y, loss: y.retain_grad(), *NO_GRADIENT),
+    "a second derivative": (
+        lambda model, y, loss: torch.autograd.grad(
+            loss, list(model.parameters()), create_graph=True
+        ), GradientError, "cannot be differentiated again",
+    ),
+    "a function of another library": (
+        lambda model, y, loss: _Own.apply(y).backward(), GradientError, "head",
+    ),
+    "what was derived before a write": (derived_before_a_write, ChangedError, "changed in place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_logits_in_tiles_cannot_give_is_an_error(doubles, name):
+    model, plan = doubles
+    ask, error, message = REFUSED[name]
+    with plan.applied():
+        logits = model(TOKENS)
+        loss = LOSS(logits) if name != "a function of another library" else None
+        with pytest.raises(error, match=message):
+            ask(model, logits, loss)
+    model.zero_grad()
+
+
+def test_an_output_layer_whose_loss_is_no_cross_entropy_is_left_alone():
+    model = Plain(change=tied)
+    made = recoup.plan(model, TOKENS, loss=_Own.apply, budget="30 MiB", tiles=True)
+    assert made.planned.tiled is None
+    assert "tile: `head`" not in str(made)
+    with made.applied():
+        assert type(model(TOKENS)) is torch.Tensor
+
+
+CHANGES = {
+    "in place": lambda head: head.weight.detach().mul_(1.5),
+    "another memory": lambda head: setattr(head.weight, "data", torch.ones(VOCABULARY, 64)),
+    "frozen": lambda head: head.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_logits_are_not_read_after_the_weight_has_changed(change):
+    model = Plain()
+    with recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4).applied():
+        logits = model(TOKENS)
+        CHANGES[change](model.head)
+        for read in (LOSS, torch.sum):  # in pieces, and whole
+            with pytest.raises(ChangedError, match="`head` is computed when it is read"):
+                read(logits)
+
+
+@pytest.mark.filterwarnings("ignore:The first step")  # it takes more
+def test_an_output_layer_that_has_become_another_runs_whole():
+    model = Plain(change=tied)
+    plan = recoup.plan(model, TOKENS, loss=LOSS, budget="9 MiB", tiles=4)
+    linear = model.head.forward
+    model.head.forward = lambda x: linear(x) + x.mean((1, 2), keepdim=True) * RISING
+    want = of_loss(LOSS, model)
+    with plan.applied():
+        for a, b in zip(of_loss(LOSS, model), want, strict=True):
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm())
+
+
+def test_what_is_removed_copied_and_pickled_is_the_model():
     torch.manual_seed(0)
-    model, tokens = llama(32, 2, 512).double(), torch.randint(512, (1, 512))
-    want = step(model, tokens, tokens)
-    least = recoup.plan(model, tokens, labels=tokens, tiles=True).points[0].peak_bytes
-    for layer in model.model.layers:
-        layer.mlp.forward = recoup.tiled(layer.mlp.forward, dim=1, tiles=8)
-    frontier = recoup.plan(model, tokens, labels=tokens, tiles=True)
-    budget = frontier.points[0].peak_bytes
-    assert budget < 0.8 * least
-    with frontier.plan(budget).applied():
-        assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= budget
-        # Llama's loss is taken in float32, whatever the type of the model.
-        assert_close(step(model, tokens, tokens), want, 1e-6)
+    model = gpt2()
+    plan = recoup.plan(model, TOKENS, labels=LABELS, budget="6 MiB", tiles=True)
+    with plan.applied():
+        assert recoup.applied_plans(model) == [plan]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other(TOKENS, labels=LABELS).logits) is torch.Tensor
+        logits = model(TOKENS, labels=LABELS).logits
+        assert type(logits) is not torch.Tensor
+        assert type(pickle.loads(pickle.dumps(logits.detach()))) is torch.Tensor
+        made = model.eval().generate(TOKENS[:1, :5], max_new_tokens=3, do_sample=False)
+    assert made.shape == (1, 8)
+    assert is_plain(model)
+    assert type(model.train()(TOKENS, labels=LABELS).logits) is torch.Tensor

@@ -77,7 +77,7 @@ def test_modules_are_those_in_which_autograd_saved():
 
 
 def test_blocks_that_run_again_say_so_as_often_as_planned():
-    plan, found = told(*chain(12, hidden=8), 0)
+    plan, found = told(*chain(9, hidden=8), 0)
     again = modules_that("runs again", found.planned)
     for block in plan.blocks:
         assert again.count(f"{block.name}.1") == block.num_forwards - 1, block
@@ -96,31 +96,16 @@ def test_inverted_blocks_are_inverted():
     torch.manual_seed(0)
     flow, x = NICE((1, 4, 4), levels=None, width=16), torch.randn(512, 1, 4, 4)
     flow(x)  # where each ActNorm starts
-    options = {"loss": lambda found: found[1].sum() + square(found[0][0]), "exact": False}
-    whole = recoup.plan(flow, x, budget="1 GiB", **options)
-    budget = next(point.peak_bytes for point in whole.frontier if point.num_inverses)
-    plan = recoup.plan(flow, x, budget=budget, **options)
-    found = recoup.timeline(flow, x, plan=plan, loss=options["loss"])
-    inverses = {*modules_that("inverse", found.planned)}
-    names = [block.name for block in plan.blocks if block.way == "invert"]
-    assert inverses
+    loss = lambda found: found[1].sum() + square(found[0][0])  # noqa: E731
+    plans = recoup.plan(flow, x, loss=loss, exact=False)
+    plan = plans.plan(plans.least_bytes)
+    found = recoup.timeline(flow, x, plan=plan, loss=loss).planned
+    names = {block.name for block in plan.blocks if block.way == "invert"}
+    assert names
+    inverses = modules_that("inverse", found)
+    assert {name for name in names if any(each.startswith(name) for each in inverses)} == names
     assert all(any(each.startswith(name) for name in names) for each in inverses)
-    assert found.planned.peak_bytes == plan.rehearsed_peak_bytes
-
-
-def test_under_a_profiler_of_other_code_spans_are_drawn():
-    model, x = chain(2)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, acc_events=True):  # 2.11 warns without that
-        with pytest.warns(UserWarning, match="A profiler runs in this thread"):
-            found = recoup.timeline(model, x, loss=square).plain
-        with pytest.warns(UserWarning, match="A profiler runs in this thread"):
-            peak = measured(model, x)
-    assert found.peak_bytes == peak
-    (made,) = [each for each in found.stretches if each.module == "0.0" and each.what == "forward"]
-    assert made.levels == (64 * 64 * 4,)
-    gradients = sum(each.nbytes for each in model.parameters())
-    assert gradients <= found.levels("backward")[-1] <= gradients + x.nbytes + 4
+    assert found.peak_bytes == plan.rehearsed_peak_bytes
 
 
 def test_the_plan_that_the_model_follows_is_found_and_a_total_counts_what_stands():
@@ -134,43 +119,17 @@ def test_the_plan_that_the_model_follows_is_found_and_a_total_counts_what_stands
     assert again.plain.peak_bytes > again.planned.peak_bytes == found.planned.peak_bytes
 
 
-def test_a_plan_of_a_family_is_shown_for_its_shapes():
-    (model, x), larger = chain(), torch.randn(200, 32)
-    budget = 2 * recoup.plan(model, larger, loss=square).points[0].peak_bytes
-    plan = recoup.plan(model, x, budget=budget, loss=square, replan=True)
-    with plan.applied():
-        square(model(larger)).backward()
-        found = recoup.timeline(model, larger, plan=plan.family[-1], loss=square)
-        assert found.planned.peak_bytes <= budget
-        assert found.planned.peak_bytes == measured(model, larger)
-
-
-MISTAKES = {
-    "another shape": (
-        lambda m, x: recoup.timeline(m, torch.randn(3, 7)), RuntimeError, "shapes"
-    ),
-    "a frontier": (
-        lambda m, x: recoup.timeline(m, x, plan=recoup.plan(m, x)), ValueError, "for a `budget`"
-    ),
-    "another model": (
-        lambda m, x: recoup.timeline(m, x, plan=recoup.plan(chain()[0], x, budget="1 MiB")),
-        ValueError, "`plan` is for another model, a Sequential",
-    ),
-    "no model": (
-        lambda m, x: recoup.timeline("model", x), ValueError, "`model` is a str, but must be"
-    ),
-    "a picture": (
-        lambda m, x: recoup.timeline(m, x).page("step.svg"), ValueError,
-        r'ends in ".svg", but must end in .html',
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_name_the_way_out_and_leave_no_hooks(name):
-    call, error, message = MISTAKES[name]
-    with pytest.raises(error, match=message):
-        call(*chain())
+def test_mistakes_name_the_way_out_and_leave_no_hooks():
+    model, x = chain(2)
+    other = recoup.plan(chain(2)[0], x, budget="1 MiB")
+    with pytest.raises(RuntimeError, match="shapes"):
+        recoup.timeline(model, torch.randn(3, 7))
+    with pytest.raises(ValueError, match="for a `budget`"):
+        recoup.timeline(model, x, plan=recoup.plan(model, x))
+    with pytest.raises(ValueError, match="`plan` is for another model, a Sequential"):
+        recoup.timeline(model, x, plan=other)
+    with pytest.raises(ValueError, match=r'ends in ".svg", but must end in .html'):
+        recoup.timeline(model, x).page("step.svg")
     assert not torch_module._global_forward_hooks
 
 
