@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise, product
 from math import comb
-from math import log as ln
 
 import pytest
 
@@ -78,18 +77,13 @@ def check_binomial_and_revolve(n, slots, num_forwards):
     assert simulation.peak_bytes <= slots + 2
 
 
-@pytest.mark.parametrize("n", [*range(1, 14), 20, 33])
-def test_binomial_and_revolve_are_optimal_for_every_number_of_slots(n):
-    for slots in range(1, n + 2):
-        check_binomial_and_revolve(n, slots, least_advances(n, slots) + 1)
-
-
-# Numbers of forward runs: 1 + r n - C(slots + r, slots + 1), tabulated.
-@pytest.mark.parametrize(
-    ("n", "slots", "num_forwards"), [(100, 3, 491), (100, 13, 186), (1000, 44, 1955)]
-)
-def test_binomial_and_revolve_equal_the_tabulated_optimum(n, slots, num_forwards):
-    check_binomial_and_revolve(n, slots, num_forwards)
+def test_binomial_and_revolve_are_optimal_for_every_number_of_slots():
+    for n in (*range(1, 14), 20):
+        for slots in range(1, n + 2):
+            check_binomial_and_revolve(n, slots, least_advances(n, slots) + 1)
+    # As tabulated: 1 + r n - C(slots + r, slots + 1).
+    check_binomial_and_revolve(100, 3, 491)
+    check_binomial_and_revolve(1000, 44, 1955)
 
 
 def test_beta_is_the_longest_chain_for_a_number_of_sweeps():
@@ -101,24 +95,20 @@ def test_beta_is_the_longest_chain_for_a_number_of_sweeps():
     assert len(binomial(1000, 1).actions) < 4 * 1000
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 20, 21, 70, 252, 253])
-def test_log_is_binomial_with_as_many_slots_as_runs(n):
-    slots = next(c for c in range(1, n + 1) if comb(2 * c, c) >= n)
-    assert log(n).actions == binomial(n, slots).actions
-    assert max(simulate(log(n)).forwards_per_stage) <= slots
-    # Stirling: C(2c, c) is at least 4^c / (2 sqrt(c)).
-    assert slots <= 2 + ln(n, 4) + ln(2 * slots**0.5, 4)
+def test_log_is_binomial_with_as_many_slots_as_runs():
+    for n in (1, 2, 3, 6, 7, 20, 21, 70, 252, 253):
+        slots = next(c for c in range(1, n + 1) if comb(2 * c, c) >= n)
+        assert log(n).actions == binomial(n, slots).actions
+        assert max(simulate(log(n)).forwards_per_stage) <= slots
 
 
-@pytest.mark.parametrize("n", [*range(1, 30), 100, 399])
+@pytest.mark.parametrize("n", [*range(1, 12), 29, 100])
 def test_sqrt_is_triangular(n):
-    # The nominal 4, 3, 2 is exact; never 1, 1, 1, 1, 5.
     longest = next(k for k in range(1, n + 1) if k * (k + 1) // 2 >= n)
     simulation = simulate(sqrt(n))
     last = simulation.forwards_per_stage.index(1)
     lengths = [stop - start for start, stop in pairwise([*indices(sqrt(n), Keep), last, n])]
     assert sum(lengths) == n
-    assert all(length >= 1 for length in lengths)
     assert simulation.peak_bytes <= longest + 1
     assert simulation.num_forwards == 2 * n - lengths[-1]
     assert max(simulation.forwards_per_stage) <= 2
@@ -141,9 +131,8 @@ def test_constant_holds_the_same_at_every_depth_and_hands_over_between_ways():
     )
 
 
-@pytest.mark.parametrize("n", range(1, 5))
-def test_constant_executes_every_mixture(n):
-    for ways in product(["invert", "recompute", "keep"], repeat=n):
+def test_constant_executes_every_mixture():
+    for ways in product(["invert", "recompute", "keep"], repeat=4):
         schedule = constant(ways)
         simulation = simulate(schedule)
         runs = tuple(2 if way == "recompute" else 1 for way in ways)
@@ -196,13 +185,10 @@ def test_a_schedule_prints_its_sweep_and_its_backward():
         "backward: reverse 1, load x_0, tape 0, reverse 0"
     )
     assert str(linear(1)) == "linear, 1 stage\nsweep: tape 0\nbackward: reverse 0"
-    # A long one breaks its lines.
-    schedule = binomial(30, 3)
-    lines = str(schedule).splitlines()
-    assert max(map(len, lines)) <= 100
-    words = " ".join(line.strip() for line in lines[1:])
-    words = words.replace("sweep: ", "").replace(" backward: ", ", ")
-    assert words.split(", ") == [str(action) for action in schedule.actions]
+    schedule = binomial(30, 3)  # A long one breaks its lines.
+    assert max(map(len, str(schedule).splitlines())) <= 100
+    _, printed = " ".join(str(schedule).split()).split("sweep: ")
+    assert printed.replace(" backward: ", ", ") == ", ".join(map(str, schedule.actions))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.num_stages}")
@@ -219,10 +205,6 @@ def test_a_sweep_ends_at_the_last_state_and_groups_of_stages_run_as_often_as_eac
     assert within.isdisjoint(a.index for a in schedule.actions if isinstance(a, Keep | Load))
 
 
-RUNS, REVERSES = (Advance(0, 1), Advance(1, 2)), (Reverse(1), Reverse(0))
-AGAIN = Load(0), Tape(0), Reverse(0)
-
-
 @pytest.mark.parametrize(
     ("schedule", "num_groups"),
     [
@@ -231,9 +213,7 @@ AGAIN = Load(0), Tape(0), Reverse(0)
         (sqrt(3), 2),
         (Schedule(3, (Offload(0), *sqrt(3).actions[1:])), 3),
         # Neighbours that are treated apart are no group.
-        (Schedule(2, (Tape(0), Tape(1, variant=1), *REVERSES)), 2),
-        (Schedule(2, (Keep(0), *RUNS, Load(0), Tape(0), Tape(1), *REVERSES)), 2),
-        (Schedule(2, (Offload(0), RUNS[0], Keep(1), Tape(1), REVERSES[0], *AGAIN)), 2),
+        (Schedule(2, (Tape(0), Tape(1, variant=1), Reverse(1), Reverse(0))), 2),
     ],
     ids=str,
 )

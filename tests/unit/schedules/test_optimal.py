@@ -33,8 +33,6 @@ from recoup.schedules import (
     optimal,
     simulate,
 )
-from recoup.schedules.choices import Chain
-from recoup.schedules.recurrences import fronts_of
 from recoup.schedules.search import fastest
 
 # -- every schedule, by brute force ----------------------------------------------------------------
@@ -136,9 +134,9 @@ def results(draw):
 @st.composite
 def costs_with_moments(draw):
     names = "run_bytes", "tape_run_bytes", "reverse_bytes", "between_bytes"
-    moments = {name: draw(SIZES) for name in names}
-    state, left = draw(SIZES), draw(st.integers(-4, 12))
-    return Cost(draw(TIMES), state, state + draw(SIZES), **moments, left_bytes=left)
+    moments = {name: draw(SIZES) for name in names} | {"left_bytes": draw(st.integers(-4, 12))}
+    state = draw(SIZES)
+    return Cost(draw(TIMES), state, state + draw(SIZES), **moments)
 
 
 @st.composite
@@ -188,7 +186,7 @@ WITH_MOMENTS = st.lists(costs_with_moments(), min_size=1, max_size=5)
 WITH_CHOICES = st.lists(costs_with_choices(), min_size=1, max_size=4)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(WITH_MOMENTS | WITH_CHOICES)
 def test_the_frontier_is_that_of_exhaustive_search(chain):
     check_all_budgets(chain)
@@ -243,16 +241,7 @@ def test_optimal_is_as_good_as_the_known_curve():
         assert simulation.peak_bytes <= budget
 
 
-def keeping(monkeypatch, num_solutions):
-    """Keep so many solutions of each segment, whatever the length of the chain."""
-    monkeypatch.setattr("recoup.schedules.search._NUM_SOLUTIONS", num_solutions)
-    monkeypatch.setattr("recoup.schedules.search._NUM_MORE", 0)
-    fastest.cache_clear()
-
-
-def test_budgets_are_kept_time_falls_with_them_and_solutions_that_are_left_out_cost_little(
-    monkeypatch,
-):
+def test_budgets_are_kept_and_solutions_that_are_left_out_cost_little(monkeypatch):
     costs, seconds = various(24, seed=0), {8: [], 16: [], 500: []}
     most = simulate(linear(24), costs=costs).peak_bytes
     with pytest.raises(ScheduleError, match=r"needs at least \d+ bytes") as raised:
@@ -260,7 +249,9 @@ def test_budgets_are_kept_time_falls_with_them_and_solutions_that_are_left_out_c
     least = int(str(raised.value).split()[-2])
     assert most > 8 * least
     for num_solutions, found in seconds.items():
-        keeping(monkeypatch, num_solutions)
+        monkeypatch.setattr("recoup.schedules.search._NUM_SOLUTIONS", num_solutions)
+        monkeypatch.setattr("recoup.schedules.search._NUM_MORE", 0)
+        fastest.cache_clear()
         for budget in [least, *(least + (most - least) * n**2 // 100 for n in range(1, 10))]:
             simulation = simulate(optimal(costs, budget), costs=costs)
             assert simulation.peak_bytes <= budget
@@ -269,11 +260,6 @@ def test_budgets_are_kept_time_falls_with_them_and_solutions_that_are_left_out_c
     assert all(few <= 1.03 * many for few, many in zip(seconds[16], seconds[500], strict=True))
     assert seconds[16] != seconds[500]
     assert optimal(costs, most).actions == linear(24).actions
-
-
-def test_the_least_bytes_need_one_solution_of_each_segment():
-    chain = Chain(various(20, seed=0), 20)
-    assert len({fronts_of(chain, most)[0, 20].peaks[0] for most in (1, 2, 200)}) == 1
 
 
 def various_choices(num_stages, seed):
@@ -303,8 +289,7 @@ def various_choices(num_stages, seed):
     return chain
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("num_stages", [20, 40, 80, 150])
+@pytest.mark.parametrize("num_stages", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_every_schedule_holds_what_was_counted(num_stages):
     chain = various_choices(num_stages, seed=num_stages)
     for candidate in fastest(tuple(chain)):
@@ -319,13 +304,6 @@ def test_every_schedule_holds_what_was_counted(num_stages):
     actions = [action for point in frontier(chain) for action in point.schedule.actions]
     assert {Tape, Invert, Offload} <= set(map(type, actions))
     assert any(isinstance(action, Advance) and action.results for action in actions)
-
-
-def test_a_frontier_is_the_same_every_time():
-    chain = various_choices(16, seed=0)
-    once = frontier(chain)
-    fastest.cache_clear()
-    assert frontier(chain) == once
 
 
 def test_a_chain_that_costs_nothing_is_linear():
