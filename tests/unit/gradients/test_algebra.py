@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import WAYS, collect, holding
+from tests.unit.gradients.cases import collect, holding
 
 ROWS = torch.tensor([[0, 2, 0, 5]])
 
@@ -84,38 +84,30 @@ def kind(request):
 # What becomes of a store `a` of weight 2 and of `b`, of weight 4: how often each is in the result,
 # its weight, and whether `b` is consumed. In place:
 CHANGES = {
-    "a.extend_(a)": (2, 0, 4),
     "a.extend_(a, a, weight=0.5)": (2, 0, 4),
     "a.extend_(a, alpha=-0.5)": (0.5, 0, 2),
     "a.extend_(b, b, consume=False)": (1, 2, 10),
     "a.extend_(b, alpha=-0.4, consume=False)": (1, -0.4, 2),
     "a.extend_(a, b)": (2, 1, 8, True),
     "a.extend_(b, alpha=0.25)": (1, 0.25, 2, True),
-    "a.extend_(b, weight=3)": (1, 3, 14, True),
     "a.extend_(b, weight=torch.tensor(0.5))": (1, 0.5, 4, True),
     "a.extend_()": (1, 0, 2),
     "iadd(a, b)": (1, 1, 6),
     "isub(a, 2 * b)": (1, -2, 2),
-    "imul(a, 2)": (2, 0, 2),
+    "imul(a, torch.tensor([3.0]))": (3, 0, 2),
     "itruediv(a, 4)": (0.25, 0, 2),
-    "a.scale_(torch.tensor([3.0]))": (3, 0, 2),
     "a.mean_()": (0.5, 0, 1),
 }
 NEW = {
-    "a + b": (1, 1, 6),
-    "a - b": (1, -1, 2),
-    "a * 3": (3, 0, 2),
     "torch.tensor(0.5) * a": (0.5, 0, 2),
     "a / torch.tensor(4.0)": (0.25, 0, 2),
-    "-a": (-1, 0, 2),
+    "-a - b": (-1, -1, 2),
     "a + 0.5 * b - a / 2": (0.5, 0.5, 6),
     "sum([a, b, GradStore()])": (1, 1, 6),
-    "sum([a])": (1, 0, 2),
-    "GradStore() + a": (1, 0, 2),
 }
 
 
-@pytest.mark.sampled(61)
+@pytest.mark.sampled(51)
 @pytest.mark.parametrize("call", [*CHANGES, *NEW])
 def test_a_store_is_a_vector_and_counts_as_often_as_it_is_named(call, kind):
     """Surgery changes the direction, and not how many batches a gradient stands for."""
@@ -192,10 +184,11 @@ def test_second_derivatives_through_numbers(name, is_sparse):
         close(one.to_dense(), other)
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("max_norm", [1e-3, 0.7, 1e6])
+@pytest.mark.parametrize(
+    ("dtype", "max_norm"),
+    [(torch.float32, 0.7), (torch.float64, 1e6), (torch.bfloat16, 1e-3), (torch.complex64, 0.7)],
+)
 def test_clip_norm_is_torchs_bit_by_bit(order, dtype, max_norm):
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(7, 5), (13,), ()]]
     store = GradStore(params, dtype=None if dtype.is_complex else dtype)
@@ -210,23 +203,17 @@ def test_clip_norm_is_torchs_bit_by_bit(order, dtype, max_norm):
 # -- sums of sparse gradients, and failures --------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", [*WAYS, "extend_", "add_"])
-@pytest.mark.parametrize("num_rows", [10, 1000])
+@pytest.mark.parametrize(("num_rows", "way"), [(10, "extend_"), (10, "collecting"), (300, "auto")])
 def test_sparse_sums_stay_small(num_rows, way):
     """However many there are, and sparse, however many rows they cover."""
     layer = nn.Embedding(num_rows, 2, sparse=True).double()
     store, total = GradStore(layer.parameters()), torch.zeros(num_rows, 2, dtype=torch.float64)
     most = 0
-    for step in range(400):
-        tokens = torch.randint(num_rows if step > 100 else 8, (8,))
+    for step in range(150):
+        tokens = torch.randint(num_rows if step > 40 else 8, (8,))
         total.index_add_(0, tokens, torch.ones(8, 2, dtype=torch.float64))
-        if way in ("extend_", "add_"):
-            other = GradStore.from_backward(layer(tokens).sum(), layer.parameters())
-            if way == "extend_":
-                store.extend_(other)
-            else:
-                store.add_(layer.weight, other.pop(layer.weight), own=True)
+        if way == "extend_":
+            store.extend_(GradStore.from_backward(layer(tokens).sum(), layer.parameters()))
         else:
             collect(store, layer(tokens).sum(), way)
         most = max(most, store.nbytes())

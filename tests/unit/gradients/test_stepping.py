@@ -35,20 +35,17 @@ def plainly(optimizer, params, *values):
 
 
 def test_without_gradients_nothing_happens():
-    params, before = twins()
-    stranger, calls = parameters(1), []
+    params, calls = parameters(), []
     optimizer = torch.optim.AdamW(params, lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     for param in params:
         param.grad = torch.ones_like(param)
     recoup.step(optimizer, GradStore(params), GradStore())
-    store = holding(stranger, 1.0)
+    store = holding(parameters(1), 1.0)
     for scaler in (None, torch.amp.GradScaler("cpu")):
         store.step(optimizer, unknown="ignore", scaler=scaler)
     assert len(store) == 1
     assert not calls
-    assert same(params, before)
-    assert optimizer.state_dict()["state"] == {}
 
 
 @pytest.mark.parametrize("missing", ["skip", "zero"])
@@ -316,25 +313,3 @@ def test_sparse_gradients_of_few_and_of_most_rows(name, windows):
     torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-6, atol=1e-7)
     states = optimizers[1].state[ours.weight], optimizers[0].state[plain.weight]
     torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7)
-
-
-def test_a_layout_that_an_optimizer_refuses_leaves_a_store_that_can_be_mended():
-    layer = nn.Embedding(6, 3, sparse=True)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    store = GradStore.from_backward(layer(torch.tensor([1, 1])).sum(), layer.parameters())
-    before = layer.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="sparse"):
-        store.step(optimizer)
-    assert torch.equal(layer.weight, before)
-    store.densify_().step(optimizer)
-    assert not torch.equal(layer.weight, before)
-
-
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
-def test_gradients_are_installed_in_the_strides_of_their_parameter(layout):
-    weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
-    gradient = torch.randn(4, 3, 2, 2)
-    store = GradStore([weight]).add_(weight, gradient.contiguous(memory_format=layout))
-    with store.as_grad([weight]):
-        assert weight.grad.stride() == weight.stride()
-        assert torch.equal(weight.grad, gradient)
