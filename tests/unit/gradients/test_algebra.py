@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from recoup import GradStore
-from recoup.errors import GradientError
 from tests.unit.gradients.cases import collect, holding
 
 ROWS = torch.tensor([[0, 2, 0, 5]])
@@ -220,20 +219,3 @@ def test_sparse_sums_stay_small(num_rows, way):
     assert torch.equal(store[layer.weight].to_dense(), total)
     assert most <= (num_rows + 8) * (2 * 8 + 8)  # two entries and an index a row
     assert store[layer.weight].is_sparse
-
-
-@pytest.mark.parametrize("consume", [True, False])
-def test_a_merge_that_fails_half_way_is_said_by_both(consume):
-    """One of them holds a part of the sum, and the other only what was left."""
-    params = [nn.Parameter(torch.zeros(8, 3, dtype=torch.float64)) for _ in range(2)]
-    entries = torch.sparse_coo_tensor([[0], [1]], [1.0], (8, 3), check_invariants=True)
-    a = holding(params, torch.ones(8, 3), sparse()())
-    b = holding(params, torch.ones(8, 3), entries)  # of another sparse layout
-    with pytest.raises(RuntimeError, match="same density"):
-        a.extend_(b, consume=consume)
-    for store in (a, b) if consume else (a,):
-        with pytest.raises(GradientError, match="half way"):
-            store.norm()
-        store.clear()
-        assert store.norm() == 0
-    assert consume or float(b[params[0]].sum()) == 24

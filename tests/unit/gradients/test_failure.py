@@ -71,21 +71,6 @@ def test_checkpoints_deliver_all_or_are_refused(kind, is_tied, mode, x):
     assert_holds(store, module, want, 1e-14)
 
 
-def test_reentrant_checkpoint_of_leaves_that_are_no_targets(x):
-    """They show when the checkpoint runs again, and must be left alone all the same."""
-    module = checkpointed("reentrant")
-    want = plain(module, [x], sine)
-    want_x, x.grad = x.grad, None
-    targets = module.get_submodule("parts.1")  # within the checkpoint
-    store = GradStore(targets.parameters())
-    with undisturbed(*module.parameters(), x):
-        (dx,) = store.backward(sine(module(x)), inputs=x)
-    assert torch.equal(dx, want_x)
-    assert_holds(store, targets, {n: want[f"parts.1.{n}"] for n in ("weight", "bias")})
-    with pytest.raises(GradientError, match=r"`create_graph`.*reentrant.*Leave one of the two out"):
-        GradStore.from_backward(module(x).sum(), module.parameters(), create_graph=True)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_of_tensors_run_once_and_those_after_accumulation_never(way):
     module, inputs = made("tied")

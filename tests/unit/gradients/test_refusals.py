@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup import GradStore
@@ -43,6 +44,9 @@ class World:
 
     def loss(self):
         return self.model(X).sum()
+
+    def reentrant(self):
+        return checkpoint(self.model, X.clone().requires_grad_(), use_reentrant=True).sum()
 
     def collected(self, **settings):
         store = GradStore(self.params)
@@ -111,6 +115,7 @@ w.store.backward(w.loss(), inputs=X) -> `inputs` -> does not require grad
 w.store.backward(w.loss(), inputs=w.weight) -> `inputs` -> in `params`, too
 w.store.backward(w.loss(), params=[w.stranger]) -> None of the 1 -> copies
 GradStore().backward(w.loss()) -> `params` -> missing
+w.store.backward(w.reentrant(), create_graph=True) -> `create_graph` -> reentrant.*Leave one
 w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
 w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
 w.scaled.collecting().__enter__() -> A backward -> scaled by 8
