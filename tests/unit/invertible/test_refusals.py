@@ -33,7 +33,7 @@ from recoup.invertible import (
     adapt,
     check_invertible,
 )
-from recoup.schedules import constant, sqrt
+from recoup.schedules import sqrt
 from tests.invertible_zoo import Says
 
 # Couplings, and what a network returns for each value that they change.
@@ -82,16 +82,12 @@ REFUSED = [
     # chains
     (lambda: Chain(Flip(), nn.Tanh()), r"`modules\[1\]` is a Tanh"),
     (lambda: Chain(Flip(), Flip(), memory=sqrt(3)), "for 3 stages, but the chain has 2"),
-    (lambda: setattr(Chain(Flip(), Flip()), "memory", constant(3)), "for 3 stages, .* has 2"),
     (lambda: check_invertible(Flip(), torch.randn(2, 6), max_dims=5), "`max_dims` 5"),
-    *((lambda shape=shape: check_invertible(Flip(), torch.randn(shape)),
-       r"a batch \(N, ...\) is needed") for shape in ((0, 3), (3,))),
+    (lambda: check_invertible(Flip(), torch.randn(0, 3)), r"a batch \(N, ...\) is needed"),
     # adapters
-    (lambda: adapt(dist.AbsTransform()), "not bijective"),
     (lambda: adapt(dist.ExpTransform(cache_size=1)), "`transform` keeps its last value"),
-    *((lambda model=model: recoup.train_in(model),
-       "`model` is a .*, in which there is no flow of zuko")
-      for model in (nn.Sequential(nn.Linear(2, 2)), Chain(ActNorm(2)))),
+    (lambda: recoup.train_in(Chain(ActNorm(2))),
+     "`model` is a .*, in which there is no flow of zuko"),
     (lambda: recoup.train_in(42), r"`model` is 42, but must be an nn\.Module"),
     # couplings
     *((lambda kind=kind: kind(Says(0.0, num_channels=3))(torch.randn(1, 5)),
@@ -100,7 +96,6 @@ REFUSED = [
     (lambda: AffineCoupling(nn.Conv2d(1, 2, 1), split="checkerboard")(torch.randn(1, 1, 3, 4)),
      "a checkerboard needs .* even H and W"),
     (on_grid(torch.randn(2, 16).bfloat16()), r"torch.bfloat16, but with `exact`"),
-    (on_grid(torch.ones(2, 16, dtype=torch.int64)), "torch.int64"),
     # blocks with a Lipschitz bound
     (lambda: InvertibleResidual(nn.Sequential(LipschitzLinear(2, 2), nn.Dropout())),
      "has a Dropout at `1`"),
@@ -112,17 +107,14 @@ REFUSED = [
     (lambda: Normalize([0.0, 1.0], [1.0, 1.0, 1.0]), "2 and `std` 3"),
     (lambda: Dequantize(4)(torch.zeros(1, 2) * 1j), "grey levels are real"),
     (lambda: Normalize([0.0, 1.0], 1.0)(torch.randn(2, 4)), r"`x` has shape \(2, 4\)"),
-    *((lambda stage=stage: VariationalDequantize(5, Chain(stage))(torch.zeros(2, 1, 4, 4)),
-       "made noise of shape") for stage in (Squeeze(), Chain(Squeeze(), Split()))),
+    (lambda: VariationalDequantize(5, Chain(Squeeze()))(torch.zeros(2, 1, 4, 4)),
+     "made noise of shape"),
     # layers that move values
     (lambda: Flatten((2, 2))(torch.zeros(1, 4)), r"`x` has shape \(1, 4\), .* needs \(N, 2, 2\)"),
-    (lambda: Flatten((2, 2)).inverse(torch.zeros(1, 5)),
-     r"`y` has shape \(1, 5\), .* needs \(N, 4\)"),
     *((lambda shape=shape: Squeeze()(torch.randn(shape)), "`x` has shape .* `factor` 2")
       for shape in ((1, 1, 5, 4), (1, 1, 4, 5), (1, 4, 4))),
     (lambda: Squeeze().inverse(torch.randn(1, 6, 2, 2)), "multiple of 4"),
     (lambda: Split()(torch.randn(2, 1, 4)), r"`x` has shape \(2, 1, 4\), but Split needs"),
-    (lambda: Flip()(torch.randn(4)), r"`x` has shape \(4,\), but Flip needs \(N, C"),
     (lambda: Permute([1, 0])(torch.randn(1, 4)), r"`x` has shape \(1, 4\)"),
 ]  # fmt: skip
 
