@@ -23,8 +23,8 @@ def test_density_and_distribution_function_are_those_of_torch():
     torch.testing.assert_close(ours.icdf(theirs.cdf(x)), x, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_far_values_have_a_finite_density_and_gradient(dtype):
+def test_far_values_have_a_finite_density_and_gradient():
+    dtype = torch.float32
     largest = torch.finfo(dtype).max
     x = torch.tensor([-largest, -1e4, 0.0, 1e4, largest], dtype=dtype, requires_grad=True)
     log_prob = Logistic(torch.zeros((), dtype=dtype), 1.0).log_prob(x)

