@@ -212,17 +212,6 @@ def test_an_output_is_held_where_the_stage_after_keeps_it():
             assert Keep(1) in sweep or Tape(1) in sweep
 
 
-def test_what_an_inverse_gives_back_is_counted_beside_the_gradients():
-    stage = Cost(1.0, 5, 50, left_bytes=120, is_invertible=True, invert_seconds=0.5)
-    check_all_budgets([stage, Cost(1.0, 1, 1, tape_run_bytes=100, is_fixed=True)])
-    # After an inverted stage, a state that results lead back to stays.
-    kept = Cost(1.0, 1, 20, results=(Results(2, 0.25),))
-    chain = [replace(stage, left_bytes=0), kept, Cost(1.0, 1, 45)]
-    check_all_budgets(chain)
-    both = {Invert(0), Advance(1, 2, 1)}
-    assert any(both <= set(point.schedule.actions) for point in frontier(chain))
-
-
 # -- long chains -----------------------------------------------------------------------------------
 
 
@@ -232,8 +221,7 @@ def various(num_stages, seed, most=10**7):
     return [Cost(draw.random(), state, state + draw.randint(0, 9 * most)) for state in states]
 
 
-def test_optimal_is_as_good_as_the_known_curve():
-    """Runs of 32 stages for a number of states, a tape being 4 of them."""
+def test_optimal_is_as_good_as_the_known_curve():  # of 32 stages, a tape being 4 states
     costs = [Cost(1.0, 1, 4)] * 32
     for budget, most in {129: 1.0, 98: 1.25, 66: 1.5, 24: 1.9, 18: 2.0, 13: 2.5, 11: 3.0}.items():
         simulation = simulate(optimal(costs, budget), costs=costs)
