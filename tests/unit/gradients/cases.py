@@ -28,8 +28,6 @@ class Complex(nn.Module):
 
 
 class Tied(nn.Module):
-    """One layer in three places, another one between them."""
-
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -97,7 +95,6 @@ LAYERS = {
 
 
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
-    """A layer and two inputs."""
     build, make_input = LAYERS[name]
     module, inputs = build(), [make_input(), make_input()]
     if name != "complex" and "bfloat16" not in name:
@@ -126,21 +123,18 @@ def scaler_of(scale: float = 8.0, **settings) -> torch.amp.GradScaler:
 
 
 def tripled(params, scaler) -> GradStore:
-    """A store of gradients that are full of 3, through a scaler."""
     store = GradStore(params)
     store.backward(sum((3.0 * each).sum() for each in params), scaler=scaler)
     return store
 
 
 def same(one, other) -> bool:
-    """Whether tensors are equal bit by bit."""
     return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def collect(
     store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
 ) -> None:
-    """Add the gradients of an output to a store, in one of the ways."""
     if way == "collecting":
         with store.collecting():
             output.backward(seed, **settings)
@@ -149,7 +143,6 @@ def collect(
 
 
 def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Tensor]:
-    """The sum of the gradients of a copy, each made by a backward of its own."""
     module = copy.deepcopy(module)
     torch.manual_seed(3)
     total: dict[str, Tensor] = {}
@@ -165,7 +158,6 @@ def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Te
 
 
 def assert_holds(store, module: nn.Module, want: dict[str, Tensor], rtol: float = 0.0):
-    """Compare what a store holds with gradients by name."""
     got = store.named(module)
     assert set(got) == set(want)
     for name, value in want.items():

@@ -86,7 +86,6 @@ def dense(*shape, **settings):
 
 
 def listed(row):
-    """A sparse gradient of the weight, of a row that it may not have."""
     rows, values = torch.tensor([[row]]), torch.ones(1, 3)
     return torch.sparse_coo_tensor(rows, values, (2, 3), check_invariants=False)
 

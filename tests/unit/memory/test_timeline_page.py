@@ -34,7 +34,6 @@ def page(*lines, budget=None, plan="", title="Memory over a step of Net"):
 
 
 def drawn(text, place=0):
-    """What the picture draws: the events, and the bytes after each of them."""
     path = re.search(rf'id="line{place}" d="([^"]*)"', text)[1]
     unit = int(re.search(r'data-unit="(\d+)"', text)[1])
     return [(int(x), round(float(y) * unit)) for x, y in re.findall(r"H(\d+)V([-\d.e]+)", path)]
@@ -100,7 +99,6 @@ def test_a_page_escapes_names_loads_nothing_and_ends_in_html():
 
 
 def shown(tmp_path, text, *more):
-    """The document that a browser makes of a page, after its scripts."""
     file = tmp_path / "page.html"
     file.write_text(text, encoding="utf-8")
     arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
