@@ -173,11 +173,6 @@ def test_each_value_must_be_a_grey_level():
     assert flow.memory != "sqrt"
 
 
-def test_a_training_that_diverges_is_seen_and_extra_states_may_be_anything():
-    flow = small_flow()
-    flow.__class__ = type("Noted", (RealNVP,), {
-        "get_extra_state": lambda self: {"note": [1]}, "set_extra_state": lambda self, state: None,
-    })  # fmt: skip
-    assert fitted(flow).validation_bits_per_dim < math.inf
+def test_a_training_that_diverges_is_seen():
     with pytest.warns(UserWarning, match="Try a smaller `learning_rate`"):
-        assert fitted(flow, learning_rate=1e30).validation_bits_per_dim == math.inf
+        assert fitted(small_flow(), learning_rate=1e30).validation_bits_per_dim == math.inf

@@ -18,15 +18,6 @@ MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
-
-    def forward(self, x):
-        return (x.to(self.weight.dtype) @ self.weight).abs()
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -83,7 +74,6 @@ LAYERS = {
     "attention": (
         lambda: Runs(nn.MultiheadAttention(4, 2), attending), lambda: torch.randn(3, 2, 4)
     ),
-    "complex": (Complex, lambda: torch.randn(5, 3)),
     "tied": (Tied, rows),
     "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
@@ -97,7 +87,7 @@ LAYERS = {
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
     build, make_input = LAYERS[name]
     module, inputs = build(), [make_input(), make_input()]
-    if name != "complex" and "bfloat16" not in name:
+    if "bfloat16" not in name:
         module.double()
         inputs = [x.double() if x.is_floating_point() else x for x in inputs]
     return module, inputs

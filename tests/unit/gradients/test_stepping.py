@@ -33,20 +33,6 @@ def plainly(optimizer, params, *values):
     optimizer.step()
 
 
-def test_without_gradients_nothing_happens():
-    params, calls = parameters(), []
-    optimizer = torch.optim.AdamW(params, lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    for param in params:
-        param.grad = torch.ones_like(param)
-    recoup.step(optimizer, GradStore(params), GradStore())
-    store = holding(parameters(1), 1.0)
-    for scaler in (None, torch.amp.GradScaler("cpu")):
-        store.step(optimizer, unknown="ignore", scaler=scaler)
-    assert len(store) == 1
-    assert not calls
-
-
 @pytest.mark.parametrize("missing", ["skip", "zero"])
 def test_absent_is_not_zero(missing):
     """An absent parameter stays; zero decays it and moves its momentum, but not a frozen one."""

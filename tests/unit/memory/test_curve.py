@@ -21,11 +21,6 @@ def build_here(depth, memory):
     return None
 
 
-class Builder:
-    def build(self, depth, memory):
-        """Bound to an object."""
-
-
 def by_hand(*memories, **values):
     exponents = {"sqrt": 0.5, 3: 0}
     points = [
@@ -37,11 +32,7 @@ def by_hand(*memories, **values):
 
 
 def test_what_another_process_cannot_import_is_refused(monkeypatch, tmp_path):
-    def local(depth, memory):
-        """Seen by this function alone."""
-
-    bound = functools.partial(local, 4), Builder().build
-    for build in (local, lambda depth, memory: None, *bound):
+    for build in (lambda depth, memory: None, functools.partial(build_here, 4)):
         with pytest.raises(ValueError, match=r"`build` is .* cannot import.*at the top level"):
             curve(build, [4], ["linear"])
     # A function of a script is named by its file, which an interactive session does not have.
