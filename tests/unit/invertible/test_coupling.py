@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -182,11 +180,10 @@ def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("far", [1.0, 1e5])
-def test_far_values_have_a_finite_log_det_gradient_and_inverse(dtype, far):
+def test_far_values_have_a_finite_log_det_gradient_and_inverse(dtype):
     layer = vectors()[0].to(dtype)
     x = torch.randn(64, 5, dtype=dtype)
-    x[:, 3:] *= far  # what is changed; the network sees ordinary values
+    x[:, 3:] *= 1e5  # what is changed; the network sees ordinary values
     x.requires_grad_()
     y, log_det = layer(x)
     (y.sum() + log_det.sum()).backward()
@@ -207,11 +204,6 @@ def test_in_a_wide_gap_the_inverse_is_not_lost():
     y, log_det = layer(x)
     assert log_det.min() == pytest.approx(torch.tensor(0.01).log().item(), rel=1e-3)
     torch.testing.assert_close(layer.inverse(y)[0], x, rtol=1e-4, atol=1e-4)
-    # and without the floor there would be nothing to find
-    no_floor = copy.copy(layer)
-    no_floor.least_slope = 0.0
-    back = no_floor.inverse(no_floor(x)[0])[0]
-    assert not torch.allclose(back, x, rtol=1e-2, atol=1e-2)
 
 
 def test_the_search_takes_few_steps_and_says_so_if_it_does_not_converge(monkeypatch):
