@@ -22,6 +22,7 @@ from recoup.invertible import (
 )
 from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
+    BUILDERS,
     SMALL,
     VECTOR,
     built,
@@ -238,3 +239,18 @@ def test_unsuitable_sizes_are_refused(name, value):
     for kind in (ConvNetwork, DenseNetwork):
         with pytest.raises(ValueError, match=f"`{name}` is {value}"):
             kind(2, 2, **{"width": 4, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in BUILDERS if name != "iresnet"), ("glow", {"coupling": "additive"})],
+)
+def test_every_coupling_sees_the_label(name, options):
+    flow = filled(built(name, SMALL, num_classes=3, **options))
+    couplings = [stage for stage in flow.chain if stage.takes_context]
+    assert len(couplings) == sum(hasattr(stage, "network") for stage in flow.chain)
+    # A label that is not seen by one network would leave its column of weights without gradient.
+    flow.bits_per_dim(digits(3, SMALL), classes(3, 3)).sum().backward()
+    for stage in couplings:
+        of_labels = stage.network[0].weight.grad[:, -3:].transpose(0, 1).flatten(1)
+        assert (of_labels != 0).any(1).all()

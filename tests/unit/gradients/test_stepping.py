@@ -407,3 +407,13 @@ def test_gradients_of_float16_are_unscaled_in_float32(is_sparse):
         store.step(optimizer, scaler=scaler)
         scaler.update()
         torch.testing.assert_close(layer.weight.float(), before - counts, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_gradients_are_installed_in_the_strides_of_their_parameter(layout):
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    gradient = torch.randn(4, 3, 2, 2)
+    store = GradStore([weight]).add_(weight, gradient.contiguous(memory_format=layout))
+    with store.as_grad([weight]):
+        assert weight.grad.stride() == weight.stride()
+        assert torch.equal(weight.grad, gradient)

@@ -19,6 +19,7 @@ from recoup.invertible import (
 )
 from recoup.invertible import mixture as module
 from tests.invertible_zoo import Says, kept_bytes, stiff
+from tests.oracle import assert_same_step, run_step
 from tests.unit.flows.models import filled
 
 # What a network returns for each value that the coupling changes.
@@ -228,3 +229,12 @@ def test_values_that_are_not_finite_come_back_as_nan():
     back, _ = layer.inverse(y)
     assert back[:2, 4].isnan().all()
     torch.testing.assert_close(back[2:], x[2:])
+
+
+def test_constant_memory_gives_the_very_gradients_of_linear():
+    """In a stiff net, where in floating point they would be wrong by more than their size."""
+    chain, x = exact(30, 3.0), on_grid(4, 16).requires_grad_()
+    want = run_step(chain, x)
+    for drift in ("ignore", "raise"):
+        chain.drift = drift
+        assert_same_step(run_step(chain, x, memory="constant"), want)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, multiprocessing, nn
 from torch import distributions as dist
 from torch.distributions import Normal
 
@@ -509,3 +509,26 @@ def test_values_that_the_grid_does_not_hold_are_an_error(value, words, direction
     if value == 300.0:
         coupling.fraction_bits = 15
         getattr(coupling, direction)(x)
+
+
+def start_on_a_rank(rank, port_file, out):
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{port_file}", rank=rank, world_size=2
+    )
+    torch.manual_seed(rank)
+    x = 3 * rank + torch.randn(5 + rank, 2)  # ranks with other batches, even of other sizes
+    layer = ActNorm(2)
+    layer(x)
+    torch.save((x, layer.state_dict()), f"{out}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_start_from_the_batches_of_all(tmp_path):
+    multiprocessing.spawn(start_on_a_rank, (tmp_path / "port", tmp_path), nprocs=2)
+    (x0, state0), (x1, state1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    whole = ActNorm(2)
+    whole(torch.cat([x0, x1]))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state0[name], state1[name])
+        torch.testing.assert_close(state0[name], value)

@@ -283,3 +283,11 @@ def test_a_large_sample_leaves_the_others_exact():
     y = torch.tensor([[1e6, 1e6], [0.5, -0.3]])
     together, alone = block.inverse(y)[0][1], block.inverse(y[1:])[0][0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_determinant_of_half_precision_is_computed_in_single_precision():
+    block, x = InvertibleResidual(dense()), double(3, 2)
+    _, expected = block(x)
+    _, log_det = block.bfloat16()(x.bfloat16())
+    assert log_det.dtype is torch.bfloat16
+    torch.testing.assert_close(log_det.double(), expected, rtol=0, atol=0.05)

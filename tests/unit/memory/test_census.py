@@ -22,6 +22,7 @@ import recoup
 from recoup._core.graph_ends import nodes_of
 from recoup._core.saved_tensors import Way
 from recoup._core.storage_tracking import StorageTracker
+from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals
 from tests.alive import no_collector
 from tests.oracle import state_of_torch
@@ -358,3 +359,16 @@ def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_th
     in_another_order = (Residual(*kept, mib, way) for way in reversed(WAYS))
     lines = str(Residuals(tuple(in_another_order))).splitlines()
     assert tuple(line.split()[-1] for line in lines[-5:]) == WAYS
+
+
+def test_a_change_in_place_is_still_found():
+    outside = []
+
+    def fn():
+        y = x().exp()
+        outside.append(y.sin())
+        y.add_(1)
+
+    residuals(fn)
+    with pytest.raises(ChangedError, match="that sin saved"):
+        outside[0].sum().backward()
