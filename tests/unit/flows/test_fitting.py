@@ -32,11 +32,11 @@ def fitted(flow, data=None, **options):
 
 
 def test_memory_modes_have_the_same_figures():
-    images = torch.randint(17, (160, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    images = torch.randint(17, (80, 1, 8, 8), generator=torch.Generator().manual_seed(0))
     found, flows = [], []
     for memory in ("linear", "sqrt", "constant"):
         torch.manual_seed(0)
-        flows.append(Glow((1, 8, 8), levels=17, num_steps=3, width=8, dropout=0.2))
+        flows.append(Glow((1, 8, 8), levels=17, num_levels=1, num_steps=4, width=8, dropout=0.2))
         found.append(fitted(flows[-1], images.byte(), memory=memory))
         assert flows[-1].memory == memory
     assert_same_tensors(*(dict(flow.state_dict()) for flow in flows[:2]))
@@ -69,12 +69,10 @@ def test_it_is_adam_on_bits_per_dim(monkeypatch):
 
 def test_the_best_weights_are_left_and_patience_ends_it():
     flow, x = small_flow(), points()
-    result = fitted(flow, x, epochs=12, learning_rate=3.0, patience=2, validation=x, test=x)
-    assert 3 <= result.epochs < 12
+    result = fitted(flow, x, epochs=8, learning_rate=3.0, patience=2, validation=x, test=x)
+    assert 3 <= result.epochs < 8
     assert result.bits_per_dim == pytest.approx(result.validation_bits_per_dim)
     assert flow.bits_per_dim(x).mean().item() == pytest.approx(result.bits_per_dim, rel=1e-5)
-    longer = fitted(small_flow(), x, epochs=12, learning_rate=3.0, patience=12, validation=x)
-    assert longer.epochs == 12
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -88,24 +86,18 @@ def test_the_caller_is_left_as_it_was(ends):
     flow.chain[0].register_forward_hook(interrupt)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt) if ends else nullcontext():
-        fitted(flow, batch_size=10)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt) if ends else nullcontext():
+        fitted(flow, batch_size=50)
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(module.training for module in flow.modules())
     assert all(parameter.grad is None for parameter in flow.parameters())
-
-
-def test_gradients_need_not_be_enabled_and_cannot_be_in_inference_mode():
-    with torch.no_grad():
-        found = fitted(small_flow())
-    assert found.bits_per_dim == fitted(small_flow()).bits_per_dim
     with torch.inference_mode(), pytest.raises(ValueError, match="`fit` trains"):
-        fitted(small_flow())
+        fitted(flow)
 
 
 def test_bytes_bound_a_step():
     # Adam makes whole steps of gradients that are little more than the rounding of inverses.
-    linear, flow = (small_flow(num_steps=4, width=16).double() for _ in range(2))
+    linear, flow = (small_flow(num_steps=3, width=16).double() for _ in range(2))
     most = fitted(linear, points().double(), batch_size=200).peak_bytes
     result = fitted(flow, points().double(), batch_size=200, memory=f"{0.7 * most:.0f} B")
     assert result.peak_bytes < 0.8 * most
@@ -115,13 +107,16 @@ def test_bytes_bound_a_step():
         fitted(small_flow(), memory="1 KiB")
 
 
-def test_labels_and_parts_of_their_own():
-    flow, labels = small_flow(num_classes=3), torch.arange(90) % 3
-    data = (points(90), labels)
-    result = fitted(flow, data, validation=data, test=data)
+def test_labels_and_parts_of_their_own(capsys):
+    data = points(90), torch.arange(90) % 3
+    result = fitted(small_flow(num_classes=3), data, validation=data, test=data)
     assert result.bits_per_dim == pytest.approx(result.validation_bits_per_dim)
-    assert flow.sample(3, labels=labels[:3]).shape == (3, 2)
-    fitted(small_flow(num_classes=3), data)
+    # Numbers of any library; progress is a line for each epoch.
+    given = {"validation": np.float32(0.1), "epochs": np.int64(2)}
+    fitted(small_flow(num_classes=3), data, **given, progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line.split()[1] for line in printed.err.splitlines()] == ["1:", "2:"]
 
 
 def test_parts_share_no_sample():
@@ -140,14 +135,6 @@ def test_parts_share_no_sample():
     assert torch.equal(torch.cat([trained, others]).sort().values, x[:, 0])
 
 
-def test_progress_is_a_line_for_each_epoch(capsys):
-    given = {"validation": np.float32(0.1), "epochs": np.int64(2)}  # numbers of any library
-    fitted(small_flow(), points().double(), **given, progress=True)
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert [line.split()[1] for line in printed.err.splitlines()] == ["1:", "2:"]
-
-
 MISTAKES = {
     r"`images` is Tensor \(9, 3\), but must be a tensor .* \(N, 2\)": {"data": torch.zeros(9, 3)},
     r"`images` is Tensor \(9, 2\), Tensor \(9,\), but must be a tensor":
@@ -159,14 +146,9 @@ MISTAKES = {
     "`validation` is 0.0": {"validation": 0.0},
     "`test` is 1.0": {"test": 1.0},
     "`epochs` is 0, but must be a whole number": {"epochs": 0},
-    "`patience` is 2.5": {"patience": 2.5},
-    "`batch_size` is 0": {"batch_size": 0},
     "`learning_rate` is -1.0": {"learning_rate": -1.0},
-    "`learning_rate` is nan": {"learning_rate": math.nan},
-    "`seed` is 1.5": {"seed": 1.5},
     "`memory` is 'cubic'": {"memory": "cubic"},
     "nothing to train": {"flow": small_flow().requires_grad_(False)},
-    "`flow` is Linear.*, but must be a Flow": {"flow": nn.Linear(2, 2)},
     **{rf"`images\[1\]` {words}":
         {"flow": small_flow(num_classes=3), "data": (torch.zeros(9, 2), labels)}
        for words, labels in (("is .*torch.float32", torch.rand(9)),
@@ -184,18 +166,13 @@ def test_a_mistake_is_named(message):
 def test_each_value_must_be_a_grey_level():
     flow = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8)
     for value in (17, -3, 3.5):
-        pictures = torch.zeros(400, 1, 4, 4)
-        pictures[300, 0, 1, 1] = value
+        pictures = torch.zeros(40, 1, 4, 4)
+        pictures[30, 0, 1, 1] = value
         with pytest.raises(ValueError, match=r"`images` .* whole grey levels, 0 to 16"):
             fitted(flow, pictures, memory="sqrt")
     assert flow.memory != "sqrt"
 
 
-def test_a_training_that_diverges_is_seen_and_extra_states_may_be_anything():
-    flow = small_flow()
-    flow.__class__ = type("Noted", (RealNVP,), {
-        "get_extra_state": lambda self: {"note": [1]}, "set_extra_state": lambda self, state: None,
-    })  # fmt: skip
-    assert fitted(flow).validation_bits_per_dim < math.inf
+def test_a_training_that_diverges_is_seen():
     with pytest.warns(UserWarning, match="Try a smaller `learning_rate`"):
-        assert fitted(flow, learning_rate=1e30).validation_bits_per_dim == math.inf
+        assert fitted(small_flow(), learning_rate=1e30).validation_bits_per_dim == math.inf

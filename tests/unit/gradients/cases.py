@@ -18,18 +18,7 @@ MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
-
-    def forward(self, x):
-        return (x.to(self.weight.dtype) @ self.weight).abs()
-
-
 class Tied(nn.Module):
-    """One layer in three places, another one between them."""
-
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -85,7 +74,6 @@ LAYERS = {
     "attention": (
         lambda: Runs(nn.MultiheadAttention(4, 2), attending), lambda: torch.randn(3, 2, 4)
     ),
-    "complex": (Complex, lambda: torch.randn(5, 3)),
     "tied": (Tied, rows),
     "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
@@ -97,10 +85,9 @@ LAYERS = {
 
 
 def made(name: str) -> tuple[nn.Module, list[Tensor]]:
-    """A layer and two inputs."""
     build, make_input = LAYERS[name]
     module, inputs = build(), [make_input(), make_input()]
-    if name != "complex" and "bfloat16" not in name:
+    if "bfloat16" not in name:
         module.double()
         inputs = [x.double() if x.is_floating_point() else x for x in inputs]
     return module, inputs
@@ -126,21 +113,18 @@ def scaler_of(scale: float = 8.0, **settings) -> torch.amp.GradScaler:
 
 
 def tripled(params, scaler) -> GradStore:
-    """A store of gradients that are full of 3, through a scaler."""
     store = GradStore(params)
     store.backward(sum((3.0 * each).sum() for each in params), scaler=scaler)
     return store
 
 
 def same(one, other) -> bool:
-    """Whether tensors are equal bit by bit."""
     return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def collect(
     store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
 ) -> None:
-    """Add the gradients of an output to a store, in one of the ways."""
     if way == "collecting":
         with store.collecting():
             output.backward(seed, **settings)
@@ -149,7 +133,6 @@ def collect(
 
 
 def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Tensor]:
-    """The sum of the gradients of a copy, each made by a backward of its own."""
     module = copy.deepcopy(module)
     torch.manual_seed(3)
     total: dict[str, Tensor] = {}
@@ -165,7 +148,6 @@ def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Te
 
 
 def assert_holds(store, module: nn.Module, want: dict[str, Tensor], rtol: float = 0.0):
-    """Compare what a store holds with gradients by name."""
     got = store.named(module)
     assert set(got) == set(want)
     for name, value in want.items():

@@ -1,25 +1,28 @@
-"""What is collected is what plain autograd gives, in each way; it is the store's own, and no copy.
-
-Nothing else is touched, and a gradient is copied only where others have its memory.
-"""
+"""What is collected is what plain autograd gives, in each way, and the store's own; or an error."""
 
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup import GradStore
 from recoup._core.graph_ends import nodes_of
+from recoup.errors import GradientError
 from tests.alive import no_collector
 from tests.unit.gradients.cases import (
     LAYERS,
     MODES,
     WAYS,
+    Breaks,
     assert_holds,
     collect,
     loss_of,
@@ -27,6 +30,7 @@ from tests.unit.gradients.cases import (
     plain,
     undisturbed,
 )
+from tests.zoo import Fn
 
 
 def leaf(*size):
@@ -34,16 +38,12 @@ def leaf(*size):
 
 
 def collected(module, inputs, way, **settings):
-    """A store over all parameters; `.grad` is as before."""
     store = GradStore(module.parameters(), **settings)
     torch.manual_seed(3)
     with undisturbed(*module.parameters()):
         for x in inputs:
             collect(store, loss_of(module(x)), way)
     return store
-
-
-# -- equal to plain autograd -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -70,20 +70,11 @@ def test_grad_dtype_that_was_set(preset, way):
     store = collected(module, inputs, way)
     assert module.weight.grad_dtype is preset
     assert_holds(store, module, want)
-    other, ones = nn.Linear(3, 2), torch.ones(1, 3)
-    store = GradStore.from_backward(other(ones).sum(), other.parameters())
-    other.double()(ones.double()).sum().backward()  # a `grad_dtype` that was set would not follow
-    assert other.weight.grad.dtype is torch.float64
-    collect(store, other(ones.double()).sum(), way)
-    assert torch.equal(store[other.weight], torch.full((2, 3), 2.0))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_leaves_that_are_no_targets(mode):
-    """Nor are inputs, whose gradients are returned; what took no part, or is frozen, is absent.
-
-    What is named twice counts once.
-    """
+    """Nor are inputs, whose gradients are returned; what took no part, or is frozen, is absent."""
     w, other, x, other_x, unused, frozen = (leaf() for _ in range(6))
     frozen.requires_grad_(False)
     store = GradStore([("a", w), ("b", w), w, unused, frozen])
@@ -99,12 +90,8 @@ def test_leaves_that_are_no_targets(mode):
     assert torch.equal(store[w], want_w)
 
 
-# -- several backwards -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", ["linear", "sparse"])
 def test_collecting_within_collecting(layer):
-    """Of another store, and backward into the same one."""
     module, (x, y) = made(layer)
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
     for _ in range(2):
@@ -121,46 +108,17 @@ def test_collecting_within_collecting(layer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mean_of_unequal_parts(mode):
-    """By weights of backwards, of stores that are merged, and of both."""
-    sizes = (5, 1, 7)
-    module = nn.Linear(4, 3).double()
-    batch = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    module, batch = nn.Linear(4, 3).double(), torch.randn(13, 4, dtype=torch.float64)
     want = plain(module, [batch], lambda y: y.sin().mean())
-    stores = [GradStore(module.parameters()) for _ in range(3)]
-    for part in batch.split(sizes):
-        ones = [GradStore(module.parameters()) for _ in range(2)]
-        for store, weight in zip((stores[0], *ones), (len(part), 1, len(part)), strict=True):
-            store.backward(module(part).sin().mean(), weight=weight, mode=mode)
-        stores[1].extend_(ones[0], weight=len(part))
-        stores[2].extend_(ones[1])
-    for store in stores:
-        assert store.weight == sum(sizes)
+    one, merged = (GradStore(module.parameters()) for _ in range(2))
+    for part in batch.split((5, 1, 7)):
+        one.backward(module(part).sin().mean(), weight=len(part), mode=mode)
+        other = GradStore.from_backward(module(part).sin().mean(), module.parameters())
+        merged.extend_(other, weight=len(part))
+    for store in (one, merged):
+        assert store.weight == 13
         assert_holds(store.mean_(), module, want, 1e-14)
         assert store.weight == 1
-
-
-# -- graphs of gradients ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("first", ["plain", "graph"])
-@pytest.mark.parametrize("layer", ["linear", "sparse"])
-def test_gradients_with_and_without_a_graph_are_summed(layer, first, mode):
-    """And can be differentiated again."""
-    module, (x, _) = made(layer)
-    weight, store = module.weight, GradStore(module.parameters())
-    more = GradStore.from_backward((weight**4).sum(), [weight], create_graph=True)
-    calls = [
-        lambda: store.backward(loss_of(module(x)), mode=mode),
-        lambda: store.backward((weight**3).sum(), create_graph=True),
-        lambda: store.extend_(more, alpha=0.5),
-    ]
-    for call in calls if first == "plain" else reversed(calls):
-        call()
-    want = plain(module, [x])["weight"] + 3 * weight**2 + 2 * weight**3
-    torch.testing.assert_close(store[weight], want, rtol=1e-14, atol=1e-14)
-    second = [torch.autograd.grad(each.sum(), weight)[0] for each in (store[weight], want)]
-    torch.testing.assert_close(*second)
 
 
 CHANGES = {
@@ -207,9 +165,6 @@ def test_nothing_of_the_graph_lives_on(layer, way):
             assert "seen" not in each.view_as(each).grad_fn.next_functions[0][0].metadata
 
 
-# -- whose a gradient is ---------------------------------------------------------------------------
-
-
 # What autograd delivers twice, in pieces, expanded, or as what backward began with.
 ALIASED = {
     "plus": lambda a, b: a + b,
@@ -227,7 +182,6 @@ ALIASED = {
 @pytest.mark.parametrize("way", [*WAYS, "create_graph", "from_grad"])
 @pytest.mark.parametrize("name", ALIASED)
 def test_gradients_may_be_changed_in_place(name, way):
-    """The seed, too, is the caller's."""
     a, b = leaf(4, 4), leaf(4, 4)
     output = ALIASED[name](a, b)
     seed = torch.randn_like(output).detach()
@@ -256,28 +210,6 @@ def test_gradients_may_be_changed_in_place(name, way):
     assert torch.equal(seed, given)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_of_inputs_and_sparse_seeds_are_the_callers(mode):
-    a, b = leaf(4), leaf(4)
-    for seed in (leaf(4), leaf(4).detach()):
-        before, store = seed.detach().clone(), GradStore([a])
-        (db,) = store.backward(a + b, seed, inputs=b, mode=mode)
-        store.scale_(2.0)
-        assert torch.equal(db, before)
-        db.zero_()
-        assert torch.equal(store[a], 2 * before)
-        assert torch.equal(seed.detach(), before)
-    values, other = leaf(3), leaf(5)
-    rows = torch.sparse_coo_tensor([[0, 2, 4]], values, (5,), check_invariants=True)
-    seed = torch.arange(1.0, 6.0).double().to_sparse()
-    store = GradStore([values, other])
-    store.backward([rows, other * 1], [seed, seed], mode=mode)
-    store.scale_(2.0)
-    assert torch.equal(store[values], torch.tensor([2.0, 6.0, 10.0]).double())
-    assert torch.equal(store[other].to_dense(), 2 * seed.to_dense())
-    assert torch.equal(seed.to_dense(), torch.arange(1.0, 6.0).double())
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_what_others_hold(is_sparse, way):
@@ -299,20 +231,8 @@ def test_gradients_of_what_others_hold(is_sparse, way):
     assert torch.equal(store[weight].to_dense(), 2 * want)
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_from_grad(is_sparse):
-    layer = nn.Embedding(9, 3, sparse=is_sparse)
-    layer(torch.tensor([1, 4, 1])).sin().sum().backward()
-    before = layer.weight.grad.to_dense().clone()
-    store = GradStore.from_grad(layer.parameters()).scale_(2.0)
-    assert layer.weight.grad is None
-    assert store.weight == 1
-    assert torch.equal(store[layer.weight].to_dense(), 2 * before)
-
-
 @pytest.mark.parametrize("way", ["auto", "harvest", "collecting", "from_grad"])
 def test_the_first_gradient_is_adopted(way):
-    """A store of fresh gradients takes what plain backward takes, and no temporary besides."""
     weight, x = nn.Parameter(torch.randn(256, 256)), torch.randn(4, 256)
     num_bytes = weight.nbytes
 
@@ -343,7 +263,162 @@ def test_what_is_added_is_taken_over_or_copied_once(own):
         store = GradStore().add_(table, gradient, own=own)
         assert (parts(store[table]).data_ptr() == parts(gradient).data_ptr()) is own
     large, low = nn.Parameter(torch.zeros(256, 256)), torch.ones(256, 256, dtype=torch.bfloat16)
-    for dtype in (torch.float64, torch.float32):
-        add = lambda dtype=dtype: GradStore(dtype=dtype).add_(large, low, own=own)  # noqa: E731
-        got = recoup.measure(add, device="cpu", repeats=0)
-        assert got.peak_bytes == got.held_bytes == 256 * 256 * dtype.itemsize
+    got = recoup.measure(lambda: GradStore().add_(large, low, own=own), device="cpu", repeats=0)
+    assert got.peak_bytes == got.held_bytes == large.nbytes
+
+
+@pytest.fixture
+def x():
+    return torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+
+
+def sine(y):
+    return y.sin().sum()
+
+
+def checkpointed(kind, *, is_tied=False, is_nested=False):
+    """A head over a checkpointed body; a layer may be in both, and a checkpoint in the body."""
+    call = partial(checkpoint, use_reentrant=kind == "reentrant")
+
+    def run(x, body, deeper, head):
+        deeper = partial(call, deeper) if is_nested else deeper
+        return head(call(lambda x: deeper(body(x).tanh()), x))
+
+    body = nn.Linear(4, 4)
+    return Fn(run, body, nn.Linear(4, 4), body if is_tied else nn.Linear(4, 4)).double()
+
+
+# Of torch: a checkpoint within a reentrant one runs without a graph at first.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", ["reentrant", "other"])
+def test_checkpoints_deliver_all_or_are_refused(kind, is_tied, mode, x):
+    module = checkpointed(kind, is_tied=is_tied, is_nested=is_tied)
+    want = plain(module, [x, x], sine)
+    store = GradStore(module.parameters())
+    with undisturbed(*module.parameters(), x):
+        for _ in range(2):
+            loss = sine(module(x))
+            if kind == "reentrant" and mode == "grad":
+                with pytest.raises(GradientError, match=r'use_reentrant=False.*mode="harvest"'):
+                    store.backward(loss, mode=mode)
+                assert len(store) == 0
+                return
+            store.backward(loss, mode=mode)
+    assert_holds(store, module, want, 1e-14)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_tensors_run_once_and_those_after_accumulation_never(way):
+    module, inputs = made("tied")
+    calls, want = [], plain(module, inputs)
+    handle = module.a.weight.register_hook(lambda g: (calls.append(g), g * 10)[1])
+    store = GradStore(module.parameters())
+    for x in inputs:
+        collect(store, module(x).double().sin().sum(), way)
+    handle.remove()
+    assert len(calls) == 2
+    want["a.weight"] *= 10
+    assert_holds(store, module, want, 1e-14)
+    module, (x, _) = made("linear")
+    module.weight.register_post_accumulate_grad_hook(calls.append)
+    store = GradStore(module.parameters())
+    if way in ("harvest", "collecting"):
+        with pytest.raises(GradientError, match=r'post-accumulate hook.*Use (mode="grad"|`back)'):
+            collect(store, module(x).sum(), way)
+        assert len(store) == 0
+    else:
+        collect(store, module(x).sum(), way)
+        assert_holds(store, module, plain(module, [x], torch.sum))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("was_empty", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_half_way(way, was_empty, x):
+    module = Breaks()
+    store = GradStore(module.parameters(), dtype=torch.float32)
+    if not was_empty:
+        collect(store, sine(module(x)), way)
+    before = {name: each.clone() for name, each in store.named(module).items()}
+    with undisturbed(*module.parameters()), pytest.raises(KeyError), store.collecting():
+        raise KeyError  # before any backward
+    assert_holds(store, module, before)
+    module.fails = True
+    with undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
+        collect(store, sine(module(x)), way)
+    module.fails = False
+    if was_empty or way in ("grad", "collecting"):
+        assert_holds(store, module, before)
+    else:
+        for use in (
+            lambda: collect(store, sine(module(x)), way),
+            store.norm,
+            lambda: store[module.last.weight],
+            lambda: GradStore().extend_(store),
+            lambda: store.step(torch.optim.SGD(module.parameters())),
+        ):
+            with pytest.raises(GradientError, match=r"RuntimeError: on purpose.*Call `clear"):
+                use()
+        assert "not usable" in repr(store)
+        store.clear()
+        before = {}
+    weight = store.weight
+    collect(store, sine(module(x)), way)
+    assert store.weight == weight + 1
+    want = plain(module, [x], sine)
+    for name, gradient in store.named(module).items():
+        wanted = want[name] + before.get(name, 0)
+        torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_code_within_collecting_reads_and_scales_what_is_in_grad():
+    module, (x, _) = made("linear")
+    weight, want = module.weight, plain(module, [x], torch.sum)
+    store = GradStore.from_backward(module(x).sum(), module.parameters())
+    with undisturbed(*module.parameters()), store.collecting():
+        module.zero_grad()
+        module(x).sum().backward()
+        (weight**3).sum().backward(create_graph=True)
+        found = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+    wanted = {"weight": want["weight"] + 3 * weight**2, "bias": want["bias"]}
+    norm = torch.nn.utils.get_total_norm(wanted.values())
+    torch.testing.assert_close(found, norm)
+    for name, gradient in store.named(module).items():
+        torch.testing.assert_close(gradient, want[name] + wanted[name] * 1e-3 / (norm + 1e-6))
+
+    def lose():
+        with store.collecting():
+            module(x).sum().backward()
+            module.zero_grad()
+
+    with pytest.raises(GradientError, match=r"Within `collecting`.*lost"):
+        lose()
+
+
+def in_a_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_while_another_thread_collects(way):
+    module, (x, _) = made("linear")
+    outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
+    is_refused = way != "grad"
+    refused = pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"')
+
+    def other():
+        with refused if is_refused else nullcontext():
+            collect(inner, module(x).sum(), way)
+
+    with undisturbed(*module.parameters()), outer.collecting():
+        in_a_thread(other)
+        module(x).exp().sum().backward()
+    assert_holds(outer, module, plain(module, [x], lambda y: y.exp().sum()))
+    assert_holds(inner, module, {} if is_refused else plain(module, [x], torch.sum))
+    inner.clear()
+    in_a_thread(lambda: collect(inner, module(x).sum(), way))  # `.grad` is free again
+    assert_holds(inner, module, plain(module, [x], torch.sum))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import re
 import weakref
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,9 +41,6 @@ def in_segments(model, segments, x, memory="inputs", loss_fn=loss_fn, **kwargs):
     return store, loss
 
 
-# -- chains of six segments: a model, the segments, and an input -----------------------------------
-
-
 def shared():
     cell = block(dropout=0.3, norm=True)
     return cell, [cell, lambda x: cell(cell(x))] * 3, torch.randn(4, 6)
@@ -70,7 +64,6 @@ def within_a_graph():
 
 
 def recurrent():
-    """The time, a sum of losses and the hidden state go from cell to cell."""
     cell, series, zeros = nn.LSTMCell(3, 5), torch.randn(6, 2, 3), torch.zeros(2, 5)
 
     def segment(state):
@@ -131,28 +124,6 @@ def test_inverted_segments(otherwise):
     assert_same_tensors(store.named(model), want.named(model), 1e-10)
     with pytest.raises(NotInvertibleError, match=r"segment 2 \(Linear\) has no inverse"):
         in_segments(model, model, x, "constant")
-
-
-def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
-    """R6: the loop that docs/gradients.md prints, whose second runs used to draw anew."""
-    page = (Path(__file__).parents[3] / "docs" / "gradients.md").read_text(encoding="utf-8")
-    printed = re.search(r"loop over segments by hand.*?```python\n(.*?)```", page, re.DOTALL)[1]
-    start, loop = printed.split("for _ in range", 1)
-    names = {}
-    torch.manual_seed(0)
-    exec(start, names)
-    plain, x = copy.deepcopy(names["cell"]), names["x"]
-    assert any(isinstance(module, nn.Dropout) and module.p for module in plain)
-    assert recoup.weights.applied(plain), "it is to be right under weight noise, too"
-    stream = torch.get_rng_state()
-    exec(f"for _ in range{loop}", names)
-    after = torch.get_rng_state()
-    torch.set_rng_state(stream)
-    whole([plain] * 16, x).backward()
-    assert torch.equal(torch.get_rng_state(), after)
-    for got, want in zip(names["cell"].parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(names["store"][got], want.grad, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(names["gradient"], x.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_kept_inputs_can_be_offloaded_and_nothing_outlives_the_call():

@@ -12,7 +12,6 @@ from recoup.invertible import (
     AdditiveCoupling,
     AffineCoupling,
     Flatten,
-    Flip,
     InvertibleConv1x1,
     InvertibleConv1x1LU,
     InvertibleModule,
@@ -40,18 +39,16 @@ def images(*size: int) -> Tensor:
     return torch.randn(2, *size)
 
 
-def mixture(k: int, halves: tuple[int, int], *size: int, **options: Any) -> Any:
+def mixture(k: int, halves: tuple[int, int], *size: int) -> Any:
     """A coupling of mixtures of `k`, and what it takes: how much is given, and how much changed."""
     given, changed = halves
     network = (conv if size else net)(given, (3 * k + 2) * changed)
-    channels = given if "split" in options else given + changed
-    return MixtureCoupling(network, num_components=k, **options), images(channels, *size)
+    return MixtureCoupling(network, num_components=k), images(given + changed, *size)
 
 
 BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "actnorm": lambda: (ActNorm(3), images(3, 2, 2)),
     "conv1x1": lambda: (InvertibleConv1x1(3), images(3, 2, 2)),
-    "conv1x1-one-channel": lambda: (InvertibleConv1x1(1), images(1, 1, 2, 3)),
     "conv1x1-lu": lambda: (InvertibleConv1x1LU(3), images(3, 2, 2)),
     "additive": lambda: (AdditiveCoupling(conv(2, 2)), images(4, 2, 3)),
     "additive-two": lambda: (AdditiveCoupling(conv(2, 1), conv(1, 2)), images(3, 2, 2)),
@@ -64,10 +61,6 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "affine-board": lambda: (AffineCoupling(conv(1, 2), split="checkerboard"), images(1, 4, 2)),
     "mixture": lambda: mixture(4, (2, 2), 2, 3),
     "mixture-of-one": lambda: mixture(1, (2, 1)),
-    "mixture-of-many": lambda: mixture(16, (2, 1)),
-    "mixture-board-second": lambda: mixture(
-        4, (2, 2), 2, 2, condition="second", split="checkerboard"
-    ),
     "residual": lambda: (
         InvertibleResidual(nn.Sequential(LipschitzLinear(3, 5), LipSwish(), LipschitzLinear(5, 3))),
         images(3),
@@ -80,9 +73,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "squeeze-3": lambda: (Squeeze(3), images(2, 3, 3)),
     "split-odd": lambda: (Split(), images(3, 1, 2)),
     "permute": lambda: (Permute([2, 0, 3, 1]), images(4, 2, 1)),
-    "flip": lambda: (Flip(), images(3, 2, 1)),
     "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),
-    "normalize-vectors": lambda: (Normalize([1.0, 2.0, 3.0], 2.0), images(3)),
     "logit": lambda: (Logit(), torch.rand(2, 2, 2, 2)),
 }  # fmt: skip
 

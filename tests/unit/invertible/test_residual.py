@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from contextlib import suppress
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
-from recoup.errors import ConvergenceError, RecoupError
+from recoup.errors import ConvergenceError
 from recoup.invertible import InvertibleResidual, LipschitzConv2d, LipschitzLinear, LipSwish
 from recoup.invertible.lipschitz import one_weight_a_call
 from recoup.invertible.residual import (
@@ -25,12 +21,9 @@ from recoup.invertible.residual import (
     series_weights,
 )
 from tests.alive import no_collector
-from tests.oracle import assert_same_step, run_step
-from tests.ways import CALLS, Called
 
 
 def dense_norm(layer, *shape):
-    """The norm of a layer, from its matrix: its outputs for every unit vector."""
     unit = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, *shape)
     with torch.no_grad():
         matrix = (layer(unit) - layer(torch.zeros_like(unit))).flatten(1)
@@ -64,14 +57,6 @@ def test_norm_is_at_most_the_coefficient_and_not_much_less(kind):
     assert dense_norm(layer, *shape) <= 0.8 * (1 + 1e-9)
 
 
-def test_bound_of_a_convolution_is_close_for_kernels_at_the_extremes():
-    layer = LipschitzConv2d(2, 2, 3, padding=1, coefficient=0.9, dtype=torch.float64)
-    with torch.no_grad():
-        for start in (nn.init.ones_, nn.init.dirac_, nn.init.orthogonal_):
-            start(layer.weight).mul_(-50)
-            assert 0.8 < dense_norm(layer, 2, 16, 16) <= 0.9
-
-
 def test_between_two_frequencies_of_the_grid_the_norm_is_no_higher():
     layer = LipschitzConv2d(1, 1, (1, 3), coefficient=0.9, dtype=torch.float64)
     with torch.no_grad():  # of largest norm in the middle of two frequencies
@@ -97,9 +82,8 @@ def test_weights_below_the_coefficient_and_of_zeros_stay_as_they_are(kind):
     assert layer.weight.grad.isfinite().all()
 
 
-@pytest.mark.sampled(4)
-def test_gradients_go_through_the_norm(kind):
-    layer, shape = kind
+def test_gradients_go_through_the_norm():
+    layer, shape = LipschitzConv2d(2, 1, (1, 2), dtype=torch.float64), (2, 3, 3)
     with torch.no_grad():
         layer.weight.normal_()
     x = torch.randn(1, *shape, dtype=torch.float64)
@@ -127,14 +111,6 @@ def test_one_weight_a_call_computes_each_norm_once_for_gradients_and_once_withou
     assert layer.normalized_weight() is not weight
 
 
-def test_half_precision_weights_and_autocast():
-    x, layer = torch.randn(2, 3), LipschitzLinear(3, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        weight = layer.normalized_weight()
-    assert torch.equal(weight, layer.normalized_weight())
-    assert layer.bfloat16()(x.bfloat16()).dtype is torch.bfloat16
-
-
 def test_lipswish_rises_by_at_most_one():
     activation = LipSwish().double()
     x = torch.linspace(-30, 30, 20001, dtype=torch.float64, requires_grad=True)
@@ -147,7 +123,6 @@ def test_lipswish_rises_by_at_most_one():
 
 
 def dense(size=2, width=8, coefficient=0.9):
-    """A network that contracts by as much as it may, with parameters of both signs."""
     torch.manual_seed(0)
     network = nn.Sequential(
         LipschitzLinear(size, width, coefficient=coefficient),
@@ -181,22 +156,6 @@ def test_gradients_are_those_of_finite_differences(log_det):
     assert torch.autograd.gradcheck(call, (x, *block.parameters()))
 
 
-def test_inside_a_checkpoint_of_ours_and_of_torch():
-    block = InvertibleResidual(dense(3), log_det="unbiased")
-    x = double(4, 3).requires_grad_()
-    want = run_step(Called(nn.Sequential.__call__, [block]), x)
-    torchs = partial(torch_checkpoint, use_reentrant=False)
-    for call in (CALLS["checkpoint"], CALLS["nested"], torchs):
-        assert_same_step(run_step(Called(call, [block]), x), want, rtol=1e-12)
-
-
-def test_a_compiled_model_leaves_blocks_alone():
-    block, x = InvertibleResidual(dense(3)), double(4, 3)
-    compiled = torch.compile(lambda x: block(2 * x), backend="aot_eager")
-    for actual, expected in zip(compiled(x), block(2 * x), strict=True):
-        assert torch.equal(actual, expected)
-
-
 def test_derivatives_within_forward_are_nobody_elses():
     block, x, seen = InvertibleResidual(dense()), double(3, 2).requires_grad_(), []
     for leaf in (x, *block.parameters()):
@@ -206,31 +165,6 @@ def test_derivatives_within_forward_are_nobody_elses():
     assert all(p.grad is None for p in block.parameters())
     log_det.sum().backward()
     assert len(seen) == 1 + sum(p.grad is not None for p in block.parameters()) > 3
-    block.requires_grad_(False)
-    y, log_det = block(x.detach())
-    assert not y.requires_grad
-    assert not log_det.requires_grad
-    block(x)[1].sum().backward()
-    assert x.grad.abs().sum() > 0
-
-
-def noting(*shapes):
-    """Hooks that note the shapes of what they pack and unpack."""
-    return saved_tensors_hooks(*(lambda t, at=at: (at.append(t.shape), t)[1] for at in shapes))
-
-
-def test_hooks_beneath_see_each_save_once_and_give_backward_what_they_kept():
-    net, x, plain, packed, unpacked = dense(3), double(4, 3).requires_grad_(), [], [], []
-    with noting(plain, []):
-        net(x.view_as(x)).sum()
-    with noting(packed, unpacked):
-        with gradients_in_forward():
-            value = net(x.view_as(x)).sum()
-            torch.autograd.grad(value, list(net.parameters()), retain_graph=True)
-        assert packed == plain
-        assert unpacked == []
-    value.backward()
-    assert sorted(unpacked) == sorted(packed)
 
 
 def test_nothing_is_held_when_the_call_has_ended():
@@ -251,14 +185,6 @@ def test_nothing_is_held_when_the_call_has_ended():
     with no_collector():
         loss = recoup.checkpoint(slopes, x)
         assert [ref() for ref in seen] == [None]
-        hooks = saved_tensors_hooks(lambda t: t.numel(), lambda n: None)
-        with suppress(KeyError), hooks, gradients_in_forward():
-            h = watched(x)
-            kept = h.grad_fn  # a graph, which backward may still want
-            raise KeyError
-        del h
-        assert kept is not None
-        assert seen[-1]() is None
     loss.backward()
     assert x.grad is not None
 
@@ -270,7 +196,7 @@ def test_series_converges_to_exact_within_the_stated_bound():
     probes = [
         torch.tensor(signs, dtype=x.dtype).expand_as(x) for signs in ((1.0, 1.0), (1.0, -1.0))
     ]
-    for num_terms in (1, 2, 4, 8, 16, 64):
+    for num_terms in (1, 4, 16, 64):
         weights = series_weights(num_terms, 0, 0.5)
         found = sum(
             power_series(block.network, x.requires_grad_(), probe, weights, wants_grad=False)[1] / 2
@@ -281,7 +207,6 @@ def test_series_converges_to_exact_within_the_stated_bound():
         assert error <= bound
         errors.append(error)
     assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 1e-3
     assert errors[-1] < 1e-4
 
 
@@ -327,26 +252,6 @@ def test_value_is_the_same_with_and_without_gradients(mode, log_det):
     torch.testing.assert_close(back, x, rtol=0, atol=1e-8)
 
 
-def test_a_determinant_of_half_precision_is_computed_in_single_precision():
-    block, x = InvertibleResidual(dense()), double(3, 2)
-    _, expected = block(x)
-    _, log_det = block.bfloat16()(x.bfloat16())
-    assert log_det.dtype is torch.bfloat16
-    torch.testing.assert_close(log_det.double(), expected, rtol=0, atol=0.05)
-
-
-def test_weights_are_normalised_once_a_call(monkeypatch):
-    block, norm, calls = InvertibleResidual(dense(3)), torch.linalg.matrix_norm, []
-    monkeypatch.setattr(
-        torch.linalg, "matrix_norm", lambda *a, **k: (calls.append(a), norm(*a, **k))[1]
-    )
-    y = block(double(4, 3))[0]
-    assert len(calls) == 2
-    with torch.no_grad():
-        block.inverse(y)
-    assert len(calls) - 2 <= 4  # with and without a graph
-
-
 def test_inverse_has_the_gradient_of_the_inverse_function():
     block, x = InvertibleResidual(dense()), double(1, 2)
     y, jacobian_of = block(x)[0].detach(), torch.autograd.functional.jacobian
@@ -360,18 +265,13 @@ def test_inverse_that_does_not_converge_names_the_block_and_the_way_out():
     nn.init.eye_(doubles.weight).data.mul_(2)
     block = InvertibleResidual(doubles, max_iterations=20)
     words = r"InvertibleResidual over Linear.*after 20 rep.*residual is .*LipschitzLinear"
-    with pytest.raises(ConvergenceError, match=words) as caught:
+    with pytest.raises(ConvergenceError, match=words):
         block.inverse(double(3, 2))
-    assert isinstance(caught.value, RecoupError)
-    assert isinstance(caught.value, ArithmeticError)
     with pytest.raises(ConvergenceError, match="not finite"):
         block.inverse(torch.full((1, 2), math.inf, dtype=torch.float64))
-    # Too few repetitions are an error, and a larger tolerance is met.
-    block = InvertibleResidual(dense(), max_iterations=3)
+    # A larger tolerance is met.
+    block = InvertibleResidual(dense(), tolerance=1e-3)
     y = block(double(3, 2))[0]
-    with pytest.raises(ConvergenceError, match="`max_iterations` 3"):
-        block.inverse(y)
-    block.tolerance, block.max_iterations = 1e-3, 500
     residual = (block(block.inverse(y)[0])[0] - y).abs().max()
     assert 1e-9 < residual <= 1e-3 * y.abs().max().clamp(min=1)
 
@@ -383,3 +283,11 @@ def test_a_large_sample_leaves_the_others_exact():
     y = torch.tensor([[1e6, 1e6], [0.5, -0.3]])
     together, alone = block.inverse(y)[0][1], block.inverse(y[1:])[0][0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_determinant_of_half_precision_is_computed_in_single_precision():
+    block, x = InvertibleResidual(dense()), double(3, 2)
+    _, expected = block(x)
+    _, log_det = block.bfloat16()(x.bfloat16())
+    assert log_det.dtype is torch.bfloat16
+    torch.testing.assert_close(log_det.double(), expected, rtol=0, atol=0.05)

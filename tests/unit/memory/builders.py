@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-
 import torch
 from torch import nn
 
 
 def held_values(depth, memory):
-    """A step that holds `depth`, or its square root, of 256 KiB."""
     print("a builder may print")  # noqa: T201
     num_units = {"linear": depth, "sqrt": round(depth**0.5)}[memory]
     return lambda: [torch.zeros(2**16) for _ in range(num_units)] and None
 
 
 def chain(depth, memory):
-    """A module and its input: `depth` layers whose outputs are kept."""
     layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth))
     return nn.Sequential(*layers), (torch.zeros(1024, 64),)
 
@@ -44,14 +38,6 @@ def module_alone(depth, memory):
 
 def raises(depth, memory):
     raise RuntimeError(f"no chain of {depth}\nblocks")
-
-
-def ends(depth, memory):
-    sys.exit("bad configuration")
-
-
-def killed(depth, memory):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 number = 3

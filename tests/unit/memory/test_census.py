@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import get_args
 
@@ -72,9 +71,6 @@ class Root(nn.Module):
     def forward(self, x):
         return self.within(x).exp()
 
-    def method(self, x):
-        return self.within(x)
-
 
 class Raises(Root):
     def forward(self, x):
@@ -106,11 +102,7 @@ def nothing_remains():
     assert state_of_torch() == before
 
 
-# -- bytes: those that the tracker sees alive ------------------------------------------------------
-
-
 def of(model, *size):
-    """A function that runs a model on an input that it makes."""
     return lambda: model(x() if not size else torch.ones(*size).mul(0.5))
 
 
@@ -132,7 +124,6 @@ BUILDS = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILDS)
 def test_kept_bytes_are_those_that_the_tracker_sees(name):
     fn = BUILDS[name]()
@@ -150,14 +141,10 @@ def test_bytes_of_what_is_not_kept_are_those_of_keeping_it():
     model, given = recoup.Sequential(*(block() for _ in range(5))), x()
     plain = residuals(lambda: model(given))
     assert plain.total_bytes() == plain.total_bytes("keep") == 10 * X_BYTES
-    for memory in ("sqrt", 2):
-        model.memory = memory
-        saved = residuals(lambda: model(given))
-        assert saved.total_bytes() == plain.total_bytes() == sum(map(saved.total_bytes, WAYS))
-        assert 0 < saved.total_bytes("keep") < plain.total_bytes()
-
-
-# -- names and ways: lists by hand -----------------------------------------------------------------
+    model.memory = "sqrt"
+    saved = residuals(lambda: model(given))
+    assert saved.total_bytes() == plain.total_bytes() == sum(map(saved.total_bytes, WAYS))
+    assert 0 < saved.total_bytes("keep") < plain.total_bytes()
 
 
 def looked_at_twice(given):
@@ -188,17 +175,6 @@ def on_the_cpu(module):
         y = recoup.checkpoint(module, y)
         y = apart(module, y + 1)
     return y.exp()
-
-
-def beside_another_thread():
-    other, mine = Root(), Root()
-
-    def fn():
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(other, x()).result()
-        return x().exp(), mine(x())
-
-    return fn
 
 
 def after_an_exception():
@@ -252,15 +228,11 @@ LISTED = {
         "input of the checkpointed call of Sequential, -, offload, 1", *AGAIN,
         "input of checkpoint, -, offload, 1", *AGAIN, "exp, -, keep, 1"]),
     # names
-    "a method": (lambda: partial(lambda root: root.method(x()), Root()), IN_ROOT[:2]),
     "two roots": (lambda: partial(lambda one, two: two(one(x())), Root(), Root()), [
         "linear, Root.within.0, keep, 1", "gelu, Root.within.1, keep, 1", "exp, Root, keep, 1",
         "linear, Root#2.within.0, keep, 0", "gelu, Root#2.within.1, keep, 1",
         "exp, Root#2, keep, 1"]),
-    "another thread": (beside_another_thread, ["exp, -, keep, 1", *IN_ROOT]),
     "an exception": (after_an_exception, [*IN_ROOT, "Squared, -, keep, 1"]),
-    "lazy": (lambda: of(nn.Sequential(nn.LazyLinear(16), nn.Tanh())), ["linear, 0, keep, 1",
-                                                                       "tanh, 1, keep, 1"]),
 }  # fmt: skip
 
 
@@ -278,11 +250,9 @@ class OnDisk:
 @pytest.mark.parametrize(
     ("pack", "expected"),
     [
-        (lambda t: t, "keep, 1"),
         (lambda t: [{"view": t.view(-1)}], "keep, 1"),
         (lambda t: t.bfloat16(), "keep, 0.5"),
         (lambda t: ("cpu", t.clone()), "offload, 1"),
-        (lambda t: t.to("meta"), "offload, 1"),
         (OnDisk, "offload, 1"),
         (lambda t: 7, "offload, 1"),
     ],
@@ -314,9 +284,6 @@ def test_compiled_code_is_listed_as_it_was_written(fresh_compiler):
     assert len(graphs) == 1
 
 
-# -- a good guest: what fn did without a census ----------------------------------------------------
-
-
 def test_no_memory_and_no_module_remains_nor_anything_after_an_exception():
     fn = BUILDS["transformer"]()
     residuals(fn)
@@ -333,7 +300,7 @@ def test_no_memory_and_no_module_remains_nor_anything_after_an_exception():
         residuals(of(Raises()))
 
 
-@pytest.mark.parametrize("name", ["transformer", "noisy lstm", "sqrt", "region of torch"])
+@pytest.mark.parametrize("name", ["noisy lstm", "sqrt", "region of torch"])
 def test_fn_runs_once_as_without_a_census_and_its_graph_stays_right(name):
     fn, made = BUILDS[name](), []
 
@@ -351,19 +318,6 @@ def test_fn_runs_once_as_without_a_census_and_its_graph_stays_right(name):
         assert not made
     assert len(ends[0]) == len(ends[1]) > 1
     assert all(map(torch.equal, *ends))
-
-
-def test_a_change_in_place_is_still_found():
-    outside = []
-
-    def fn():
-        y = x().exp()
-        outside.append(y.sin())
-        y.add_(1)
-
-    residuals(fn)
-    with pytest.raises(ChangedError, match="that sin saved"):
-        outside[0].sum().backward()
 
 
 def test_hooks_of_others_see_what_they_would_have_seen():
@@ -387,9 +341,6 @@ def test_hooks_of_others_see_what_they_would_have_seen():
         seen.clear()
 
 
-# -- the table -------------------------------------------------------------------------------------
-
-
 def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_their_order():
     mib, kept = 2**20, ("linear [8, 8] float32", "layers.0")
     first = Residual("gelu [8, 8] float32", "layers.0", mib, "recompute")
@@ -403,10 +354,21 @@ def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_th
         "1 more look at memory that is counted above",
     ]
     assert [each.num_bytes for each in entries] == [mib, mib // 2, mib, 0]
-    assert len(entries) == 4
     with pytest.raises(ValueError, match=r"`way` is 'kept', but must be one of keep, recompute"):
         entries.total_bytes("kept")
-    assert str(Residuals(())).splitlines()[-1].split() == ["total", "0.000", "keep"]
     in_another_order = (Residual(*kept, mib, way) for way in reversed(WAYS))
     lines = str(Residuals(tuple(in_another_order))).splitlines()
     assert tuple(line.split()[-1] for line in lines[-5:]) == WAYS
+
+
+def test_a_change_in_place_is_still_found():
+    outside = []
+
+    def fn():
+        y = x().exp()
+        outside.append(y.sin())
+        y.add_(1)
+
+    residuals(fn)
+    with pytest.raises(ChangedError, match="that sin saved"):
+        outside[0].sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import sys
 from pathlib import Path
@@ -19,12 +18,7 @@ BUILDERS = Path(__file__).with_name("builders.py")
 
 
 def build_here(depth, memory):
-    """At the top level, as in a script."""
-
-
-class Builder:
-    def build(self, depth, memory):
-        """Bound to an object."""
+    return None
 
 
 def by_hand(*memories, **values):
@@ -37,31 +31,8 @@ def by_hand(*memories, **values):
     return Curve("chain:build", "cpu", tuple(points))
 
 
-@pytest.mark.slow
-def test_a_function_is_found_by_its_module_and_what_fails_is_told(tmp_path, monkeypatch):
-    code = "def build(depth, memory):\n    raise KeyError(memory)\n"
-    (tmp_path / "chain_on_the_path.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    found = importlib.import_module("chain_on_the_path").build
-    for build, error, message in (
-        (
-            found,
-            RecoupError,
-            r"path:build\" failed at depth=4, memory='sqrt' on cpu: KeyError: 's",
-        ),
-        (f"{BUILDERS}:killed", RecoupError, "its process ended; it wrote why, unless"),
-        ("nowhere:build", ValueError, '`build` is "nowhere:build": No module named'),
-    ):
-        with pytest.raises(error, match=message):
-            curve(build, [4], ["sqrt"])
-
-
 def test_what_another_process_cannot_import_is_refused(monkeypatch, tmp_path):
-    def local(depth, memory):
-        """Seen by this function alone."""
-
-    bound = functools.partial(local, 4), Builder().build
-    for build in (local, lambda depth, memory: None, *bound):
+    for build in (lambda depth, memory: None, functools.partial(build_here, 4)):
         with pytest.raises(ValueError, match=r"`build` is .* cannot import.*at the top level"):
             curve(build, [4], ["linear"])
     # A function of a script is named by its file, which an interactive session does not have.
@@ -78,13 +49,11 @@ def test_what_another_process_cannot_import_is_refused(monkeypatch, tmp_path):
 
 MISTAKES = {
     r"`depths` is \[\], but must be a list": {"depths": []},
-    r"`depths` is \[4, 0\], but must hold numbers": {"depths": [4, 0]},
     "`memories` is 'linear', but must be a list": {"memories": "linear"},
     "`repeats` is -1": {"repeats": -1},
-    "`num_threads` is 0": {"num_threads": 0},
     '`device` is "meta"': {"device": "meta"},
     **{f'`build` is {name!r}, but must name a function as "module:function"': {"build": name}
-       for name in ("build", "module:", ":build", "module:a.b")},
+       for name in ("build", "module:a.b")},
 }  # fmt: skip
 
 
@@ -106,20 +75,18 @@ def test_exponents_are_a_least_squares_fit_of_two_points_or_more():
     # The slope by hand: sum((i - 1.5) * log2(p_i)) / sum((i - 1.5)^2), with i = log2(depth).
     slope = sum((i - 1.5) * math.log2(point.peak_bytes) for i, point in enumerate(points)) / 5
     assert Curve("b", "cpu", tuple(points)).exponents()["log"] == pytest.approx(slope)
-    for few in ([Point(4, "m", 10, 0)], [Point(4, "m", 0, 0), Point(8, "m", 10, 0)]):
-        result = Curve("b", "cpu", tuple(few))
-        assert math.isnan(result.exponents()["m"])
-        assert "grows" not in str(result)
+    few = Curve("b", "cpu", (Point(4, "m", 0, 0), Point(8, "m", 10, 0)))
+    assert math.isnan(few.exponents()["m"])
+    assert "grows" not in str(few)
 
 
 def test_the_table():
-    timed, plain = (by_hand("linear", "sqrt", 3, seconds=each) for each in (0.004, None))
+    timed = by_hand("linear", "sqrt", 3, seconds=0.004)
     assert timed.table().splitlines()[:3] == [
         "depth  memory  peak MiB  held MiB  step ms",
         "    4  linear      4.00      0.00     4.00",
         "    4  sqrt        2.00      0.00     4.00",
     ]
-    assert plain.table().splitlines()[0] == "depth  memory  peak MiB  held MiB"
     lines = str(timed).splitlines()
     assert lines[0] == "chain:build on cpu"
     assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
@@ -140,9 +107,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "start"), [(".png", b"\x89PNG"), (".PDF", b"%PDF"), (".svg", b"<?xml")]
-)
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".SVG", b"<?xml")])
 def test_formats_of_pictures(tmp_path, monkeypatch, suffix, start):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would raise
@@ -204,8 +169,7 @@ def ask(monkeypatch):
 
 def test_what_is_measured(ask, capsys):
     units = ask("held_values", 3)
-    assert (units.peak_bytes, units.held_bytes) == (3 * 256 * 1024, 0)
-    assert units.seconds is None
+    assert (units.peak_bytes, units.held_bytes, units.seconds) == (3 * 256 * 1024, 0, None)
     assert capsys.readouterr() == ("", "a builder may print\n")
     shallow, deep = ask("chain", 2, repeats=2), ask("chain", 6, repeats=2)
     # Tanh keeps its output, which is the input that Linear keeps; the gradients are there already.
@@ -242,7 +206,6 @@ def test_a_builder_that_fails(ask, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for build, message in (
         ("raises", "RuntimeError: no chain of 2 blocks"),
-        ("ends", "SystemExit: bad configuration"),
         ("needs_more:build", "ModuleNotFoundError: No module named 'no_such_package'"),
     ):
         with pytest.raises(RecoupError, match=f"^{message}$"):

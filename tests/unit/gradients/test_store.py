@@ -1,7 +1,9 @@
-"""Stores as vectors: sums, products, norms and clips, against one long list of numbers."""
+"""Stores as vectors and as mappings, in another type or place, in files, in copies of a model."""
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from operator import iadd, imul, isub, itruediv  # noqa: F401 - in the table
 
@@ -11,7 +13,7 @@ from torch import nn
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import WAYS, collect, holding
+from tests.unit.gradients.cases import assert_holds, collect, holding, loss_of, made
 
 ROWS = torch.tensor([[0, 2, 0, 5]])
 
@@ -57,7 +59,6 @@ def store_of(kind, params, weight=1.0, kinds=KINDS):
 
 
 def flat(gradients):
-    """All numbers, complex ones or not; zeros for what is absent."""
     pieces = [torch.zeros(0, dtype=torch.complex128)]
     return torch.cat(pieces + [each.to_dense().reshape(-1).to(pieces[0]) for each in gradients])
 
@@ -79,43 +80,33 @@ def kind(request):
     return request.param
 
 
-# -- vectors ---------------------------------------------------------------------------------------
-
 # What becomes of a store `a` of weight 2 and of `b`, of weight 4: how often each is in the result,
 # its weight, and whether `b` is consumed. In place:
 CHANGES = {
-    "a.extend_(a)": (2, 0, 4),
     "a.extend_(a, a, weight=0.5)": (2, 0, 4),
     "a.extend_(a, alpha=-0.5)": (0.5, 0, 2),
     "a.extend_(b, b, consume=False)": (1, 2, 10),
     "a.extend_(b, alpha=-0.4, consume=False)": (1, -0.4, 2),
     "a.extend_(a, b)": (2, 1, 8, True),
     "a.extend_(b, alpha=0.25)": (1, 0.25, 2, True),
-    "a.extend_(b, weight=3)": (1, 3, 14, True),
     "a.extend_(b, weight=torch.tensor(0.5))": (1, 0.5, 4, True),
     "a.extend_()": (1, 0, 2),
     "iadd(a, b)": (1, 1, 6),
     "isub(a, 2 * b)": (1, -2, 2),
-    "imul(a, 2)": (2, 0, 2),
+    "imul(a, torch.tensor([3.0]))": (3, 0, 2),
     "itruediv(a, 4)": (0.25, 0, 2),
-    "a.scale_(torch.tensor([3.0]))": (3, 0, 2),
     "a.mean_()": (0.5, 0, 1),
 }
 NEW = {
-    "a + b": (1, 1, 6),
-    "a - b": (1, -1, 2),
-    "a * 3": (3, 0, 2),
     "torch.tensor(0.5) * a": (0.5, 0, 2),
     "a / torch.tensor(4.0)": (0.25, 0, 2),
-    "-a": (-1, 0, 2),
+    "-a - b": (-1, -1, 2),
     "a + 0.5 * b - a / 2": (0.5, 0.5, 6),
     "sum([a, b, GradStore()])": (1, 1, 6),
-    "sum([a])": (1, 0, 2),
-    "GradStore() + a": (1, 0, 2),
 }
 
 
-@pytest.mark.sampled(61)
+@pytest.mark.sampled(51)
 @pytest.mark.parametrize("call", [*CHANGES, *NEW])
 def test_a_store_is_a_vector_and_counts_as_often_as_it_is_named(call, kind):
     """Surgery changes the direction, and not how many batches a gradient stands for."""
@@ -192,10 +183,11 @@ def test_second_derivatives_through_numbers(name, is_sparse):
         close(one.to_dense(), other)
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("max_norm", [1e-3, 0.7, 1e6])
+@pytest.mark.parametrize(
+    ("dtype", "max_norm"),
+    [(torch.float32, 0.7), (torch.float64, 1e6), (torch.bfloat16, 1e-3), (torch.complex64, 0.7)],
+)
 def test_clip_norm_is_torchs_bit_by_bit(order, dtype, max_norm):
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(7, 5), (13,), ()]]
     store = GradStore(params, dtype=None if dtype.is_complex else dtype)
@@ -207,32 +199,184 @@ def test_clip_norm_is_torchs_bit_by_bit(order, dtype, max_norm):
     assert all(torch.equal(store[param], param.grad) for param in params)
 
 
-# -- sums of sparse gradients, and failures --------------------------------------------------------
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", [*WAYS, "extend_", "add_"])
-@pytest.mark.parametrize("num_rows", [10, 1000])
+@pytest.mark.parametrize(("num_rows", "way"), [(10, "extend_"), (10, "collecting"), (300, "auto")])
 def test_sparse_sums_stay_small(num_rows, way):
-    """However many there are, and sparse, however many rows they cover."""
     layer = nn.Embedding(num_rows, 2, sparse=True).double()
     store, total = GradStore(layer.parameters()), torch.zeros(num_rows, 2, dtype=torch.float64)
     most = 0
-    for step in range(400):
-        tokens = torch.randint(num_rows if step > 100 else 8, (8,))
+    for step in range(150):
+        tokens = torch.randint(num_rows if step > 40 else 8, (8,))
         total.index_add_(0, tokens, torch.ones(8, 2, dtype=torch.float64))
-        if way in ("extend_", "add_"):
-            other = GradStore.from_backward(layer(tokens).sum(), layer.parameters())
-            if way == "extend_":
-                store.extend_(other)
-            else:
-                store.add_(layer.weight, other.pop(layer.weight), own=True)
+        if way == "extend_":
+            store.extend_(GradStore.from_backward(layer(tokens).sum(), layer.parameters()))
         else:
             collect(store, layer(tokens).sum(), way)
         most = max(most, store.nbytes())
     assert torch.equal(store[layer.weight].to_dense(), total)
     assert most <= (num_rows + 8) * (2 * 8 + 8)  # two entries and an index a row
     assert store[layer.weight].is_sparse
+
+
+class Words(nn.Module):
+    """One weight under two names, a sparse one, a complex one, one of 16 bits, one that rests."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Embedding(6, 4)
+        self.decoder = nn.Linear(4, 6, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.rows = nn.Embedding(50, 4, sparse=True)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.low = nn.Linear(4, 4).bfloat16()
+        self.rests = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        x = self.encoder(ids) + self.rows(ids + 7)
+        x = x + self.low(x.bfloat16()).float()
+        return self.decoder((x * self.phase).abs()).square().mean()
+
+
+NAMES = ["encoder.weight", "phase", "rows.weight", "low.weight", "low.bias"]
+
+
+def collected(model, **settings):
+    store = GradStore(model.parameters(), **settings)
+    store.backward(model(torch.tensor([[1, 2, 2], [5, 0, 1]])), weight=3.0)
+    return store
+
+
+def through_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (got[name].dtype, got[name].layout) == (value.dtype, value.layout), name
+        assert torch.equal(got[name].to_dense(), value.to_dense()), name
+
+
+def memory(gradients):
+    parts = [g._values() if g.is_sparse else g for g in gradients.values()]
+    parts += [g._indices() for g in gradients.values() if g.is_sparse]
+    return {part.untyped_storage().data_ptr() for part in parts}
+
+
+def parameters(*sizes):
+    return [nn.Parameter(torch.ones(size)) for size in sizes]
+
+
+def test_an_assigned_gradient_replaces_and_is_a_copy():
+    (w,) = parameters(3)
+    store, given = holding([w], 2.0, weight=5.0), torch.arange(3.0)
+    store[w] = given
+    given.zero_()
+    assert store[w].tolist() == [0.0, 1.0, 2.0]
+    assert store.weight == 5.0
+    store.backward((w * 1).sum())  # later gradients are added to it
+    assert store[w].tolist() == [1.0, 2.0, 3.0]
+    low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    store[low] = (low * 2).double()
+    assert store[low].dtype is torch.float32  # that of sums of 16-bit gradients
+    assert not store[low].requires_grad
+
+
+def test_laws_of_a_mapping():
+    a, b, c = parameters(3, 3, 5)
+    store, other = holding([a, c], 2.0, 2.0), holding([b, c], 7.0, 7.0)
+    assert a in store
+    assert not any(each in store for each in (b, "a", a.detach()))
+    assert store.get(b) is None
+    store.update(other)
+    assert [id(each) for each in store] == [id(a), id(c), id(b)]
+    assert memory(store).isdisjoint(memory(other))
+    assert [float(value[0]) for value in store.values()] == [2.0, 7.0, 7.0]
+    assert store == store
+    assert store != store.clone()
+    assert len({store, other, store}) == 2
+    part = store.filter([c, a])
+    assert list(part) == [a, c]
+    part.scale_(0.0)
+    assert float(store[a].sum()) == 6
+    assert store.pop(a).shape == (3,)
+    assert store.pop(a, None) is None
+    assert store.popitem()[0] is c
+    del store[b]
+    store.discard(c)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("order", [("model", "store"), ("store", "model")])
+@pytest.mark.parametrize("layer", ["conv", "sparse", "tied"])
+def test_copied_together_they_belong_together(layer, order):
+    module, inputs = made(layer)
+    store = GradStore(module.parameters())
+    store.backward(loss_of(module(inputs[0])), weight=3.0)
+    want = {name: gradient.to_dense().clone() for name, gradient in store.named(module).items()}
+    pair = {"model": module, "store": store}
+    copied = copy.deepcopy({key: pair[key] for key in order} | {"again": store})
+    twin, twins = copied["model"], copied["store"]
+    assert copied["again"] is twins
+    assert [*map(id, twins.params)] == [*map(id, twin.parameters())]
+    copies = [(each, module) for each in (store.clone(), copy.copy(store), store.to())]
+    for other, owner in (*copies, (twins, twin)):
+        assert_holds(other, owner, want)
+        assert memory(other).isdisjoint(memory(store))
+        assert (other.weight, len(other.params)) == (3, len(store.params))
+        other.scale_(0.0)
+    assert_holds(store, module, want)
+    twins.backward(loss_of(twin(inputs[0])))
+    assert not set(twins) & set(store)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_type_is_that_of_later_sums_too(dtype):
+    model = Words()
+    model.phase.data = model.phase.data.abs().to(torch.complex64)
+    store = collected(model)
+    named = store.to(dtype=dtype).named(model)
+    # What a complex gradient of 16-bit parts would be is not to be had from autograd.
+    assert {named[name].dtype for name in NAMES if name != "phase"} == {dtype}
+    assert named["phase"].is_complex()
+    for name, value in named.items():
+        assert torch.equal(value.to_dense(), store.named(model)[name].to_dense().to(value.dtype))
+    layer, x = nn.Linear(3, 4), torch.ones(2, 3)
+    store = GradStore.from_backward(layer(x).sum(), layer.parameters())
+    moved, away = store.to(dtype=dtype), store.to("meta")  # without memory and values
+    for each in (moved, away):
+        each.backward(layer(x).sum())
+        assert each.weight == 2
+    assert {value.dtype for value in moved.values()} == {dtype}
+    assert torch.equal(moved[layer.weight], torch.full((4, 3), 4, dtype=dtype))
+    assert {value.device.type for value in away.values()} == {"meta"}
+
+
+# Torch 2.13 looks into sparse tensors when it loads them, and says so.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_files(dtype):
+    model = Words()
+    store = collected(model, dtype=dtype)
+    assert sorted(store.named(model)) == sorted(NAMES)
+    assert all(value is store[model.get_parameter(n)] for n, value in store.named(model).items())
+    assert list(store.filter(model.rows.parameters()).named(model.rows)) == ["weight"]
+    state, again = through_file(store.state_dict(model)), copy.deepcopy(model)
+    loaded = GradStore(again.parameters(), dtype=dtype)
+    loaded.add_(again.rests.weight, torch.ones(4, 4))  # which is replaced
+    loaded._damage = "broken"
+    loaded.load_state_dict(state, again)
+    assert_equal(loaded.named(again), store.named(model))
+    assert loaded.weight == 3
+    assert memory(loaded).isdisjoint(memory(state["gradients"]))
+    want = store.clone().named(model)
+    store.load_state_dict(store.state_dict(model), model)  # its own
+    assert_equal(store.named(model), want)
+    gradients = {**state["gradients"], "other": torch.ones(2)}  # what is unknown may be left out
+    loaded.load_state_dict({**state, "gradients": gradients}, again, strict=False)
+    assert_equal(loaded.named(again), store.named(model))
 
 
 @pytest.mark.parametrize("consume", [True, False])
