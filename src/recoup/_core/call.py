@@ -33,7 +33,7 @@ from recoup._core.captured import copied, is_left_alone, parts_of
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.kept_products import Products
 from recoup._core.lazy_values import Source, as_value, keep
-from recoup._core.module_marks import check_pair, has_inverse, is_in_place, mark_of
+from recoup._core.modules import check_pair, has_inverse, is_in_place, mark_of
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
 from recoup._core.region import Region, Subclass, as_subclass, changes_kept_input, subclass_of

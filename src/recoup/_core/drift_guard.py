@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real
-from recoup._core.module_marks import is_gathered
+from recoup._core.modules import is_gathered
 from recoup._core.settings import replaced
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError, RecoupError, ReplayError

@@ -18,7 +18,7 @@ from recoup._core.captured import joint_code, parts_of
 from recoup._core.chain_run import Run
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.module_marks import (
+from recoup._core.modules import (
     Direction,
     are_in_place,
     check_pair,
@@ -26,7 +26,6 @@ from recoup._core.module_marks import (
     mark_of,
     marks_of,
 )
-from recoup._core.prepared_schedule import Prepared
 from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import Stage
 from recoup._core.saved_tensors import check_hooks_work, storage_id
@@ -34,6 +33,7 @@ from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError, ReplayError, ScheduleError
 from recoup.schedules import Invert, Schedule, Way
+from recoup.schedules._simulate import Prepared
 from recoup.schedules.actions import groups_of, on_groups
 from recoup.schedules.memory import Memory, schedule_for
 

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.modules import REPLACED_FORWARDS
 from recoup._core.pytree import Tree, flatten
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
 from recoup._core.settings import replaced
 from recoup._core.slots import Filling, Owner, Recording, Residuals, untaped
-from recoup._core.stand_ins import REPLACED_FORWARDS
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ReplayError
 

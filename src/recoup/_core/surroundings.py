@@ -50,9 +50,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from recoup._core.buffers import (
+from recoup._core.captured import (
     Attributes,
     Buffers,
+    Code,
     all_of,
     are_assigned,
     are_equal,
@@ -63,11 +64,11 @@ from recoup._core.buffers import (
     have_changed,
     having_turn,
     name_of_parameter,
+    note,
     others_of,
     put_values,
     turn_here,
 )
-from recoup._core.captured import Code, note
 from recoup._core.devices import unrepeated
 from recoup._core.kept_outputs import KeptOutputs, deciding_operators
 from recoup._core.kept_products import Products

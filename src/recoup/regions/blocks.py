@@ -16,7 +16,7 @@ from torch import Tensor
 from recoup._arguments import check_flag
 from recoup._core.compile import ComputedAgain, is_followed, is_watched, never_compiled, uncompiled
 from recoup._core.devices import accelerator, refuse_capture
-from recoup._core.offload import Traffic
+from recoup._core.offload import Traffic, existing_folder, tier_for
 from recoup._core.operators import InMode
 from recoup._core.rng import is_run_again
 from recoup._core.saved_tensors import (
@@ -28,7 +28,6 @@ from recoup._core.saved_tensors import (
     pair_in_force,
     saving,
 )
-from recoup._core.tiers import existing_folder, tier_for
 from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
 from recoup.regions.recorder import OpRecorder

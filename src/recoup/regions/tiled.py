@@ -25,9 +25,9 @@ from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
 from recoup._core.captured import captured_by
 from recoup._core.compile import break_graph, is_followed, is_traced, is_watched, uncompiled
+from recoup._core.rows import summed_loss
 from recoup._core.saved_tensors import check_hooks_work
-from recoup._core.summed_gradients import summed_loss
-from recoup.regions.checkpoint import checkpoint_in_graph, name_of
+from recoup.regions.recompute import checkpoint_in_graph, name_of
 from recoup.regions.tiles import (
     Cut,
     Reduction,

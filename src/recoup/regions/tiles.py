@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
 from recoup._core.pytree import Tree, flatten, flatten_arguments, flatten_containers
-from recoup._core.row_check import Found, RowCheck, few_of
+from recoup._core.rows import Found, RowCheck, few_of
 from recoup._core.saved_tensors import is_transformed
 from recoup.errors import ChangedError
 

@@ -34,8 +34,7 @@ from recoup.schedules import (
     simulate,
 )
 from recoup.schedules.choices import Chain
-from recoup.schedules.recurrences import fronts_of
-from recoup.schedules.search import fastest
+from recoup.schedules.search import fastest, fronts_of
 
 # -- every schedule, by brute force ----------------------------------------------------------------
 
