@@ -68,9 +68,7 @@ def captured_by(fn: Callable[..., Any]) -> list[Any]:
 def parts_of(fn: Any, others: Iterable[Any] = ()) -> tuple[object, list[nn.Module]]:
     """Return what stands for the code that a callable runs, and the modules that it holds.
 
-    Args:
-        fn: a function, module or other callable.
-        others: its arguments, which may be modules and functions, too.
+    The `others` are its arguments, which may be modules and functions, too.
     """
     if isinstance(fn, nn.Module) and not others:
         return fn, [fn]
@@ -148,10 +146,7 @@ def is_left_alone(value: object) -> bool:
 def copied(value: Any, tensors: list[Tensor] | None = None) -> Any:
     """Return a copy of `value`, with the tensors in it detached and parameters as they are.
 
-    Args:
-        value: a value of any kind.
-        tensors: a list to which the tensors of the copy are added; they share memory and versions
-            with those of `value`.
+    Its tensors are added to the list `tensors`. They share memory and versions with those given.
     """
     known: dict[int, Any] = {}
     made = _copied(value, known, 0)
@@ -235,11 +230,6 @@ def all_of(buffers: Iterable[Buffers]) -> list[Tensor]:
     return [each for _, before in buffers for each in before.values() if each is not None]
 
 
-def copies_of_buffers(buffers: Iterable[Buffers]) -> list[tuple[Tensor, Tensor]]:
-    """Return the buffers that modules had, with copies; without those of other layouts."""
-    return copies_of(all_of(buffers))
-
-
 def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return tensors with copies; without those of other layouts."""
     return [
@@ -269,21 +259,15 @@ def have_changed(
     tensors: Iterable[tuple[object, Tensor]], before: Sequence[Sketch | None]
 ) -> list[bool]:
     """Return which tensors, each of a module, have other values than when they were sketched."""
-    now = [
-        None if a is None else sketch_of(each) for (_, each), a in zip(tensors, before, strict=True)
-    ]
-    pairs = [
-        [(a, b)] if a is not None and b is not None and not _has_nan(a) else []
-        for a, b in zip(before, now, strict=True)
-    ]
+    pairs: list[list[tuple[Sketch, Sketch]]] = []
+    for (_, each), a in zip(tensors, before, strict=True):
+        # A list with NaN is unlike itself.
+        has_nan = isinstance(a, list) and any(map(math.isnan, a))
+        b = None if a is None or has_nan else sketch_of(each)
+        pairs.append([] if a is None or b is None else [(a, b)])
     if are_alike(chain.from_iterable(pairs)):  # which waits once for a device
         return [False] * len(pairs)
     return [not are_alike(each) for each in pairs]
-
-
-def _has_nan(sketch: Sketch) -> bool:
-    """Whether a sketch that is not on a device is unlike itself."""
-    return isinstance(sketch, list) and any(map(math.isnan, sketch))
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

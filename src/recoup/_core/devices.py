@@ -83,9 +83,6 @@ def _is_in_use(kind: str) -> bool:
     return not hasattr(module, "is_initialized") or module.is_initialized()
 
 
-# --- settings ------------------------------------------------------------------------------------
-
-
 @functools.cache
 def autocast_kinds() -> tuple[str, ...]:
     """Return the kinds of devices whose autocast may affect results here."""
@@ -191,8 +188,7 @@ def same_states(a: States, b: States) -> bool:
 
 def fingerprint() -> int:
     """Return a hash of the state of the default CPU generator."""
-    state = torch.default_generator.get_state()
-    return hash(ctypes.string_at(state.data_ptr(), state.numel()))
+    return hash_of((_cpu_state(),))
 
 
 def hash_of(states: States) -> int:
@@ -201,13 +197,9 @@ def hash_of(states: States) -> int:
 
 
 class generators_restored:  # noqa: N801 - it reads as what it does
-    """A context after which the default generators have the states from before it.
+    """A context after which the default generators have the states from before it."""
 
-    Attributes:
-        states: the states that they will have.
-    """
-
-    states: States
+    states: States  # that they will have
 
     def __enter__(self) -> Self:
         self.states = generator_states()
@@ -232,9 +224,6 @@ def seed_generators(seed: int) -> None:
         module = _module_of(kind.type)
         seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed  # MPS is one
         seed_all(seed)
-
-
-# --- generators of our own -----------------------------------------------------------------------
 
 
 @functools.cache
@@ -266,11 +255,7 @@ def _counts_bytes(module: Any) -> bool:
 
 
 def counter_of(device: torch.device) -> Any:
-    """Return the module of torch that counts the bytes on an accelerator.
-
-    Raises:
-        ValueError: none does.
-    """
+    """Return the module of torch that counts the bytes on an accelerator; raise if none does."""
     module = _module_of(device.type)
     if not _counts_bytes(module):
         raise ValueError(
@@ -282,17 +267,11 @@ def counter_of(device: torch.device) -> Any:
 
 
 class Peaks(NamedTuple):
-    """The most bytes on a device at one time, as its allocator counts them.
+    """The most bytes on a device at one time, as its allocator counts them."""
 
-    Args:
-        requested: the bytes that were asked for.
-        allocated: the bytes of the blocks that were handed out for them.
-        reserved: the bytes that the allocator has from the device, with those that it caches; None
-            where it does not tell, as on the CPU.
-    """
-
-    requested: int
-    allocated: int
+    requested: int  # the bytes that were asked for
+    allocated: int  # those of the blocks that were handed out for them
+    # Those that the allocator has from the device, with its cache; None where it does not tell.
     reserved: int | None = None
 
 
@@ -300,19 +279,12 @@ NO_PEAKS = Peaks(0, 0)
 
 
 class MemoryCounts(NamedTuple):
-    """The counts of the allocator of an accelerator.
+    """The counts of the allocator of an accelerator."""
 
-    Args:
-        requested: the bytes that are in use now, as they were asked for.
-        allocated: the bytes of their blocks.
-        peaks: the most of each since `reset_peaks`.
-        num_retries: how often it gave cached memory back to the device and tried again.
-    """
-
-    requested: int
-    allocated: int
-    peaks: Peaks
-    num_retries: int
+    requested: int  # the bytes that are in use now, as they were asked for
+    allocated: int  # those of their blocks
+    peaks: Peaks  # since `reset_peaks`
+    num_retries: int  # how often it gave cached memory back to the device and tried again
 
 
 def memory_counts(device: torch.device) -> MemoryCounts:

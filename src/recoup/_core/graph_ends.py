@@ -14,15 +14,11 @@ _ACCUMULATES = "AccumulateGrad"
 
 
 class Ends(NamedTuple):
-    """The ends of a graph.
+    """The ends of a graph."""
 
-    Args:
-        leaves: the tensors in which a plain backward would accumulate gradients.
-        checkpoints: the nodes of checkpoints of the reentrant kind, whose leaves cannot be seen
-            before they run, and which run only in a plain backward.
-    """
-
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # in which a plain backward would accumulate gradients
+    # Nodes of checkpoints of the reentrant kind, whose leaves cannot be seen before they run, and
+    # which run only in a plain backward.
     checkpoints: list[Any]
 
 
@@ -73,9 +69,7 @@ def hidden_leaves(
 ) -> Generator[None]:
     """Return a context that calls `found` with the leaves of each reentrant checkpoint that reruns.
 
-    Args:
-        checkpoints: the nodes that `ends_of` found; they are restored at the end.
-        found: called with the leaves before gradients are accumulated in them.
+    That is before gradients are accumulated in them. The nodes are restored at the end.
     """
     nodes = [node for node in checkpoints if hasattr(node, "run_function")]
     functions = [node.run_function for node in nodes]

@@ -7,9 +7,8 @@ Rule 1. A stand-in is a subclass of a module's class with its name and signature
         pickled as its own class and a recipe: the makers, which can be imported.
 Rule 2. Stand-ins of several makers may be on top of each other, in any order. What a maker has put
         there is replaced in its place.
-Rule 3. The forward of each class has a code object of its own. The compiler records by code
-        object what it compiled, how often, and what it cannot compile; if all classes shared one,
-        one layer that cannot be compiled would keep every other layer from being compiled.
+Rule 3. The forward of each class has a code object of its own. The compiler records by that what it
+        compiled and what it cannot; one shared by all would keep every layer from being compiled.
 Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_FORWARD` (a plan's).
         It is on top of all others, and a mixin before its base. A copy or a pickle has neither it
         nor that attribute, and loads where recoup is not installed. What copies attributes in other
@@ -43,11 +42,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def is_hooked(module: object) -> bool:
     """Whether hooks run when `module` is called: calls of its parts are not the same."""
     return isinstance(module, nn.Module) and any(vars(module)[name] for name in HOOKS)
-
-
-def is_in_place(module: Any) -> bool:
-    """Whether `module` says that the first thing it does changes its input in place."""
-    return are_in_place((module,))[0]
 
 
 def are_in_place(callables: Iterable[Any]) -> list[bool]:
@@ -89,20 +83,10 @@ def has_inverse(link: object) -> bool:
 def check_pair(
     returned: Any, num_samples: int, direction: Direction, name: str, *, num_early: int = 0
 ) -> tuple[Any, Tensor]:
-    """Return `returned`, or raise if it is not a value and its log-determinant.
+    """Return what an invertible module returned; raise if that is no value and log-determinant.
 
     A module that forgets the log-determinant returns one tensor, which would be unpacked along the
-    batch: for two samples without an error.
-
-    Args:
-        returned: the result of an invertible module.
-        num_samples: the number of samples in its input batch.
-        direction: the method that returned it.
-        name: the name of the module in error messages.
-        num_early: how many latents it splits off early; the value is a tuple if there are any.
-
-    Raises:
-        ValueError: `returned` is anything else.
+    batch: for two samples without an error. The value is a tuple if latents are split off early.
     """
     wrong = _why_not_pair(returned, num_samples, num_early)
     if wrong is None:

@@ -69,7 +69,7 @@ def _flat(storage: torch.UntypedStorage) -> Tensor:
 
 def existing_folder(to: object) -> Path | None:
     """Return the folder that `to` names, or None if there is none."""
-    if not isinstance(to, (str, os.PathLike)):
+    if not isinstance(to, (str, os.PathLike)) or to == "":
         return None
     folder = Path(cast("str | os.PathLike[str]", to)).expanduser().absolute()
     return folder if folder.is_dir() else None
@@ -93,7 +93,7 @@ class HostTier:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on a device that copies aside: others share the host's memory."""
+        """Whether `tensor` is on a device that copies aside."""
         return has_streams(tensor.device)
 
     def send(self, tensor: Tensor) -> _HostCopy:
@@ -244,8 +244,7 @@ class _Transfer:
     """A storage that is away, or on its way (See Rule 1)."""
 
     def __init__(self, traffic: Traffic, tensor: Tensor, name: str, place: int) -> None:
-        self.traffic = traffic
-        self.name = name
+        self.traffic, self.name = traffic, name
         self.place = place  # in the order in which they were sent
         self.held: torch.UntypedStorage | None = tensor.untyped_storage()  # See Rule 2
         self.num_bytes = self.held.nbytes()

@@ -59,23 +59,14 @@ _STATISTICS = frozenset(("running_mean", "running_var"))
 
 
 class OperatorTraits(NamedTuple):
-    """The properties of an operator that decide how its calls are recorded and repeated.
+    """The properties of an operator that decide how its calls are recorded and repeated."""
 
-    Attributes:
-        writes: the arguments that it writes to, by position or name.
-        is_view: whether it only returns views of memory that exists.
-        makes_or_writes: whether it returns tensors, or writes to any.
-        overwrites: whether it ignores the previous content of the tensors that it writes to.
-        allocates: whether it returns uninitialized memory.
-        may_draw: whether it may draw random numbers.
-    """
-
-    writes: frozenset[int | str]
-    is_view: bool
-    makes_or_writes: bool
-    overwrites: bool
-    allocates: bool
-    may_draw: bool
+    writes: frozenset[int | str]  # the arguments that it writes to, by position or name
+    is_view: bool  # whether it only returns views of memory that exists
+    makes_or_writes: bool  # whether it returns tensors, or writes to any
+    overwrites: bool  # whether it ignores the previous content of what it writes to
+    allocates: bool  # whether it returns uninitialized memory
+    may_draw: bool  # whether it may draw random numbers
 
 
 def has_schema(func: Any) -> bool:
@@ -87,10 +78,6 @@ def explain_higher_order(name: str, error: BaseException) -> None:
     """Raise an error that names torch.cond and its like if one of them has failed.
 
     Torch compiles these, which it does not do under a dispatch mode or a key of ours.
-
-    Args:
-        name: the name of what called the operator.
-        error: what was raised.
     """
     if isinstance(error, RecoupError):
         return
@@ -176,11 +163,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class OperatorMode(DispatchMode):
-    """A mode in which operators run through a function.
-
-    Args:
-        run: called with an operator, its arguments and its keyword arguments, in its place.
-    """
+    """A mode in which operators run through a function, called in their place."""
 
     supports_higher_order_operators = True
 
@@ -202,15 +185,10 @@ def run_plainly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class InMode:
-    """A context in which a dispatch mode is active.
-
-    Args:
-        mode: the mode.
-    """
+    """A context in which a dispatch mode is active."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        self._mode = mode
-        self._num_around = 0
+        self._mode, self._num_around = mode, 0
 
     def __enter__(self) -> Any:
         with _lock:
@@ -260,9 +238,7 @@ _registered: set[Any] = set()
 
 
 class _Thread(threading.local):
-    """The interceptors of a thread, the last one last, with what they ask for."""
-
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # the last one last, with what they ask for
         self.interceptors: list[tuple[frozenset[Any], Interceptor]] = []
 
 
@@ -271,12 +247,7 @@ _thread = _Thread()
 
 @contextmanager
 def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[None]:
-    """A context in which operators run through a function.
-
-    Args:
-        funcs: overloads of operators.
-        interceptor: called with an operator, its arguments and its keyword arguments, in its place.
-    """
+    """A context in which these overloads of operators run through a function."""
     if not _libraries or not _registered.issuperset(funcs):
         _register(funcs)
     interceptors = _thread.interceptors
@@ -342,14 +313,7 @@ def are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
 def beneath(
     func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
-    """Run an operator with what it computes replaced; its node of the graph is as ever (Rule 3).
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        compute: called with its arguments beneath autograd and autocast; returns its output.
-    """
+    """Run an operator whose output `compute` returns, beneath autograd and autocast (Rule 3)."""
 
     def run(each: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return compute(args, kwargs) if each is func else each(*args, **kwargs)

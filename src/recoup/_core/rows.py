@@ -60,34 +60,21 @@ Found = list[tuple[str, Tensor, bool]]  # names, values, and whether they are su
 
 @dataclass
 class RowCheck:
-    """The check of a function, on the rows of one call.
+    """The check of a function, on the rows of one call."""
 
-    Args:
-        fn: the function, whose buffers and tensors are put back.
-        split: the tensors that have the rows.
-        dim: the dimension of the rows.
-        run: runs it on some rows, given their places and the tensors to take for those in `split`,
-            by id. It returns the rows of outputs, or sums over rows.
-        takes_gradients: whether the gradients of these are compared, too.
-
-    Attributes:
-        draws: whether the function was seen to draw.
-    """
-
-    fn: Callable[..., Any]
-    split: Sequence[Tensor]
-    dim: int
+    fn: Callable[..., Any]  # whose buffers and tensors are put back
+    split: Sequence[Tensor]  # the tensors that have the rows
+    dim: int  # of the rows
+    # Runs it on some rows, given their places and the tensors to take for those in `split`, by id.
     run: Callable[[Sequence[int], dict[int, Tensor]], Found]
-    takes_gradients: bool = False
-    draws: bool = False
+    takes_gradients: bool = False  # whether gradients are compared, too
+    draws: bool = False  # whether the function was seen to draw
     _leaves: list[Tensor] = field(default_factory=list[Tensor])
 
     def mixes(self, rows: Sequence[int]) -> str | None:
-        """Run the function on these rows, and compare what it makes.
+        """Return how the function does not treat these rows independently; "" if it does.
 
-        Returns:
-            How it does not treat rows independently; nothing if it does. None if the rows could not
-            show that.
+        None if the rows could not show that.
         """
         with without_pairs(), _disable_current_modes():  # See Rule 4
             return self._compared(rows)
@@ -264,7 +251,7 @@ def summed_loss(
         name: the name of the sum in error messages.
         loss: the loss of a piece, given its rows of each tensor in `split`.
         split: the tensors of which each piece has rows.
-        sizes: the number of rows of each piece.
+        sizes: the number of rows of each piece, in the dimension `dim`.
         dim: the dimension of the rows.
         weights: the factor of each loss; a piece of weight 0 does not run.
         divisor: the number by which the sum is divided in the end.
@@ -381,8 +368,7 @@ class _Sums:
 def _product(edge: _Edge, weight: Tensor, users: _Users) -> tuple[Any, Tensor, bool] | None:
     """Return the only use of a weight if it is a product of matrices (See Rule 8).
 
-    Returns:
-        Its node, its first matrix, and whether the weight, its second, is transposed.
+    That is its node, its first matrix, and whether the weight, its second, is transposed.
     """
     uses = users[edge]
     is_transposed = len(uses) == 1 and type(uses[0][0]).__name__ == "TBackward0"

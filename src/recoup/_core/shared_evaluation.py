@@ -134,8 +134,7 @@ def draws_nothing(module: Network) -> bool:
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.answer: _Answer | None = None
+    answer: _Answer | None = None
 
 
 # Who makes the evaluations of this thread: a region that is inverted, or nobody.
@@ -146,10 +145,7 @@ _LENDING = threading.RLock()  # threads may share a network
 def evaluate(network: Network, inputs: Inputs, then: Then = None) -> Any:
     """Return the output of `network`, shared by the running region if any (Rules 1 and 2).
 
-    Args:
-        network: the network.
-        inputs: its inputs.
-        then: computes from its output what is returned instead, as a part of the evaluation.
+    Or what `then` computes from it, as a part of the evaluation.
     """
     if torch.compiler.is_compiling():
         return _called(network, inputs, then)  # compiled draws belong to the graph anyway
@@ -202,11 +198,7 @@ class _Evaluation:
 
 
 class Evaluations:
-    """The evaluations of one call of an invertible module.
-
-    Args:
-        name: the name of the module in error messages.
-    """
+    """The evaluations of one call of an invertible module."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -225,28 +217,17 @@ class Evaluations:
         return any(one.residuals.are_wanted for same in self._by_network.values() for one in same)
 
     def recording(self, region: Residuals, owner: Owner) -> AbstractContextManager[None]:
-        """Return a context for the first forward: each evaluation has residuals of its own.
-
-        Args:
-            region: the region of the whole call.
-            owner: fills the slots.
-        """
+        """Return a context for the first forward: each evaluation has residuals of its own."""
         return replaced(answers, "answer", partial(self._record, region, owner))
 
     def inverting(self, fills: bool) -> AbstractContextManager[None]:
-        """Return a context for the inverse.
-
-        Args:
-            fills: whether it fills slots and remembers outputs (See Rule 1).
-        """
+        """Return a context for the inverse, which may fill slots and remember outputs (Rule 1)."""
         return replaced(answers, "answer", self._fill_and_remember if fills else self._only_run)
 
     def answering(self, recall: bool) -> AbstractContextManager[None]:
         """Return a context for a second forward.
 
-        Args:
-            recall: whether it uses the outputs that the inverse remembered (See Rule 2); or else
-                networks run again (See Rule 3).
+        It may recall the outputs of the inverse (Rule 2); else networks run again (Rule 3).
         """
         self._cursor = {}
         return replaced(answers, "answer", self._recall if recall else self._fill_in_order)
@@ -281,8 +262,7 @@ class Evaluations:
 
     def _fill_and_remember(self, network: Network, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
-        output = self._fill(evaluation, network, inputs, then)
-        evaluation.output = output
+        evaluation.output = output = self._fill(evaluation, network, inputs, then)
         evaluation.versions = versions_of(output)
         return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
 
@@ -291,8 +271,7 @@ class Evaluations:
     ) -> tuple[Tensor, ...]:
         if not evaluation.residuals.are_wanted:
             return detached(flatten(self._untaped(network, inputs, then, evaluation))[0])
-        taped = evaluation.leaves(inputs)
-        output: tuple[Tensor, ...] = ()
+        taped, output = evaluation.leaves(inputs), tuple[Tensor, ...]()
         with Filling(evaluation.residuals, taped):
             output = flatten(_run(network, taped, then, evaluation.call))[0]
         return detached(output)

@@ -91,18 +91,16 @@ class _Followed(weakref.ref[torch.UntypedStorage]):
 class StorageTracker(DispatchMode):
     """A context that counts the bytes of the storages made by operators within it.
 
-    It keeps only one weak reference a storage. After the context has ended, no new storage is
-    counted, and `current_bytes` goes on falling as storages made within are freed.
+    After the context has ended, `current_bytes` goes on falling as storages made within are freed.
 
-    It cannot see temporaries inside a kernel; storages that no operator made
-    (`torch.from_numpy`, `torch.load`); operators on other threads, and those inside a
-    compiled graph; storages that were alive before and are freed within. A storage that is resized
-    by `UntypedStorage.resize_` is counted again when an operator next uses it, and at the end.
+    It cannot see temporaries inside a kernel; storages that no operator made (`torch.from_numpy`,
+    `torch.load`); operators on other threads, and those inside a compiled graph; storages that were
+    alive before and are freed within. One that is resized by `UntypedStorage.resize_` is counted
+    again when an operator next uses it, and at the end.
 
     Args:
         device: count storages on this type of device only; all if None.
-        levels: a list to which the bytes alive are appended when they change; None for no
-            such list.
+        levels: a list to which the bytes alive are appended when they change.
 
     Example:
         >>> import torch
@@ -242,11 +240,8 @@ class Allocations:
 
     Temporaries within kernels count, and so do random states. It does not see other threads, memory
     of libraries that do not use torch's allocator, and frees of memory from before. The counts are
-    complete when the context has ended.
-
-    Args:
-        levels: a list to which the bytes alive after each allocation and each free are appended,
-            before the next mark takes its numbers; None to record no such list.
+    complete when the context has ended. To the list `levels` the bytes alive are appended after
+    each allocation and each free, before the next mark takes its numbers.
 
     Example:
         >>> import torch
@@ -347,10 +342,9 @@ def _report() -> None:
 
 
 def _start() -> None:
-    is_memory_recorded, *others = True, False, False, False
+    flags = (False, True, False, False, False)  # memory is recorded
     cpu, more = _autograd.ProfilerState.CPU, _profiler._ExperimentalConfig()
-    config = _autograd.ProfilerConfig(cpu, False, is_memory_recorded, *others, more)
-    _autograd._enable_profiler_legacy(config)
+    _autograd._enable_profiler_legacy(_autograd.ProfilerConfig(cpu, *flags, more))
 
 
 def _stop() -> list[Any]:

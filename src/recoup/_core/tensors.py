@@ -33,8 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from recoup._arguments import check_type, shown
 from recoup._core.saved_tensors import version_of
 
-__all__ = ["check_modules", "check_place", "check_tensors"]
-
 # The classes of tensors that operators compute with as they are.
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 _C: Any = torch._C
@@ -142,10 +140,7 @@ def check_modules(**given: object) -> None:
 def check_place(device: Any = None, dtype: Any = None, *, is_real: bool = False) -> None:
     """Raise ValueError unless the device is there, and the type is one of floating-point numbers.
 
-    Args:
-        device: the device, or None.
-        dtype: the type, or None.
-        is_real: whether complex types are left out.
+    If `is_real`, complex types are left out.
     """
     try:
         torch.empty(0, device=device)
@@ -169,12 +164,7 @@ _RESHAPES = ("ViewBackward0", "ReshapeAliasBackward0")  # they do not record the
 
 
 def cast_of(tensor: Tensor, values: Sequence[T]) -> tuple[T, Cast] | None:
-    """Return the value of which `tensor` is a copy, or a view of one, and how to cast it; or None.
-
-    Args:
-        tensor: a tensor that autograd saves.
-        values: the tensors of which it may be a copy.
-    """
+    """Return the value of which `tensor` is a copy, or a view of one, and its cast; or None."""
     copy = tensor if tensor._base is None else tensor._base
     node: Any = copy.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or version_of(copy):

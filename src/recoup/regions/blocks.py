@@ -32,8 +32,6 @@ from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
 from recoup.regions.recorder import OpRecorder
 
-__all__ = ["Block", "offloading", "recomputing", "refuse_transforms"]
-
 
 class _Entered(threading.local):
     def __init__(self) -> None:
@@ -72,8 +70,7 @@ class Block:
         _entered.contexts.append(context)
 
 
-def refuse_transforms(function: str) -> None:
-    """Raise inside a transform of torch.func."""
+def _refuse_transforms(function: str) -> None:
     if is_transformed():
         raise RecoupError(
             f"{function}() does not work inside transforms of torch.func (grad, vmap, jacrev), "
@@ -159,7 +156,7 @@ def _place_in_code() -> str:
 @contextmanager
 def _recorded(name: str, compare: bool) -> Generator[None]:
     """Record the code of one `with` statement."""
-    refuse_transforms("recoup.recomputing")
+    _refuse_transforms("recoup.recomputing")
     recorder = OpRecorder(name, pair_in_force(), compare=compare)
     try:
         with saving(recorder.pack), InMode(recorder):
@@ -255,7 +252,7 @@ def _sending_away(min_bytes: int, to: str, in_flight_bytes: int | None) -> Gener
     if is_run_again():  # nothing is kept anyway
         yield
         return
-    refuse_transforms("recoup.offloading")
+    _refuse_transforms("recoup.offloading")
     traffic = Traffic(tier_for(to), in_flight_bytes, min_bytes)
     with saving(partial(_pack, traffic, pair_in_force())):
         yield

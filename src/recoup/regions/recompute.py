@@ -75,7 +75,8 @@ def checkpoint(
         What `fn` returns.
 
     Raises:
-        ValueError: when a keyword has a value that is not supported.
+        ValueError: when `fn` cannot be called or is a class, or a keyword has a value that is not
+            supported.
         ChangedError: in backward, when the second run differs from the first, and something that
             `fn` used has changed since.
         ReplayError: in backward, when the second run differs from the first for another reason.
@@ -90,7 +91,8 @@ def checkpoint(
     Source: Chen et al., "Training deep nets with sublinear memory cost",
     https://arxiv.org/abs/1604.06174.
     """
-    check_callable(fn=fn)
+    if not callable(fn) or isinstance(fn, type):
+        check_callable(fn=fn)
     if type(compare) is not bool or type(early_stop) is not bool:
         check_flag(compare=compare, early_stop=early_stop)
     if use_reentrant or debug or preserve_rng_state is not True or determinism_check != "default":
@@ -225,16 +227,8 @@ def call_recomputed(
     *,
     compares: bool = True,
 ) -> Any:
-    """Call `fn`, and keep nothing of its output.
-
-    Args:
-        fn: the function or module.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
-        compares: whether what later runs make is compared with the first.
-    """
-    name = f"the checkpointed call of {name_of(fn if module is None else module)}"
+    """Call `fn`, which may be the forward of a module, and keep nothing of its output."""
+    name = f"the recomputed call of {name_of(fn if module is None else module)}"
     return run_again(Call(name, fn, args, kwargs, module, compares=compares), keeps_output=False)
 
 
@@ -268,10 +262,7 @@ class Recompute(nn.Module):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        if not callable(fn) or isinstance(fn, type):
-            raise ValueError(
-                f"`fn` is {fn!r}, but must be a function or a module (an instance, not a class)."
-            )
+        check_callable(fn=fn)
         self.fn = fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

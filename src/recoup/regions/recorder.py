@@ -56,19 +56,11 @@ from recoup.regions.recorded_block import (
     RecordedTensor,
 )
 
-__all__ = ["OpRecorder"]
-
 _BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 class OpRecorder(DispatchMode):
-    """The dispatch mode that records the operators of one block.
-
-    Args:
-        name: the name of the block in errors.
-        pair: the pair of saved-tensor hooks around the block.
-        compare: whether replays are compared with the first run.
-    """
+    """The dispatch mode that records the operators of one block, under a pair of hooks."""
 
     supports_higher_order_operators = True
 

@@ -18,8 +18,6 @@ from recoup.regions.recompute import checkpoint_in_graph
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for, segment_lengths
 
-__all__ = ["Sequential"]
-
 _NOT_IN_GRAPH = (
     "A recoup.Sequential with this `memory` runs outside of graphs. In a graph there are "
     'memory="linear", "inputs" and "sqrt". Or compile the modules in it one by one, or leave '

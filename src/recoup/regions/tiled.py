@@ -38,8 +38,6 @@ from recoup.regions.tiles import (
     tile_value,
 )
 
-__all__ = ["Tiled", "TiledLoss", "tiled", "tiled_loss"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _NOT_IN_GRAPH = (
@@ -186,15 +184,7 @@ def tiled_loss(
 
 
 class Tiled(Generic[P, T]):
-    """A function that runs in tiles, as `tiled` returns it.
-
-    Args:
-        fn: the function.
-        cut: how its calls are cut.
-
-    Raises:
-        ValueError: when `fn` cannot be called.
-    """
+    """A function that runs in tiles, as `tiled` returns it."""
 
     def __init__(self, fn: Callable[P, T], cut: Cut) -> None:
         check_callable(fn=fn)
@@ -248,12 +238,10 @@ class Tiled(Generic[P, T]):
         values: list[Tensor] = []
         for index, piece in _pieces(tiles):
             if weights[index]:  # See Rule 3
-                value = self._value(self._tile(tiles, index, piece))
+                output = self._tile(tiles, index, piece)
+                value = tile_value(output, self._name, self._cut.reduction)
                 values.append(value if divisor == 1 else value * (weights[index] / divisor))
         return functools.reduce(torch.add, values)
-
-    def _value(self, output: Any) -> Tensor:
-        return tile_value(output, self._name, self._cut.reduction)
 
 
 class TiledLoss(Tiled[P, Tensor]):
@@ -266,7 +254,7 @@ class TiledLoss(Tiled[P, Tensor]):
 
         def loss(piece: Sequence[Tensor]) -> Tensor:
             args, kwargs = tiles.given(piece)
-            return self._value(self._fn(*args, **kwargs))
+            return tile_value(self._fn(*args, **kwargs), self._name, self._cut.reduction)
 
         outside = [t for t in (*captured_by(self._fn), *tiles.others) if isinstance(t, Tensor)]
         name, weights = f"the loss of {self._name} in tiles", tiles.weights()

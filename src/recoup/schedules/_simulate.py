@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from recoup._arguments import check_real, check_type
+from recoup._arguments import check_type
 from recoup.errors import ScheduleError
 from recoup.schedules.actions import (
     Action,
@@ -19,7 +19,7 @@ from recoup.schedules.actions import (
     Schedule,
     Tape,
 )
-from recoup.schedules.costs import Cost, require_costs, require_size
+from recoup.schedules.costs import Cost, require_costs, require_size, require_time
 from recoup.schedules.walk import Impossible, Sizes, Walk
 
 # Time of backward in forwards: the backward of a product is two products.
@@ -100,7 +100,7 @@ def simulate(
     Raises:
         ScheduleError: an action is impossible at its position, or the schedule is incomplete; the
             message names the action, its position and the reason.
-        ValueError: a sequence has the wrong length, or a size is negative.
+        ValueError: a sequence has the wrong length, or a size is negative or no whole number.
 
     Example:
         >>> from recoup.schedules import Cost, binomial, linear, simulate
@@ -176,7 +176,7 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
 
     Raises:
         ScheduleError: an action is impossible at its position.
-        ValueError: `costs` has the wrong length.
+        ValueError: `costs` has the wrong length, or `first` is negative or not finite.
 
     Example:
         >>> from recoup.schedules import Cost, linear, trace
@@ -185,7 +185,7 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
     """
     check_type(Schedule, "a Schedule", schedule=schedule)
     require_costs(costs)
-    check_real(first=first)
+    require_time("first", first)
     _require_length("costs", len(costs), schedule.num_stages)
     walk = Walk(costs)
     moments: list[Moment] = []

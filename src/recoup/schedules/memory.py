@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import isqrt
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
-from recoup._arguments import check_choice, check_type, check_whole
+from recoup._arguments import check_choice, check_whole
 from recoup.schedules._binomial import binomial, log, revolve
 from recoup.schedules._simulate import simulate
 from recoup.schedules.actions import (
@@ -127,7 +127,7 @@ def offloaded(n: int, to: str = "host", *, every: int = 1, slots: int | None = N
         The schedule.
 
     Raises:
-        ValueError: `n`, `every` or `slots` is below one, or `to` is no string.
+        ValueError: `n`, `every` or `slots` is below one, or `to` is no string, or an empty one.
 
     Example:
         >>> from recoup.schedules import offloaded, simulate
@@ -138,7 +138,8 @@ def offloaded(n: int, to: str = "host", *, every: int = 1, slots: int | None = N
     Source: Stumm and Walther, "MultiStage approaches for optimal offline checkpointing" (2009).
     """
     check_whole(n=n, every=every)
-    check_type(str, '"host" or the path of a folder', to=to)
+    if not isinstance(cast("object", to), str) or not to:
+        raise ValueError(f'`to` is {to!r}, but must be "host" or the path of a folder.')
     first, *others = range(n, 0, -every)[::-1]
 
     def within(num_stages: int) -> Sequence[Action]:
@@ -159,11 +160,8 @@ def _by_segments(
 ) -> Schedule:
     """Return the schedule that reverses segments one at a time.
 
-    Args:
-        lengths: the number of stages of each segment.
-        leave: a function from the number of a segment's input to the action that keeps it.
-        within: a function from a number of stages to the actions of a chain of its own.
-        name: the name of the schedule.
+    The action `leave` keeps the input of a segment; the actions `within` it are those of a chain of
+    so many stages.
     """
     *earlier, last = pairwise((0, *accumulate(lengths)))
     actions: list[Action] = []
@@ -265,21 +263,9 @@ def shown(memory: Memory) -> str:
 
 
 def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = None) -> Schedule:
-    """Return the schedule that `memory` means for a chain of `num_stages` stages.
+    """Return the schedule that `memory` means for a chain; raise if it means none.
 
-    Args:
-        memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, or a
-            schedule.
-        num_stages: number of stages, at least 1.
-        ways: the way in which each stage restores its input under "constant"; all are inverted if
-            None.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        ValueError: `memory` is not one of these, or a schedule for another number of stages.
-        ScheduleError: a schedule has an impossible action, or is incomplete.
+    Under "constant" each stage restores its input in its way; all are inverted if none are given.
 
     Example:
         >>> from recoup.schedules.memory import schedule_for

@@ -48,17 +48,11 @@ _Solution = tuple[int, float, Choice]
 
 
 class Front(NamedTuple):
-    """The fastest solutions of a segment, from the fewest bytes to the least time.
+    """The fastest solutions of a segment, from the fewest bytes to the least time."""
 
-    Args:
-        peaks: the peak of each in bytes, without rounding; rising.
-        seconds: the time of each; falling.
-        choices: the choice that begins each.
-    """
-
-    peaks: list[int]
-    seconds: list[float]
-    choices: list[Choice]
+    peaks: list[int]  # in bytes, without rounding; rising
+    seconds: list[float]  # falling
+    choices: list[Choice]  # that begin them
 
     def within(self, num_bytes: int) -> tuple[int, Choice]:
         """Return the peak and the choice of the fastest solution within a number of bytes."""
@@ -72,10 +66,8 @@ Fronts = Mapping[tuple[int, int], Front]
 def fronts_of(chain: Chain, most: int) -> Fronts:
     """Return the front of each segment of a chain.
 
-    Args:
-        chain: the chain.
-        most: the most solutions that are kept of a segment that is run again. The one with the
-            fewest bytes is always among them.
+    Of a segment that is run again, `most` solutions are kept, that with the fewest bytes among
+    them.
     """
     nothing = Front([chain.base], [0.0], [])
     fronts = {(index, index): nothing for index in range(chain.num_stages + 1)}
@@ -144,31 +136,17 @@ def _thinned(solutions: list[_Solution], most: int) -> list[_Solution]:
 
 
 class _Part(NamedTuple):
-    """A segment that is to be solved, whose input is the working state.
-
-    Args:
-        start: its first stage.
-        stop: one past its last stage.
-        num_bytes: the bytes that its solution may take.
-        stays: whether its input is kept, and stays so.
-        returns: whether its input is to be the working state again after it is reversed.
-    """
+    """A segment that is to be solved, whose input is the working state."""
 
     start: int
     stop: int
-    num_bytes: int
-    stays: bool = False
-    returns: bool = False
+    num_bytes: int  # that its solution may take
+    stays: bool = False  # whether its input is kept, and stays so
+    returns: bool = False  # whether its input is to be the working state again after it
 
 
 def persistent(fronts: Fronts, num_stages: int, num_bytes: int) -> Schedule:
-    """Build the fastest schedule of a chain within a number of bytes.
-
-    Args:
-        fronts: the front of each segment.
-        num_stages: the number of stages of the chain.
-        num_bytes: the bytes.
-    """
+    """Build the fastest schedule of a chain within a number of bytes."""
     actions = actions_of(_Part(0, num_stages, num_bytes), partial(_begin, fronts))
     return Schedule(num_stages, tuple(actions), name="optimal")
 

@@ -245,7 +245,7 @@ LISTED = {
     "ours in torch's": (lambda: partial(ours_in_torchs, noisy()), [
         "input of checkpoint, -, keep, 1", "linear, Linear, recompute, 0",
         "linear, Linear, regenerate, 0.5",
-        "input of the checkpointed call of gelu, -, recompute, 1", "gelu, -, recompute, 0",
+        "input of the recomputed call of gelu, -, recompute, 1", "gelu, -, recompute, 0",
         "Squared, -, recompute, 1"]),
     "ours and torch's on the cpu": (lambda: partial(on_the_cpu, block()), [
         "linear, 0, offload, 1", "gelu, 1, offload, 1", "Squared, -, offload, 1",
