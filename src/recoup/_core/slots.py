@@ -138,9 +138,8 @@ class Inputs:
 
     __slots__ = ("__weakref__", "state", "versions")
 
-    def __init__(self, state: State) -> None:
-        self.state: State | None = state
-        self.versions = versions_of(state)  # before that run
+    state: State | None
+    versions: list[int]  # of its tensors, before that run
 
 
 class Residuals:
@@ -297,9 +296,11 @@ class Filling:
         self._residuals, self._inputs = residuals, inputs
         self._graph = GraphOfRun()
         self._graph.name = residuals.surroundings.name
-        self._lent = None if state is None else Inputs(state)
-        if self._lent is not None:
-            residuals.inputs = weakref.ref(self._lent)
+        self._lent: Inputs | None = None
+        if state is not None:
+            self._lent = lent = Inputs()  # without a call of `__init__`
+            lent.state, lent.versions = state, versions_of(state)
+            residuals.inputs = weakref.ref(lent)
         self._num_saves = 0
         self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
         self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1

@@ -102,7 +102,8 @@ def checkpoint(
     if is_followed():
         more = {} if context_fn is None else {"context_fn": context_fn}
         return checkpoint_in_graph(fn, *args, use_reentrant=False, **more, **kwargs)
-    name = f"the checkpointed call of {name_of(fn)}"
+    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    name = f"the checkpointed call of {name}"
     if context_fn is not None:
         check_callable(context_fn=context_fn)
     if context_fn is None or context_fn is torch.utils.checkpoint.noop_context_fn:

@@ -177,7 +177,7 @@ class Cost:
             require_size("invert_bytes", self.invert_bytes)
         if not is_whole(self.left_bytes, -_MOST, _MOST):
             left = shown(self.left_bytes)
-            raise ValueError(f"`left_bytes` is {left}, but must be a whole number of bytes.")
+            raise ValueError(f"`left_bytes` is {left}, but it must be a whole number of bytes")
         for name, kind in (("variants", SelectiveTape), ("results", Results)):
             expected, given = f"a tuple of `{kind.__name__}`", getattr(self, name)
             check_type((tuple, list), expected, **{name: given})
@@ -228,9 +228,9 @@ def require_time(name: str, value: float) -> None:
 def require_size(name: str, value: int) -> None:
     """Raise a ValueError unless it is a whole number of bytes, and not negative."""
     if not is_whole(value, 0, _MOST):
-        raise ValueError(
-            f"`{name}` is {shown(value)}, but must be a whole number of bytes, and not negative."
-        )
+        is_less = is_real(value) and value < 0
+        needed = "not be negative" if is_less else "be a whole number of bytes"
+        raise ValueError(f"`{name}` is {shown(value)}, but it must {needed}")
 
 
 def require_costs(costs: Any) -> None:
