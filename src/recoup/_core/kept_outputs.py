@@ -210,7 +210,8 @@ class KeptOutputs:
         if all(storage in self._made_here for storage in storages_of(numbers)):
             self._made_here |= made
             return False
-        self._made_here -= made.union(storages_of(given) if _writes(func) else ())
+        writes = not has_schema(func) or traits_of(func).writes
+        self._made_here -= made.union(storages_of(given) if writes else ())
         return True
 
     def _repeat(self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,14 +240,8 @@ class KeptOutputs:
         return beneath(func, args, kwargs, given) if call[-1] else given(args, kwargs)
 
 
-@functools.cache
 def _may_draw(func: Any) -> bool:
     return not has_schema(func) or traits_of(func).may_draw
-
-
-@functools.cache
-def _writes(func: Any) -> bool:
-    return not has_schema(func) or bool(traits_of(func).writes)
 
 
 @functools.cache
@@ -265,15 +260,12 @@ def _decision(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     if not any(isinstance(each, Tensor) and each.is_floating_point() for each in args):
         return ""
     name = _name_of(func)
-    return "" if name == _CONVERSION and not _is_decision(args[0], kwargs) else name
-
-
-def _is_decision(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a conversion of floating-point numbers to booleans, or to few integers."""
-    dtype = kwargs.get("dtype")
-    if dtype is None or dtype.is_floating_point or dtype.is_complex:
-        return False
-    return dtype is torch.bool or tensor.numel() <= _MOST_CONVERTED
+    if name == _CONVERSION:  # to booleans, or to few integers
+        dtype = kwargs.get("dtype")
+        if dtype is None or dtype.is_floating_point or dtype.is_complex:
+            return ""
+        return name if dtype is torch.bool or args[0].numel() <= _MOST_CONVERTED else ""
+    return name
 
 
 def _call_of(func: Any, args: Any) -> _Call:

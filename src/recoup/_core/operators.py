@@ -9,10 +9,9 @@ arguments. An operator that is not torch's own is treated as one that may draw.
 NOTE [ Interception ]
 
 Rule 1. A dispatch mode calls Python at each operator, which takes as long as a small operator does.
-        So a kernel of ours is registered for each operator that is to be intercepted, under a
-        dispatch key that torch has for tests of its own; all other operators fall through it in the
-        dispatcher. Kernels are registered when they are first needed, and called in those threads
-        alone that have the key in their set.
+        So a kernel of ours is registered for each operator that is intercepted, when it is first
+        needed, under a dispatch key that torch has for tests; all other operators fall through it.
+        Kernels are called in those threads alone that have the key in their set.
 Rule 2. Interceptors nest as modes do: the one that was entered last is called, and an operator that
         it runs, or has not asked for, goes to the one before.
 Rule 3. The key is above autograd and autocast. `beneath` replaces what an operator computes, and
@@ -140,6 +139,8 @@ unseen: Any = getattr(torch._C, "_DisableTorchDispatch")  # by modes  # noqa: B0
 # The flags are those of the process, and every mode restores the ones that it found. So threads
 # whose modes overlap would leave them set: the last of our modes to end restores the flags that
 # the first one found.
+_TOLD = "is_in_mode_without_ignore_compile_internals"
+_IN_ANY = "is_in_any_mode_without_ignore_compile_internals"
 _lock = threading.RLock()
 _active: set[int] = set()
 _found: list[Any] = []
@@ -209,15 +210,11 @@ class InMode:
                 self._mode.__exit__(*error)
             _active.discard(id(self))
             if not _active:
-                _restore_flags()
-
-
-def _restore_flags() -> None:
-    for name, flag in zip(_FLAGS, _found, strict=True):
-        setattr(dispatch, name, flag)
-    tell: Any = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-    if tell is not None:
-        tell(getattr(dispatch, "_is_in_any_mode_without_ignore_compile_internals", False))
+                for name, flag in zip(_FLAGS, _found, strict=True):
+                    setattr(dispatch, name, flag)
+                tell: Any = getattr(dispatch, f"set_{_TOLD}", None)
+                if tell is not None:
+                    tell(getattr(dispatch, f"_{_IN_ANY}", False))
 
 
 Interceptor = Callable[[Any, Any, dict[str, Any]], Any]

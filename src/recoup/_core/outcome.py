@@ -30,9 +30,9 @@ Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when b
         it returns, since a comparison waits for the device.
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
         to a residual that is sketched (a factor from elsewhere, times a weight that is zero; the
-        sign before a square; a shift, or an order, before all is averaged); and what kernels leave
-        unwritten: bytes (uint8), which they use as a workspace, and where there is an accelerator
-        single integers, in which its attention returns the seed of a dropout, if there is one.
+        sign before a square; a shift, or an order, before all is averaged); and what kernels may
+        leave unwritten: bytes (uint8), a workspace, and where there is an accelerator single
+        integers, in which its attention returns the seed of a dropout, if there is one.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from recoup.errors import ChangedError, ReplayError
 
 
 class Compared(NamedTuple):
-    """A residual that is compared: its sketch, or the place of the input that it is."""
+    """A residual that is compared."""
 
-    sketch: Sketch | int
+    sketch: Sketch | int  # or the place of the input that it is
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -317,17 +317,12 @@ def _check(
     if first.version == _NORMS:
         found = difference_of_norms(first.sketch, second)  # type: ignore[arg-type]
     else:
-        length = 0.0 if tensor is None else _length_of(tensor)
+        length = 0.0  # a sketch of integers is a hash
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            length = float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
         found = difference(first.sketch, second, length)  # type: ignore[arg-type]
     if found > tolerance_of(first.dtype):
         raise mismatch(surroundings, _different(first, tensor, found))
-
-
-@torch.no_grad()
-def _length_of(tensor: Tensor) -> float:
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return 0.0  # a sketch of integers is a hash
-    return float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
 
 
 def _different(first: Compared, tensor: Tensor | None, found: float | None) -> str:

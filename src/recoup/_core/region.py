@@ -56,6 +56,7 @@ from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of, wraps_others
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
+_is_floating: Callable[[torch.dtype], bool] = attrgetter("is_floating_point")
 # A class of tensors, and the attributes that a user has set on one of them.
 Subclass = tuple[type[Tensor], dict[str, Any]]
 
@@ -324,8 +325,7 @@ class InvertedRegion(Region):
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
             if has_foreign and not is_compared:  # See Rule 5
-                output = self._filled(state, recall=False, needs_output=True)
-                self._check_same(output, after)
+                self._check_same(self._filled(state, recall=False, needs_output=True), after)
             elif is_taped and (not recall or super().are_wanted):
                 del after  # a whole state, which `_filled` does not need
                 self._filled(state, recall=recall, needs_output=False)
@@ -356,7 +356,8 @@ class InvertedRegion(Region):
 
     def _check_same(self, again: State, after: State) -> None:
         for value, expected in zip(again, after, strict=True):
-            if _distance(value, expected) > torch.finfo(value.dtype).eps ** 0.5:
+            off = (value - expected).abs().max() / (1 + expected.abs().max())
+            if float(off) > torch.finfo(value.dtype).eps ** 0.5:
                 raise ReplayError(
                     f"The inverse of {self.stage.name} draws random numbers in another order than "
                     "forward, so it does not undo it. Call the networks that draw through "
@@ -365,17 +366,10 @@ class InvertedRegion(Region):
                 )
 
 
-_is_floating: Callable[[torch.dtype], bool] = attrgetter("is_floating_point")
-
-
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what an inverse makes of integers, which is off by a rounding, as a whole number."""
     is_whole = value.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex)
     return value.round() if is_whole else value
-
-
-def _distance(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).abs().max() / (1 + expected.abs().max()))
 
 
 def changes_kept_input(stage: Stage) -> ReplayError:

@@ -41,7 +41,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recoup._core.captured import captured_by, parts_of
 from recoup._core.devices import generator_states, generators_restored, same_states
-from recoup._core.graph_ends import ends_of
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import (
     grad_mode,
@@ -52,6 +51,7 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.settings import without_autocast
 from recoup._core.sketch import tolerance_of
+from recoup._core.tensors import ends_of
 from recoup.errors import ChangedError, GradientError
 
 _COARSE = 16  # tolerances

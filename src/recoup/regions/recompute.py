@@ -110,7 +110,13 @@ def checkpoint(
         call = Call(name, fn, args, kwargs, compares=compare)
     else:
         call = _CallWithin(name, fn, args, kwargs, compares=compare)
-        call.context, call.later = _contexts_of(context_fn)
+        contexts: Any = context_fn()
+        if not isinstance(contexts, tuple) or len(cast("tuple[Any, ...]", contexts)) != 2:
+            raise ValueError(
+                f"`context_fn` returned {contexts!r}, but must return a tuple of two context "
+                "managers: one around the first run, and one around the runs in backward."
+            )
+        call.context, call.later = cast("tuple[Any, Any]", contexts)
     forced = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
     return run_again(call, stops=early_stop if forced is None else forced)
 
@@ -126,16 +132,6 @@ class _CallWithin(Call):
         context, self.context = self.context, self.later
         with context:
             return super()._called(given)
-
-
-def _contexts_of(context_fn: ContextFn) -> tuple[Any, Any]:
-    contexts: Any = context_fn()
-    if not isinstance(contexts, tuple) or len(cast("tuple[Any, ...]", contexts)) != 2:
-        raise ValueError(
-            f"`context_fn` returned {contexts!r}, but must return a tuple of two context "
-            "managers: one around the first run, and one around the runs in backward."
-        )
-    return cast("tuple[Any, Any]", contexts)
 
 
 _NO_REENTRANT = "but recoup.checkpoint has no reentrant variant. Leave it out."
@@ -325,7 +321,12 @@ def recompute_(model: M, *types: type[nn.Module]) -> M:
             )
     chosen = [module for module in modules if isinstance(module, types)]
     for module in chosen:
-        _check_forward(module)
+        check_has_own_forward(module)
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"`types` choose a {type(module).__name__}, which has no forward: the modules in "
+                "it are called one by one. Choose their types."
+            )
     for module in chosen:
         kind = with_stand_in(type(module), _recomputed_class)
         object.__setattr__(module, "__class__", kind)  # a wrapper's would set it on what it wraps
@@ -335,15 +336,6 @@ def recompute_(model: M, *types: type[nn.Module]) -> M:
 def _is_left_alone() -> bool:
     """Whether a module runs as if it were not recomputed; a compiler chooses what to keep."""
     return torch.compiler.is_compiling() or is_plain()
-
-
-def _check_forward(module: nn.Module) -> None:
-    check_has_own_forward(module)
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"`types` choose a {type(module).__name__}, which has no forward: the modules in it "
-            "are called one by one. Choose their types."
-        )
 
 
 def _recomputed_class(base: type[nn.Module]) -> type[nn.Module]:

@@ -154,7 +154,10 @@ class OpRecorder(DispatchMode):
             return
         memory.made_as = layout = memory.whole(tensor.dtype)
         made = {0: RecordedTensor(memory, layout)}, frozenset((memory,))
-        if is_overwritten and not memory.kept and _covers(tensor, memory.num_bytes):
+        # Whether it covers every byte of the memory exactly once.
+        dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        covers = tensor.permute(dims).is_contiguous() and tensor.nbytes == memory.num_bytes
+        if is_overwritten and not memory.kept and covers:
             kwargs = {"dtype": tensor.dtype, "device": tensor.device}
             self._block.ops.append(RecordedOp(torch.empty, (layout.geometry[0], kwargs), *made))
             return
@@ -270,9 +273,3 @@ def _place_of(tensor: Tensor) -> tuple[int, Any]:
     with torch._C.DisableTorchFunctionSubclass():  # which would regard a value as exposed
         storage = tensor.untyped_storage()
     return storage._cdata, storage
-
-
-def _covers(tensor: Tensor, num_bytes: int) -> bool:
-    """Whether `tensor` covers every one of `num_bytes` exactly once."""
-    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(dims).is_contiguous() and tensor.nbytes == num_bytes

@@ -14,7 +14,7 @@ from torch import nn
 
 import recoup
 from recoup import GradStore
-from recoup._core.graph_ends import nodes_of
+from recoup._core.tensors import nodes_of
 from tests.alive import no_collector
 from tests.unit.gradients.cases import (
     LAYERS,

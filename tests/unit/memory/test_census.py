@@ -20,9 +20,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup._core.graph_ends import nodes_of
 from recoup._core.saved_tensors import Way
 from recoup._core.storage_tracking import StorageTracker
+from recoup._core.tensors import nodes_of
 from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals
 from tests.alive import no_collector
