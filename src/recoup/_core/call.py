@@ -4,17 +4,17 @@ NOTE [ The inputs and outputs of a call ]
 
 Rule 1. The state of a stage is a tuple of tensors: the arguments that the stage before made, or all
         tensors for a call that begins a chain. Other tensor arguments are kept with the call.
-Rule 2. The first run gets the caller's own objects, and the caller gets the objects that it
-        returned. A later run gets other tensors in their places, and copies from before the first
-        run of objects that a run may change (a cache). Only these copies are held: what the run
-        puts into a cache has a graph, which holds the call, and no collector ends such a cycle.
+Rule 2. The first run gets the caller's own objects, and the caller what it returned. A later run
+        gets other tensors, and copies from before the first run of objects that a run may change (a
+        cache). Only these copies are held: what the run puts into a cache has a graph, which holds
+        the call, and no collector ends such a cycle.
 Rule 3. A later run returns the tensors that this stage passes to the next one.
 Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and
-        the stage before made all tensors in that argument. The inverse gets the other arguments as
-        forward does. What the call returned beside its state (an early latent) is kept for it; a
-        log-determinant is not.
+        the stage before made all tensors in that. The inverse gets the other arguments as forward
+        does; what the call returned beside its state (an early latent), but no log-determinant, is
+        kept for it.
 Rule 5. The result of a single call may be a value that is not kept, either: a later run makes it
-        again, together with the residuals, in one run.
+        together with the residuals.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ module calls. Our hooks read versions and addresses of real tensors, which a tra
 NOTE [ Three passes ]
 
 Rule 1. The compiler first follows the code and writes down the operators that it calls. Then it
-        runs these operators once to record the graph of forward and backward, in which a composite
-        operator consists of those that its Python code calls. Then the partitioner decides what
-        forward saves, and what backward computes again.
+        runs these once to record the graph of forward and backward. Then the partitioner decides
+        what forward saves, and what backward computes again.
 Rule 2. The partitioner reads policies of torch's checkpoint off the nodes of the graph. Nodes that
         exist are given one, since a checkpoint around them gives its own to those it sees made.
 Rule 3. With a budget of 0 the partitioner saves nothing but the inputs, whatever the policies are.
@@ -186,10 +185,7 @@ def unchecked(run: Callable[..., T], *args: Any) -> T:
 
 
 class ComputedAgain:
-    """A context in code that the compiler follows: backward computes again what it makes (Rule 5).
-
-    It follows none of ours that can be cut off, and needs none: nothing is changed.
-    """
+    """A context in code that the compiler follows: backward computes its values again (Rule 5)."""
 
     def __enter__(self) -> None:
         _register()

@@ -10,9 +10,8 @@ Rule 2. A module need not have everything. What draws on a device without a rand
         streams (MPS shares it); host memory that cannot be pinned is ordinary.
 Rule 3. The accelerator of a machine is looked up once. It has no random state before it is in use.
 Rule 4. While a stream is captured into a CUDA graph, kernels are recorded and do not run. What runs
-        again takes random states back and compares numbers on the host, a draw of ours has its seed
-        from the host, and what leaves is held until its copy has landed: a replay would do none of
-        it. So all three are refused there. A plan that keeps everything is the plain model.
+        again, draws from a seed of ours or leaves needs the host, which a replay would not ask. So
+        all three are refused there. A plan that keeps everything is the plain model.
 """
 
 from __future__ import annotations
@@ -237,10 +236,7 @@ def makes_generators(kind: str) -> bool:
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Return a new generator seeded with `seed`, whose draws are on `generator.device`.
-
-    That is the CPU where torch makes no generators for `device` (See Rule 2).
-    """
+    """Return a new generator with a seed: of the CPU if there are none for `device` (Rule 2)."""
     if accelerator() is not None:
         refuse_capture()
     return torch.Generator(device if makes_generators(device.type) else _CPU).manual_seed(seed)

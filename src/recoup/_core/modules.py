@@ -14,10 +14,9 @@ Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_
         nor that attribute, and loads where recoup is not installed. What copies attributes in other
         ways keeps both, so such a stand-in looks whose forward it finds.
 Rule 5. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
-        called, and what they raise is raised. A base that asks for arguments there has none. A
-        mixin may see to it that `__init_subclass__` is not called. Python lets no object change to
-        a class with a mixin before `class Block(ABC, nn.Module)`: there our class has its forward
-        alone, and `__init_subclass__` is called.
+        called, and what they raise is raised. A base that asks for arguments there has none; a
+        mixin may see to it that it is not called. Python lets no object change to a class with a
+        mixin before `class Block(ABC, nn.Module)`: there our class has its forward alone.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 NOTE [ One evaluation ]
 
-Rule 1. The inverse of a coupling runs its networks on the same inputs as forward did.
-        So in backward one inverse both finds the input of the coupling and, by running each
-        network as a region of its own, makes that network's residuals.
+Rule 1. The inverse of a coupling runs its networks on the same inputs as forward did. So in
+        backward one inverse both finds the input of the coupling and, by running each network as a
+        region of its own, makes that network's residuals.
 Rule 2. The residuals of the coupling itself are made by running its forward once more over the
         network outputs that the inverse remembered: elementwise work only.
-Rule 3. A network is recognized by identity. A network that one forward evaluates twice is
-        ambiguous, since an inverse may evaluate in another order; then nothing is shared, and
-        backward runs inverse and forward in full.
-Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
-        do not depend on which direction runs first. They are made in the order of memory, so a
-        network that runs again gets its inputs in the memory layout of forward.
+Rule 3. A network is recognized by identity. If one forward evaluates it twice, nothing is shared,
+        since an inverse may do so in another order: backward runs inverse and forward in full.
+Rule 4. The draws of a network come from a seed of its own, in every memory mode, whichever
+        direction runs first. They are made in the order of memory, so a network that runs again
+        gets its inputs in the memory layout of forward.
 Rule 5. A network that is known to draw nothing needs no seed. That follows from the network itself,
         never from its earlier runs: a resumed training has to draw the same numbers.
 Rule 6. A network of another library (`Borrowed`) has no seed of its own: it draws what it does
@@ -81,8 +80,7 @@ _DROPOUTS: frozenset[type[nn.Module]] = frozenset((
 def lending(networks: Sequence[nn.Module]) -> Generator[None]:
     """A context in which the running region shares the evaluations of these networks (Rule 6).
 
-    The `forward` of each is hidden on the instance. Code around it may look at the network, and
-    compute with what it finds there, so that the network itself stays where it is.
+    The `forward` of each is hidden on the instance: code around it may look at the network.
     """
     if answers.answer is None or not networks:
         yield

@@ -2,14 +2,10 @@
 
 NOTE [ When a storage counts ]
 
-Tensors are views; memory belongs to their storage. A storage counts once, however many tensors
-use it, from the operator that first returns it until its last reference is dropped. A storage
-that an operator takes as input, and no operator has returned before, existed earlier and does
-not count; if an operator makes it grow, the growth counts.
-
-Only weak references are held, so following a storage does not prolong its life. Its address
-serves as key: the entry is removed before another storage can have the address, because the
-callback of the weak reference runs first.
+A storage counts once, however many tensors use it, from the operator that first returns it until
+its last reference is dropped. One that an operator takes, and none has returned before, existed
+earlier and does not count; if an operator makes it grow, the growth counts. It is held weakly. Its
+address serves as key: the callback of the weak reference runs before another one can have it.
 
 NOTE [ Reports of the allocator ]
 
@@ -19,12 +15,10 @@ Rule 1. The allocator reports each allocation and each free to the profiler of i
 Rule 2. A thread has at most one profiler. Nested contexts share a session; while a profiler of
         other code runs there can be no session, and `can_follow` returns False.
 Rule 3. A session is read by ending it and beginning another one, which is not possible within a
-        backward that began outside of it. So a moment is marked by an operator that is recorded,
-        and the bytes alive at that moment are known when the session is read.
+        backward that began outside of it. So a moment is marked by an operator that is recorded.
 Rule 4. Memory that was allocated before does not count when it is freed. A report has a size and no
         address, so a free counts if memory of this size is alive. Memory that an earlier session
-        followed, and is freed here, may be mistaken for it; the profiler does not report frees of
-        other earlier memory.
+        followed may be mistaken for it; frees of other earlier memory are not reported.
 """
 
 from __future__ import annotations
@@ -49,8 +43,7 @@ from recoup._core.saved_tensors import is_in_backward
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that `tensors` use, one after the other; a shared one comes repeatedly.
 
-    A storage is the same Python object for as long as it is alive, so a `WeakSet` of storages tells
-    them apart without keeping them alive.
+    A storage is one Python object while it is alive, so a `WeakSet` tells storages apart.
     """
     for tensor in tensors:
         for part in _parts_of(tensor):
@@ -219,10 +212,11 @@ _numbers = count()
 class _Session(threading.local):
     """The profiler of a thread, and the contexts that follow its reports."""
 
+    is_on = False
+    records_operators = True  # outside of the session
+
     def __init__(self) -> None:
         self.followers: list[Allocations] = []
-        self.is_on = False
-        self.records_operators = True  # outside of the session
 
 
 _here = _Session()

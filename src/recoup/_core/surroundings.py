@@ -82,16 +82,14 @@ _training: Callable[[nn.Module], bool] = attrgetter("training")
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = cast("Any", dict.copy)
 values_of: Callable[[dict[str, Any]], Iterable[Any]] = cast("Any", dict.values)
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-# The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
-# decided then, by the operator, or may have drawn; modules that changed a buffer of their own; and
-# those that wrote to a parameter or to a tensor that is a plain attribute.
+# The code that was looked at (See Rule 5), by mode and by whether outputs were kept, and what it
+# did then.
 _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
-_decides: defaultdict[Any, set[Code]] = defaultdict(set)
-_draws: set[Code] = set()
-_counts: set[Code] = set()
-_writes: set[Code] = set()
-# Code that calls modules which it does not hold (See Rule 5).
-_finds: set[Code] = set()
+_decides: defaultdict[Any, set[Code]] = defaultdict(set)  # by the operator
+_draws: set[Code] = set()  # or may have drawn
+_counts: set[Code] = set()  # modules that changed a buffer of their own
+_writes: set[Code] = set()  # those that wrote to a parameter, or to a plain attribute
+_finds: set[Code] = set()  # called modules which it does not hold
 
 
 class Surroundings(Draws):
@@ -212,7 +210,11 @@ class Surroundings(Draws):
                 "it once before, outside of a region: `with torch.no_grad(): module(x)`."
             )
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
-        found = self._buffers_that_may_count()
+        found: list[Buffers] = [  # that the run may change (See Rule 5)
+            (module._buffers, module._buffers.copy())
+            for module, ref in zip(self._modules, self._code[1:], strict=True)
+            if self._is_looking or ref in _counts
+        ]
         written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
         with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
             before, others = copies_of(all_of(found)), copies_of(each for _, each in written)
@@ -258,14 +260,6 @@ class Surroundings(Draws):
             if changed and counted.isdisjoint(map(id, own)):
                 note(_counts, [weakref.ref(module)])
                 self.counted += [(buffer, None) for buffer in own]
-
-    def _buffers_that_may_count(self) -> list[Buffers]:
-        """Return the buffers that the run may change (See Rule 5)."""
-        return [
-            (module._buffers, module._buffers.copy())
-            for module, ref in zip(self._modules, self._code[1:], strict=True)
-            if self._is_looking or ref in _counts
-        ]
 
     def _may_write(self, codes: Container[Code]) -> list[tuple[Code, Tensor]]:
         """Return the parameters and attributes of modules that are in `codes`, with the module."""

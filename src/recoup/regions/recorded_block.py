@@ -12,8 +12,8 @@ Rule 3. A replay runs the operators that make the values that backward may still
         order of the block. It sets all of these values, and frees other tensors as soon as it can.
         Tensors have the strides of the first run, or layouts would not fit.
 Rule 4. The first run leaves sketches of its last values: of those that come out of the block and
-        of which no other of these is made, and of the last one that was saved. A replay makes
-        only values that lead to one of these, or all of these, too; and it compares them.
+        of which no other of these is made, and of the last one that was saved. A replay makes only
+        values that lead to one of these, or all of these, too; and it compares them.
 Rule 5. While the block runs, a replay runs what was recorded so far, and is itself recorded as any
         other code of the block.
 

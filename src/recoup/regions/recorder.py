@@ -10,13 +10,11 @@ Rule 2. A tensor is marked as a value when the block ends, since it may change u
 Rule 3. Tensors that the block takes from outside are referenced until it ends, and kept then.
 Rule 4. A tensor whose content came from no operator is from outside: memory that was allocated and
         not overwritten as a whole (a custom kernel may have written to it unseen), constants,
-        sparse tensors and subclasses. A higher-order operator may do anything, and one that
-        communicates with other processes must not be repeated, so their arguments and results
-        count as ones from outside after that.
+        sparse tensors and subclasses. So are, after that, arguments and results of a higher-order
+        operator, which may do anything, and of one that communicates with other processes.
 Rule 5. A value from outside whose source asks no other source is not kept: a replay asks that
-        source for it. Any other value is kept, since a chain of blocks would otherwise be
-        recomputed as a whole, at once; so is one from outside of the saved-tensor hooks in force
-        (see `lazy_values`).
+        source for it. Any other value is kept, or a chain of blocks would be recomputed as a whole,
+        at once; so is one from outside of the saved-tensor hooks in force (see `lazy_values`).
 Rule 6. The tensors that are kept, and their order, depend on what the code does and not on which
         tensors are alive, so that outer hooks (those of a checkpoint) count alike in a second run.
 Rule 7. A storage is known by its address and a weak reference, so that storages that the block

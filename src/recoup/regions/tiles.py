@@ -13,13 +13,12 @@ Rule 3. Tiles differ by at most one row. There are fewer where there are fewer r
 NOTE [ When a function is checked ]
 
 Rule 4. A loss is checked in each call: whether a mean weights its rows may depend on their values.
-Rule 5. Another function is checked in the first call of its kind. Its code, the numbers that it
-        holds, five levels deep, and arguments that are no tensors tell which one it is. A check
-        that could show nothing (rows that are all alike) is made again.
+Rule 5. Another function is checked in the first call of its kind, which its code, the numbers that
+        it holds, five levels deep, and arguments that are no tensors tell. A check that could show
+        nothing (rows that are all alike) is made again.
 Rule 6. Where a mean over targets has a part that is a mean over all rows (a distillation beside a
-        cross entropy), only rows that have fewer targets than others, or none, show it. So those
-        with the most are one half of a check, and those with the least are in the other one, which
-        has some with targets, too.
+        cross entropy), only rows that have fewer targets than others show it. So those with the
+        most are one half of a check, and the other one has those with the least, and some others.
 """
 
 from __future__ import annotations

@@ -18,11 +18,9 @@ Rule 4. A working state from which no stage is left to run or to invert is relea
 
 NOTE [ Groups ]
 
-Groups are neighbouring stages that a schedule always treats alike, so that they can run as one. The
-stages of a segment of `sqrt` run one after the other in the sweep, and are taped one after the
-other in backward. No state between them is ever kept, so one stage in the place of all of them
-runs as many forwards and keeps as many bytes. It holds its input while it runs, so a group begins
-with a state that is kept anyway.
+Groups are neighbouring stages that a schedule always treats alike, as those of a segment of `sqrt`.
+No state between them is ever kept, so one stage in the place of all of them runs as many forwards
+and keeps as many bytes. It holds its input while it runs, so a group begins with a kept state.
 """
 
 from __future__ import annotations

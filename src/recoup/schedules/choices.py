@@ -2,11 +2,10 @@
 
 NOTE [ The bytes of a choice ]
 
-Rule 1. Bytes are counted as `simulate` counts them. The bytes of a segment include memory beside
-        the chain and memory that backward has left, but not states and tapes that are kept for
-        other segments. The peak of a choice is the largest of three terms: the bytes that it needs
-        by itself, the bytes of the later part plus those that are kept meanwhile, and the bytes of
-        the earlier part, if it is solved, too.
+Rule 1. Bytes are counted as `simulate` counts them. Those of a segment include memory beside the
+        chain and memory that backward has left, but not what is kept for other segments. The peak
+        of a choice is the largest of three terms: the bytes that it needs by itself, those of the
+        later part plus what is kept meanwhile, and those of the earlier part, if it is solved, too.
 Rule 2. Segments that end with the chain are solved in the sweep, with memory of the stages passed
         so far beside the chain (`_sweeping`, where each counts as run without a tape: one that is
         taped needs less). All others are solved in backward, when all stages behind them are
