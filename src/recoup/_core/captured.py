@@ -1,10 +1,9 @@
 """What a call holds: modules and their buffers, one level deep, and copies of its arguments.
 
 What is found need not be complete: a module can be named in an error, and counts in its buffers
-once; what a second run makes is compared either way. Of arguments that are no tensors and may
-change while a region runs, such as caches, a second run gets the structure as the first run found
-it: lists, dicts, sets and attributes are copied, and the tensors in them are the same, without
-their history.
+once; what a second run makes is compared either way. Of arguments that may change while a region
+runs, such as caches, a second run gets the structure as the first run found it: lists, dicts, sets
+and attributes are copied, and the tensors in them are the same, without their history.
 
 Threads may share a module, so one thread at a time has the turn to find or put other values in
 buffers. Code within a turn may take a gradient, which on an accelerator runs regions in another

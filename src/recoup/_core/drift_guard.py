@@ -12,20 +12,18 @@ Rule 2. The sum may grow in proportion to the stages done, which leaves the stag
         share; a tenth of the allowance may be used at once.
 Rule 3. A stage whose input is too far off is run again from its true input, which comes from
         running the stages before it from the nearest kept state. From the errors seen on the way
-        the guard learns where the next forward must keep a state, so that few such runs are
-        needed: it marks the stage as one to recompute, and a schedule keeps the input of those.
+        the guard learns where the next forward must keep a state: it marks the stage as one to
+        recompute, and a schedule keeps the input of those.
 Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time, and so
         does one that fails: a spline may refuse what is a rounding beyond its bounds. (A warning
-        says so, since sampling will fail, too.) The errors of refused states are kept until
-        `reset`, and a warning is given once if most states have to be kept.
+        says so, since sampling will fail, too.) One is given if most states have to be kept.
 
 NOTE [ Compared states ]
 
-Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A sketch ]). The length
-        of the difference of two sketches estimates the distance between what the inverse returns
-        and the original.
-Rule 2. A state that was too far off and is computed again from a kept one must be that of forward,
-        but for rounding. Else the code is another one by now, which is an error.
+Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A sketch ]), which tells
+        how far what the inverse returns is from the original.
+Rule 2. A state that is computed again from a kept one must be that of forward, but for rounding.
+        Else the code is another one by now, which is an error.
 Rule 3. A state is compared before autograd uses anything computed from it.
 Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
         that stage, but before the first stage that changes it, whose inverse returns it.

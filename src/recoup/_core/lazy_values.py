@@ -2,16 +2,15 @@
 
 NOTE [ A value brings its hooks along ]
 
-Rule 1. A `Value` is a tensor whose `Source` can make it again. Each operator that takes one runs
-        under a pair of saved-tensor hooks of ours, and no other operator does; so between two
-        operators, and after an exception, nothing of ours is on the stack of hooks.
+Rule 1. A `Value` is a tensor whose `Source` can make it again. Each operator that takes one, and no
+        other, runs under a pair of saved-tensor hooks of ours: between two of them, and after an
+        exception, nothing of ours is on the stack.
 Rule 2. A saved tensor is identified by its storage: a view of a value is a value too, and its
         sizes, strides and offset are recorded. Every other tensor goes to the pair beneath.
 Rule 3. A copy in another dtype (autocast makes one) has its own storage. It is identified by the
         node that made it, and made again by casting.
 Rule 4. Under hooks that were not in force where a value was made or read, its saves go to those
-        hooks, as the saves of any tensor do: a region counts saves, and in its second run its
-        arguments are plain tensors.
+        hooks: a region counts saves, and in its second run its arguments are plain tensors.
 Rule 5. A compiled graph takes no subclass, and would keep its inputs. So the graph breaks where
         compiled code passes a value to an operator.
 

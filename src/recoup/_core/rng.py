@@ -14,8 +14,8 @@ Rule 5. After a second run the default generators are restored to their states b
 Rule 6. A decision that is made outside of a region and may differ later (which draw a weight has
         depends on the forward around it) is recorded in order among the seeds.
 Rule 7. The default generators are those of all threads. Where another thread has drawn while a
-        region with foreign draws ran, in forward or again, a second run does not leave them where
-        the first one did; that is an error, since the numbers of one of them would be wrong.
+        region with foreign draws ran, a second run does not leave them where the first one did;
+        that is an error, since the numbers of one of them would be wrong.
 """
 
 from __future__ import annotations

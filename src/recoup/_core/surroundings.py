@@ -15,9 +15,9 @@ Rule 2. A buffer of the modules that the first run changed counts once: a second
         that says when to write). In the first one, sketches of them show that it does, and what
         its second run writes to them is taken back; there is no copy to begin with.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
-        otherwise change a residual, which is an error, or they do not, and then they do not matter.
-        But what a second run sets as attributes of modules, and the hooks that it adds to
-        parameters, are taken away: a module has those of the first run, in whose graph they are.
+        otherwise change a residual, which is an error, or they do not matter. But what a second run
+        sets as attributes of modules, and the hooks that it adds to parameters, are taken away: a
+        module has those of the first run, in whose graph they are.
 Rule 4. Versions of parameters, submodules and hooks are noted. They decide nothing: where a
         residual differs, they tell an error what has changed.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for

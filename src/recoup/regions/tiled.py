@@ -3,9 +3,8 @@
 NOTE [ Tiled calls ]
 
 Rule 1. Each tile is a region of its own, so draws, autocast, comparisons, hooks and double
-        backward are those of a checkpointed call. One tile is alive at a time, in forward and in
-        backward. Of `tiled_loss` a tile runs forward and backward at once (See NOTE [ Gradients of
-        a sum ]).
+        backward are those of a checkpointed call. One tile is alive at a time. Of `tiled_loss` a
+        tile runs forward and backward at once (See NOTE [ Gradients of a sum ]).
 Rule 2. The result is that of `fn` for all rows: outputs are concatenated; losses are added, means
         weighted by the number of their targets.
 Rule 3. A tile without a target has no loss (0 / 0 for most functions), so it is left out; without

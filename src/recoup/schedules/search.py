@@ -1,10 +1,9 @@
 """The fastest schedule for every number of bytes (`frontier`), and for one of them (`optimal`).
 
-A schedule is persistent if it keeps each state and tape until it has served its purpose: a stage is
-taped when it is passed and stays taped until it is reversed, or the input of a segment is kept, the
-segment is run without tapes, and later it is solved in the same way. So a choice for each segment
-makes a schedule. The recurrence tries every choice for every segment, and looks up the parts that
-the choice leaves. Bytes are not rounded. Of many solutions of a segment, some are left out.
+A schedule is persistent if it keeps each state and tape until it has served its purpose (see
+`optimal`). So a choice for each segment of the chain makes a schedule. The recurrence tries every
+choice for every segment, and looks up the parts that the choice leaves. Bytes are not rounded. Of
+many solutions of a segment, some are left out.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory" (2019).
