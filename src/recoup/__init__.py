@@ -16,8 +16,7 @@ from recoup.planning.plan import applied_plans
 from recoup.planning.search import largest, plan
 from recoup.planning.step_timeline import timeline
 from recoup.regions.blocks import offloading, recomputing
-from recoup.regions.checkpoint import checkpoint
-from recoup.regions.recompute import Recompute, recompute, recompute_
+from recoup.regions.recompute import Recompute, checkpoint, recompute, recompute_
 from recoup.regions.sequential import Sequential
 from recoup.regions.tiled import tiled, tiled_loss
 from recoup.weights import weight_dropout, weight_noise, weight_norm

@@ -321,6 +321,7 @@ CALLS: Calls = {
     "Cost": (schedules.Cost, lambda: {"seconds": 1.0, "state_bytes": 4, "tape_bytes": 8}),
     "Cost.tape": (COST.tape, lambda: {"variant": 0}),
     "SelectiveTape": (schedules.SelectiveTape, lambda: {"tape_bytes": 4, "seconds": 1.0}),
+    "Results": (schedules.Results, lambda: {"num_bytes": 4, "seconds": 1.0}),
     "Schedule": (schedules.Schedule,
         lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions}),
     "lightning.MemoryBudget": (LightningBudget, lambda: {"budget": "1 MiB"}),

@@ -4,17 +4,17 @@ NOTE [ The inputs and outputs of a call ]
 
 Rule 1. The state of a stage is a tuple of tensors: the arguments that the stage before made, or all
         tensors for a call that begins a chain. Other tensor arguments are kept with the call.
-Rule 2. The first run gets the caller's own objects, and the caller gets the objects that it
-        returned. A later run gets other tensors in their places, and copies from before the first
-        run of objects that a run may change (a cache). Only these copies are held: what the run
-        puts into a cache has a graph, which holds the call, and no collector ends such a cycle.
+Rule 2. The first run gets the caller's own objects, and the caller what it returned. A later run
+        gets other tensors, and copies from before the first run of objects that a run may change (a
+        cache). Only these copies are held: what the run puts into a cache has a graph, which holds
+        the call, and no collector ends such a cycle.
 Rule 3. A later run returns the tensors that this stage passes to the next one.
 Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and
-        the stage before made all tensors in that argument. The inverse gets the other arguments as
-        forward does. What the call returned beside its state (an early latent) is kept for it; a
-        log-determinant is not.
+        the stage before made all tensors in that. The inverse gets the other arguments as forward
+        does; what the call returned beside its state (an early latent), but no log-determinant, is
+        kept for it.
 Rule 5. The result of a single call may be a value that is not kept, either: a later run makes it
-        again, together with the residuals, in one run.
+        together with the residuals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recoup._core.captured import copied, is_left_alone, parts_of
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.kept_products import Products
 from recoup._core.lazy_values import Source, as_value, keep
-from recoup._core.module_marks import check_pair, has_inverse, is_in_place, mark_of
+from recoup._core.modules import are_in_place, check_pair, has_inverse, mark_of
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
 from recoup._core.region import Region, Subclass, as_subclass, changes_kept_input, subclass_of
@@ -56,16 +56,9 @@ from recoup.errors import ReplayError, ScheduleError
 
 
 class Call:
-    """One call of a function or module.
+    """One call of a function or module, or of `fn` as the forward of a module.
 
-    Args:
-        name: the name of the call in error messages.
-        fn: the function or module to call.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
-        products: the operators whose outputs later runs are given; None if there are none.
-        compares: whether what later runs make is compared with the first.
+    Later runs are given the outputs of the operators in `products`.
     """
 
     def __init__(
@@ -79,10 +72,8 @@ class Call:
         products: Products | None = None,
         compares: bool = True,
     ) -> None:
-        self.name, self.products = name, products
-        self._fn = fn
-        self._args = args
-        self._kwargs = kwargs
+        self.name, self.products, self.compares = name, products, compares
+        self._fn, self._args, self._kwargs = fn, args, kwargs
         self.tensors, self._tree = flatten_arguments(args, kwargs)
         self.has_run = self.changes_object = False
         self._linked: Sequence[int] | None = None
@@ -94,22 +85,18 @@ class Call:
         self._has_copies = False  # of what a run may change
         given = () if self._tree.is_flat else self._tree.others()
         self.code, self.modules = parts_of(fn if module is None else module, given)
-        self.compares = compares
-        self.is_in_place = isinstance(self.code, nn.Module) and is_in_place(self.code)
+        self.is_in_place = isinstance(self.code, nn.Module) and are_in_place((self.code,))[0]
 
     def link(self, places: Sequence[int], *, may_run_again: bool) -> State:
         """Return the state: the tensor arguments at `places` (See Rule 1)."""
         self._linked = places
         if may_run_again:
             pair = pair_in_force()
-            self._outside = [
-                (
-                    *(place, keep(value, f"An argument of {self.name}", pair)),
-                    *(value.requires_grad, subclass_of(value)),
-                )
-                for place, value in enumerate(self.tensors)
-                if place not in places
-            ]
+            for place, value in enumerate(self.tensors):
+                if place not in places:
+                    kept = keep(value, f"An argument of {self.name}", pair)
+                    outside = (place, kept, value.requires_grad, subclass_of(value))
+                    self._outside.append(outside)
         return tuple(self.tensors[place] for place in places)
 
     def is_invertible_from(self, places: Sequence[int]) -> bool:
@@ -220,8 +207,6 @@ class Call:
             tensors[place] = as_subclass(leaf, subclass)
         return tuple(value for value in tensors if value is not None)
 
-    # -- the first run ---------------------------------------------------------------------
-
     def _first(self, state: State) -> State:
         self.has_run = True
         own, self.tensors = self.tensors, ()
@@ -255,9 +240,7 @@ class Call:
 class LoneRegion(Region):
     """The region of a single call: it keeps its input, and needs no schedule to run again.
 
-    Args:
-        call: the call.
-        stops: whether a later run may end with the last residual.
+    If it `stops`, a later run may end with the last residual.
     """
 
     def __init__(self, call: Call, *, stops: bool) -> None:
@@ -266,8 +249,7 @@ class LoneRegion(Region):
         self.lock = threading.RLock()
         self._values: list[tuple[int, weakref.ref[_Output]]] = []  # among the outputs
         self._kept: list[Packed] = []
-        pair = pair_in_force()
-        name = f"The input of {call.name}"
+        name, pair = f"The input of {call.name}", pair_in_force()
         for value in copies_of(call.tensors) if call.is_in_place else call.tensors:
             is_plain = type(value) is Tensor
             self._kept.append(Kept(value, name, pair) if is_plain else keep(value, name, pair))
@@ -335,10 +317,8 @@ class _Output(Source):
 def run_again(call: Call, *, stops: bool = True, keeps_output: bool = True) -> Any:
     """Run `call` without keeping its residuals; backward runs it again.
 
-    Args:
-        call: the call to run.
-        stops: whether the second run may end with the last residual.
-        keeps_output: whether operators may keep its result; else it is a value (See Rule 5).
+    If it `stops`, that may end with the last residual. If operators may not keep the result, it is
+    a value (See Rule 5).
     """
     if is_transformed():
         check_hooks_work()

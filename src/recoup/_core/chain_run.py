@@ -2,29 +2,27 @@
 
 NOTE [ Running a chain ]
 
-Rule 1. The sweep runs with the model's forward, and the whole graph is built in it, so that
-        parameters, hooks and `autograd.grad` see an ordinary graph. A stage that the sweep
-        tapes keeps its residuals as any module does; a stage that it advances over becomes a
-        region, whose slots are empty.
-Rule 2. The run holds the regions of its stages; a slot holds its region and the run. So reference
-        counting alone frees all of it with the slots that autograd holds.
-Rule 3. States that the sweep keeps go through the pair of hooks beneath; states that backward
-        keeps, for a short time, do not.
+Rule 1. The sweep runs with the model's forward, and the whole graph is built in it, an ordinary
+        one. A stage that the sweep tapes keeps its residuals as any module does; one that it
+        advances over becomes a region, whose slots are empty.
+Rule 2. The run holds the regions of its stages; a slot holds its region and the run. So all of it
+        goes with the slots that autograd holds.
+Rule 3. States that the sweep keeps go through the pair of hooks beneath; those that backward keeps
+        do not.
 Rule 4. Autograd unpacks residuals in descending order of stages. Unpacking an empty slot executes
         the schedule up to the action that tapes its stage.
-Rule 5. If that action was already executed (a second backward over a retained graph, or one after
-        an exception), the schedule is executed again from its start, on the same graph. If the
-        stage has not been reversed yet, that stage alone is run again.
+Rule 5. If that was already done (a second backward over a retained graph, or one after an
+        exception), the schedule is executed again from its start. If the stage has not been
+        reversed yet, that stage alone is run again.
 Rule 6. Stages above the one whose residuals are needed are advanced over, not taped: a loss of an
         early latent alone would otherwise make tapes that autograd never uses.
-Rule 7. A state that an inverse returns is compared with the state of forward before autograd uses
+Rule 7. A state that an inverse returns is compared with that of forward before autograd uses
         anything computed from it. If it is too far off, the drift guard decides.
-Rule 8. Stages may be entered one at a time, by user code, and fewer of them than the schedule is
-        for; actions on the missing ones are skipped. If residuals of a stage are needed before the
-        chain has ended, the stage is run again from the nearest state that is kept.
-Rule 9. A value that a stage returns and that is not kept could be made again by that stage alone.
-        Where the schedule keeps it as a state, the tensor itself is kept: that stage cannot be run
-        again in the middle of loading a state.
+Rule 8. User code may enter stages one at a time, and fewer than the schedule is for; actions on the
+        missing ones are skipped. What is needed before the chain has ended is made from the nearest
+        state that is kept.
+Rule 9. A value that a stage returns, and only it could make again, is kept itself where the
+        schedule keeps it as a state: a stage cannot run again while a state is loaded.
 Rule 10. When autograd holds no slot of a stage and of all above it, the draws and decisions of its
         first run are freed. If such a stage runs again (Rule 5), nobody reads what it makes.
 """
@@ -39,9 +37,8 @@ from typing import Any
 
 from recoup._core.drift_guard import DriftComparison, DriftGuard, check_can_run_alone
 from recoup._core.lazy_values import keep
-from recoup._core.offload import Away, Traffic
+from recoup._core.offload import Away, Traffic, tier_for
 from recoup._core.outcome import mismatch
-from recoup._core.prepared_schedule import Prepared
 from recoup._core.region import InvertedRegion, Region, Stage, changes_kept_input
 from recoup._core.saved_tensors import (
     Kept,
@@ -53,18 +50,23 @@ from recoup._core.saved_tensors import (
     unpack,
 )
 from recoup._core.slots import Filled, State
-from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
-from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
+from recoup.schedules import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Tape,
+)
+from recoup.schedules._simulate import Prepared
 
 
 class Run:
-    """One forward of a chain and the backward that belongs to it.
-
-    Args:
-        schedule: the schedule.
-        guard: the drift guard of the chain; None if inverses are not checked.
-    """
+    """One forward of a chain and its backward, with the drift guard if inverses are checked."""
 
     def __init__(self, schedule: Prepared, guard: DriftGuard | None) -> None:
         self._schedule = schedule
@@ -89,7 +91,7 @@ class Run:
     # -- forward ---------------------------------------------------------------------------
 
     def enter(self, stage: Stage, state: State) -> tuple[State, Any]:
-        """Run the next stage, taped or advanced over according to the schedule (See Rule 1)."""
+        """Run the next stage as the schedule says (See Rule 1)."""
         schedule, index = self._schedule, len(self.stages)
         self.stages.append(stage)
         self._regions.append(None)
@@ -103,8 +105,7 @@ class Run:
                 self._keep_input(index, given, action.to)
             elif index not in self._kept:
                 self._keep_input(index, given)
-        is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
-        if is_shared and not self._has_parted(state):  # an earlier stage has passed on what is kept
+        if stage.is_in_place and not self._has_parted(state):  # an earlier stage has passed it on
             state = tuple([value.clone() for value in state])
         if is_taped and not is_run_again:
             return stage.forward(state)
@@ -125,10 +126,8 @@ class Run:
         """End the forward; `state` is the output of the last stage."""
         schedule, num_stages = self._schedule, len(self.stages)
         if schedule.keeps_output and num_stages == schedule.num_stages:
-            pair = pair_in_force()
-            self._kept[num_stages] = tuple(
-                [Kept(value, "The output of the chain", pair) for value in state]
-            )
+            name, pair = "The output of the chain", pair_in_force()
+            self._kept[num_stages] = tuple([Kept(value, name, pair) for value in state])
         self._has_ended, self._num_wanted = True, num_stages
         for to, traffic in self._traffic.items():
             traffic.raise_failure(to)
@@ -138,8 +137,10 @@ class Run:
             self._drift.end_forward(next(wanted, num_stages))
 
     def _has_parted(self, state: State) -> bool:
-        """Whether copies of `state` are kept from now on where it was kept itself."""
+        """Whether `state` is not kept, or copies of it are from now on."""
         storages = set(map(storage_id, state))
+        if self._storages.isdisjoint(storages):
+            return True
         for kept in itertools.chain(*self._kept.values()):
             if type(kept) is not Kept or not kept.has_parted(storages):
                 return False
@@ -212,13 +213,11 @@ class Run:
 
     def _within(self, action: Action) -> Action | None:
         """Return the part of an action that is on stages which were entered (See Rule 8)."""
-        num_stages = len(self.stages)
-        if isinstance(action, Reverse):
-            return None
         if isinstance(action, Advance):
-            stop = min(action.stop, num_stages - 1)
+            stop = min(action.stop, len(self.stages) - 1)
             return replace(action, stop=stop) if action.start < stop else None
-        return action if action.index < num_stages else None
+        is_in = action.index < len(self.stages) and not isinstance(action, Reverse)
+        return action if is_in else None
 
     def _fill_alone(self, index: int) -> None:
         """Fill the slots of stage `index` from the nearest state that is kept (See Rule 8)."""
@@ -262,7 +261,7 @@ class Run:
                     _EXECUTES[type(action)](self, action, -1)
         self._position = schedule.sweep_end
 
-    # -- actions, each demanded by a stage whose residuals are needed ------------------------
+    # -- actions, each for a stage whose residuals are demanded ------------------------------
 
     def _advance_over(self, action: Advance, demanded: int) -> None:
         for index in range(action.start, action.stop):
@@ -314,11 +313,8 @@ class Run:
         if is_taped:
             self._taped.append(region)
 
-    # -- what actions do -------------------------------------------------------------------
-
     def _fill(self, index: int, state: State, region: Region) -> State:
-        needs_output = index in self._schedule.tapes_that_go_on
-        return region.fill(state, needs_output=needs_output)
+        return region.fill(state, needs_output=index in self._schedule.tapes_that_go_on)
 
     def _advance(self, index: int) -> None:
         region, state = self._region_at(index)

@@ -6,9 +6,8 @@ module calls. Our hooks read versions and addresses of real tensors, which a tra
 NOTE [ Three passes ]
 
 Rule 1. The compiler first follows the code and writes down the operators that it calls. Then it
-        runs these operators once to record the graph of forward and backward, in which a composite
-        operator consists of those that its Python code calls. Then the partitioner decides what
-        forward saves, and what backward computes again.
+        runs these once to record the graph of forward and backward. Then the partitioner decides
+        what forward saves, and what backward computes again.
 Rule 2. The partitioner reads policies of torch's checkpoint off the nodes of the graph. Nodes that
         exist are given one, since a checkpoint around them gives its own to those it sees made.
 Rule 3. With a budget of 0 the partitioner saves nothing but the inputs, whatever the policies are.
@@ -72,14 +71,10 @@ def is_traced() -> bool:
 
 
 def with_own_code(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that does what `fn` does, with a code object of its own.
+    """Return a function that does what `fn`, without cells, does, with a code object of its own.
 
     The compiler keeps what it compiled with the code of a function, of which it compiles eight
-    versions, and what it learned of sizes with the name.
-
-    Args:
-        fn: a function without cells.
-        name: the beginning of its name.
+    versions, and what it learned of sizes with the name, which begins with `name`.
     """
     code = fn.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__)
@@ -110,23 +105,14 @@ def _mark(fn: Any, what_it_calls: str) -> None:
 
 
 def uncompiled(fn: F, *, recursive: bool = True) -> F:
-    """Return `fn` as a function at which the graph breaks.
-
-    Args:
-        fn: the function.
-        recursive: whether the compiler also skips the functions that it calls.
-    """
+    """Return `fn` as one at which the graph breaks, as at what it calls, if `recursive`."""
     if (fn, recursive) not in _uncompiled:
         _uncompiled[fn, recursive] = torch.compiler.disable(fn, recursive=recursive)
     return _uncompiled[fn, recursive]
 
 
 def break_graph(reason: str) -> None:
-    """Break the graph where the compiler follows this code.
-
-    Args:
-        reason: what its error says where the graph must not break: why, and the way out.
-    """
+    """Break the graph where the compiler follows this code; its error, if any, is the reason."""
     dynamo: Any = torch._dynamo
     dynamo.graph_break(msg=reason)
 
@@ -199,10 +185,7 @@ def unchecked(run: Callable[..., T], *args: Any) -> T:
 
 
 class ComputedAgain:
-    """A context in code that the compiler follows: backward computes again what it makes (Rule 5).
-
-    It follows none of ours that can be cut off, and needs none: nothing is changed.
-    """
+    """A context in code that the compiler follows: backward computes its values again (Rule 5)."""
 
     def __enter__(self) -> None:
         _register()
@@ -214,17 +197,18 @@ class ComputedAgain:
 
 _anchor = torch.tensor(0, device="cpu")  # an operator without tensors is not taken to pieces
 _begun: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-_registered: list[Any] = []  # torch takes back what a library registered when that is freed
 
 
 @functools.cache
-def _register_once() -> None:
+def _register_once() -> (
+    torch.library.Library
+):  # torch takes back what it registers when it is freed
     library, fx = torch.library.Library("recoup", "FRAGMENT"), cast("Any", torch.fx)
-    _registered.append(library)
     for name, run in (("again_from_here", _from_here), ("again_until_here", _until_here)):
         library.define(f"{name}(Tensor anchor) -> ()")
         library.impl(name, run, "CompositeImplicitAutograd")
         fx.node.has_side_effect(getattr(torch.ops.recoup, name).default)
+    return library
 
 
 def _register() -> None:

@@ -10,9 +10,8 @@ Rule 2. A module need not have everything. What draws on a device without a rand
         streams (MPS shares it); host memory that cannot be pinned is ordinary.
 Rule 3. The accelerator of a machine is looked up once. It has no random state before it is in use.
 Rule 4. While a stream is captured into a CUDA graph, kernels are recorded and do not run. What runs
-        again takes random states back and compares numbers on the host, a draw of ours has its seed
-        from the host, and what leaves is held until its copy has landed: a replay would do none of
-        it. So all three are refused there. A plan that keeps everything is the plain model.
+        again, draws from a seed of ours or leaves needs the host, which a replay would not ask. So
+        all three are refused there. A plan that keeps everything is the plain model.
 """
 
 from __future__ import annotations
@@ -81,9 +80,6 @@ def _is_in_use(kind: str) -> bool:
     """Whether an accelerator was initialized; MPS always is."""
     module = _module_of(kind)
     return not hasattr(module, "is_initialized") or module.is_initialized()
-
-
-# --- settings ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -191,8 +187,7 @@ def same_states(a: States, b: States) -> bool:
 
 def fingerprint() -> int:
     """Return a hash of the state of the default CPU generator."""
-    state = torch.default_generator.get_state()
-    return hash(ctypes.string_at(state.data_ptr(), state.numel()))
+    return hash_of((_cpu_state(),))
 
 
 def hash_of(states: States) -> int:
@@ -201,13 +196,9 @@ def hash_of(states: States) -> int:
 
 
 class generators_restored:  # noqa: N801 - it reads as what it does
-    """A context after which the default generators have the states from before it.
+    """A context after which the default generators have the states from before it."""
 
-    Attributes:
-        states: the states that they will have.
-    """
-
-    states: States
+    states: States  # that they will have
 
     def __enter__(self) -> Self:
         self.states = generator_states()
@@ -234,9 +225,6 @@ def seed_generators(seed: int) -> None:
         seed_all(seed)
 
 
-# --- generators of our own -----------------------------------------------------------------------
-
-
 @functools.cache
 def makes_generators(kind: str) -> bool:
     """Whether torch makes generators for devices of a kind."""
@@ -248,10 +236,7 @@ def makes_generators(kind: str) -> bool:
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Return a new generator seeded with `seed`, whose draws are on `generator.device`.
-
-    That is the CPU where torch makes no generators for `device` (See Rule 2).
-    """
+    """Return a new generator with a seed: of the CPU if there are none for `device` (Rule 2)."""
     if accelerator() is not None:
         refuse_capture()
     return torch.Generator(device if makes_generators(device.type) else _CPU).manual_seed(seed)
@@ -266,11 +251,7 @@ def _counts_bytes(module: Any) -> bool:
 
 
 def counter_of(device: torch.device) -> Any:
-    """Return the module of torch that counts the bytes on an accelerator.
-
-    Raises:
-        ValueError: none does.
-    """
+    """Return the module of torch that counts the bytes on an accelerator; raise if none does."""
     module = _module_of(device.type)
     if not _counts_bytes(module):
         raise ValueError(
@@ -282,17 +263,11 @@ def counter_of(device: torch.device) -> Any:
 
 
 class Peaks(NamedTuple):
-    """The most bytes on a device at one time, as its allocator counts them.
+    """The most bytes on a device at one time, as its allocator counts them."""
 
-    Args:
-        requested: the bytes that were asked for.
-        allocated: the bytes of the blocks that were handed out for them.
-        reserved: the bytes that the allocator has from the device, with those that it caches; None
-            where it does not tell, as on the CPU.
-    """
-
-    requested: int
-    allocated: int
+    requested: int  # the bytes that were asked for
+    allocated: int  # those of the blocks that were handed out for them
+    # Those that the allocator has from the device, with its cache; None where it does not tell.
     reserved: int | None = None
 
 
@@ -300,19 +275,12 @@ NO_PEAKS = Peaks(0, 0)
 
 
 class MemoryCounts(NamedTuple):
-    """The counts of the allocator of an accelerator.
+    """The counts of the allocator of an accelerator."""
 
-    Args:
-        requested: the bytes that are in use now, as they were asked for.
-        allocated: the bytes of their blocks.
-        peaks: the most of each since `reset_peaks`.
-        num_retries: how often it gave cached memory back to the device and tried again.
-    """
-
-    requested: int
-    allocated: int
-    peaks: Peaks
-    num_retries: int
+    requested: int  # the bytes that are in use now, as they were asked for
+    allocated: int  # those of their blocks
+    peaks: Peaks  # since `reset_peaks`
+    num_retries: int  # how often it gave cached memory back to the device and tried again
 
 
 def memory_counts(device: torch.device) -> MemoryCounts:

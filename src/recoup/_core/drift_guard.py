@@ -2,30 +2,28 @@
 
 NOTE [ Drift ]
 
-Rule 1. Inverses round, and each magnifies the error of its input. A gradient depends on all the
-        states that inverses returned, so the guard bounds the sum of their relative errors by a
-        fifth of the tolerance. In ordinary chains gradients were off by a tenth of that sum, and in
-        stiff ones by once or twice it; one in twenty of these by more than five times, in chains
-        whose gradients a rounding error of the input changes by percents. A tighter bound would
-        recompute states of ordinary chains of 64 couplings.
+Rule 1. Inverses round, and each magnifies the error of its input. So the guard bounds the sum of
+        the relative errors of the states that inverses returned by a fifth of the tolerance. In
+        ordinary chains gradients were off by a tenth of that sum, and in stiff ones by once or
+        twice it; one in twenty of these by more than five times, where a rounding error of the
+        input changes gradients by percents. A tighter bound would recompute states of ordinary
+        chains of 64 couplings.
 Rule 2. The sum may grow in proportion to the stages done, which leaves the stages to come their
         share; a tenth of the allowance may be used at once.
 Rule 3. A stage whose input is too far off is run again from its true input, which comes from
         running the stages before it from the nearest kept state. From the errors seen on the way
-        the guard learns where the next forward must keep a state, so that few such runs are
-        needed: it marks the stage as one to recompute, and a schedule keeps the input of those.
+        the guard learns where the next forward must keep a state: it marks the stage as one to
+        recompute, and a schedule keeps the input of those.
 Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time, and so
         does one that fails: a spline may refuse what is a rounding beyond its bounds. (A warning
-        says so, since sampling will fail, too.) The errors of refused states are kept until
-        `reset`, and a warning is given once if most states have to be kept.
+        says so, since sampling will fail, too.) One is given if most states have to be kept.
 
 NOTE [ Compared states ]
 
-Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A sketch ]). The length
-        of the difference of two sketches estimates the distance between what the inverse returns
-        and the original.
-Rule 2. A state that was too far off and is computed again from a kept one must be that of forward,
-        but for rounding. Else the code is another one by now, which is an error.
+Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A sketch ]), which tells
+        how far what the inverse returns is from the original.
+Rule 2. A state that is computed again from a kept one must be that of forward, but for rounding.
+        Else the code is another one by now, which is an error.
 Rule 3. A state is compared before autograd uses anything computed from it.
 Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
         that stage, but before the first stage that changes it, whose inverse returns it.
@@ -43,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real
-from recoup._core.module_marks import is_gathered
+from recoup._core.modules import is_gathered
 from recoup._core.settings import replaced
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError, RecoupError, ReplayError
@@ -113,10 +111,7 @@ class DriftGuard:
         # Of the refused states: the error, and the stage whose input it is.
         self._worst: tuple[float, str] = (0.0, "")
         self._num_inverses = 0  # of the chain, if no state were kept
-        self._has_warned = False
-        self._has_said_most = False
-        self._has_said_type = False
-        self._has_said_failed = False
+        self._warned: set[str] = set()  # of what it has warned, once
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
@@ -150,7 +145,13 @@ class DriftGuard:
         self.refused = {}
         self.kept = frozenset()
         self._worst = (0.0, "")
-        self._has_said_most = False
+        self._warned.discard("most")
+
+    def _warn(self, about: str, text: str) -> None:
+        """Warn of something once."""
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(text, stacklevel=3)
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
         """Return `ways` with "recompute" for each inverted stage whose input must be kept."""
@@ -212,12 +213,7 @@ Drift = Otherwise | DriftGuard
 
 
 class DriftComparison:
-    """The comparison of states over one forward and its backward (NOTE [ Compared states ]).
-
-    Args:
-        guard: the guard of the chain.
-        inverted: the indices of the stages that are inverted.
-    """
+    """The comparison of states over one forward and its backward (NOTE [ Compared states ])."""
 
     def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
         self._guard, self._inverted = guard, inverted
@@ -256,8 +252,14 @@ class DriftComparison:
                 error = max(error, _distance(sketch, value))
                 self._least = max(self._least, torch.finfo(value.dtype).eps)
         self._errors[index] = error
-        if self._least > _OF_SINGLES and not guard._has_said_type:
-            self._note_type()
+        floor = len(self._inverted) * _ROUNDINGS * self._least
+        if self._least > _OF_SINGLES and floor > guard.tolerance:
+            guard._warn(
+                "type",
+                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
+                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
+                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
+            )
         total, num_done = self._sum + error, len(self._errors)
         allowed = self._allowance(num_done, max(num_done / max(len(self._inverted), 1), _AT_ONCE))
         if total > allowed:
@@ -273,23 +275,9 @@ class DriftComparison:
             )
             if guard.otherwise != "warn":
                 raise DriftError(text)
-            if not guard._has_warned:
-                guard._has_warned = True
-                warnings.warn(text, stacklevel=2)
+            guard._warn("drift", text)
         self._sum = total
         return True
-
-    def _note_type(self) -> None:
-        """Warn where states of 16 bits cannot keep to the tolerance."""
-        guard, floor = self._guard, len(self._inverted) * _ROUNDINGS * self._least
-        guard._has_said_type = True
-        if floor > guard.tolerance and guard.otherwise != "ignore":
-            warnings.warn(
-                f"Inverses in 16 bits round by more than the `tolerance` of {guard.tolerance:g}: "
-                f"relative errors are accepted that add up to {floor:.1g}. Keep the states of the "
-                'chain in torch.float32 (under autocast they are), or use memory="sqrt".',
-                stacklevel=2,
-            )
 
     def takes_failure(self, index: int, name: str, error: Exception) -> bool:
         """Whether an input is computed again because its inverse failed (See Rule 4)."""
@@ -299,14 +287,12 @@ class DriftComparison:
             return False
         if guard.otherwise != "recompute" or _Strict.is_on:
             return False
-        if not guard._has_said_failed:
-            guard._has_said_failed = True
-            warnings.warn(
-                f"Inverting {name} failed, on a value that is a rounding away from that of forward "
-                f"or always: {type(error).__name__}: {error}. So its input, and that of others "
-                "that fail, is computed again from a kept state, and is kept from then on.",
-                stacklevel=2,
-            )
+        guard._warn(
+            "failed",
+            f"Inverting {name} failed, on a value that is a rounding away from that of forward or "
+            f"always: {type(error).__name__}: {error}. So its input, and that of others that fail, "
+            "is computed again from a kept state, and is kept from then on.",
+        )
         guard.refused[index], guard._worst = math.inf, (math.inf, name)
         return True
 
@@ -318,12 +304,8 @@ class DriftComparison:
     def keep_from_now_on(self, index: int, *, has_failed: bool = False) -> int:
         """Choose a state to keep from the next forward on: the one at `index` was too far off.
 
-        Args:
-            index: the stage whose input that is.
-            has_failed: whether its inverse failed, so that this is the state.
-
-        Returns:
-            The spacing at which the recomputation of this backward keeps states.
+        If the inverse has failed, it is that state. Returns the spacing at which the recomputation
+        of this backward keeps states.
         """
         guard, top = self._guard, self._top
         rate = self._allowance(1, 1 / max(len(self._inverted), 1))  # if all stages have the same
@@ -335,17 +317,16 @@ class DriftComparison:
         guard.kept |= {index if has_failed else place}
         self._errors[index] = 0.0  # it is not used
         num_inverses = max(guard._num_inverses, len(self._inverted))
-        if not guard._has_said_most and 2 * len(guard.kept) > num_inverses:
-            guard._has_said_most = True
+        if 2 * len(guard.kept) > num_inverses:
             error, name = guard._worst
-            warnings.warn(
+            guard._warn(
+                "most",
                 f"Most states of this chain must be kept, {len(guard.kept)} or more of "
                 f"{num_inverses}: what inverses deliver is too far from what forward was given, "
                 f"most of all the input of {name}, by {error:.1e} of itself. If its `inverse` does "
                 "not undo `forward`, mend it (recoup.invertible.check_invertible tells). If the "
                 'layers are stiff, bound their scales, or use memory="sqrt". The gradients are '
                 "right, at the price of bytes and seconds.",
-                stacklevel=2,
             )
         return max(1, top - index)
 
@@ -359,13 +340,7 @@ class DriftComparison:
 
 
 def check_can_run_alone(name: str, modules: Sequence[nn.Module], drifted: str) -> None:
-    """Raise if a stage is sharded: other ranks may see no drift, and would not run it again.
-
-    Args:
-        name: the name of a stage that would run again.
-        modules: its modules.
-        drifted: the name of the stage whose inverse drifted.
-    """
+    """Raise if a stage is sharded: other ranks may see no drift, and would not run it again."""
     if any(is_gathered(part) for module in modules for part in module.modules()):
         raise DriftError(
             f"The inverse of {drifted} drifted, and its input cannot be computed again: {name} is "

@@ -18,7 +18,7 @@ from recoup._core.captured import joint_code, parts_of
 from recoup._core.chain_run import Run
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.module_marks import (
+from recoup._core.modules import (
     Direction,
     are_in_place,
     check_pair,
@@ -26,7 +26,6 @@ from recoup._core.module_marks import (
     mark_of,
     marks_of,
 )
-from recoup._core.prepared_schedule import Prepared
 from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import Stage
 from recoup._core.saved_tensors import check_hooks_work, storage_id
@@ -34,6 +33,7 @@ from recoup._core.shared_evaluation import answers
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError, ReplayError, ScheduleError
 from recoup.schedules import Invert, Schedule, Way
+from recoup.schedules._simulate import Prepared
 from recoup.schedules.actions import groups_of, on_groups
 from recoup.schedules.memory import Memory, schedule_for
 
@@ -43,10 +43,7 @@ Result = tuple[State, list[Any]]
 class Executor(Prepared):
     """The executor of one schedule, which it can run any number of times.
 
-    Args:
-        schedule: the schedule.
-        guard: the drift guard of the chain; None if inverses are not checked.
-        groups: the stages that each stage of the schedule stands for; None if it is one by itself.
+    Each stage of it may stand for a group. Without a drift guard inverses are not checked.
     """
 
     def __init__(
@@ -69,12 +66,7 @@ class Executor(Prepared):
     def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
 
-        Args:
-            stages: the stages.
-            state: the input of the first one.
-
-        Returns:
-            The last state and, for each stage, its second output (a log-determinant), if any.
+        Returns the last state and, for each stage, its second output (a log-determinant), if any.
         """
         if self.num_stages != len(stages):
             raise ScheduleError(
@@ -102,9 +94,7 @@ Otherwise = Literal["recompute", "keep"] | None
 def ways_of(callables: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
     """Return the way in which each callable gets its input back under "constant".
 
-    Args:
-        callables: the callables in order, by their names in error messages.
-        otherwise: the way of callables that cannot be inverted; None if those are an error.
+    That of callables that cannot be inverted is `otherwise`; if it is None, they are an error.
     """
     if otherwise not in (None, "recompute", "keep"):
         raise ValueError(f'`otherwise` is {otherwise!r}, but must be "recompute", "keep" or None.')
@@ -146,14 +136,7 @@ def executor_for(
 def run_through(
     executor: Executor, callables: Mapping[str, Any], value: Any, *, compares: bool = True
 ) -> Any:
-    """Call each of the callables in order; backward follows the schedule.
-
-    Args:
-        executor: the executor of the schedule, in groups.
-        callables: the callables in order, by their names in error messages.
-        value: the input of the first one.
-        compares: whether what later runs make is compared with the first.
-    """
+    """Call each of the callables in order; backward follows the schedule, which is in groups."""
     names, fns = list(callables), list(callables.values())
     parts = list(zip(fns, are_in_place(fns), marks_of(fns, "returns_log_det"), strict=True))
     state, tree = flatten(value)
@@ -167,14 +150,7 @@ def run_through(
 
 
 def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward") -> Any:
-    """Return `output` without the log-determinant that an invertible module adds to its value.
-
-    Args:
-        fn: the callable.
-        output: the result of the call.
-        given: the input of the call.
-        direction: the method that was called.
-    """
+    """Return `output` without the log-determinant that an invertible module adds to its value."""
     if not mark_of(fn, "returns_log_det"):
         return output
     tensors, _ = flatten(given)
@@ -188,13 +164,8 @@ def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward")
 class _Segment:
     """Callables that run as one stage; the first run records the structures before and after.
 
-    Args:
-        place: the number of the stage.
-        names: the names of the callables.
-        parts: each callable, with whether it changes its input in place, and whether it returns a
-            log-determinant beside its value.
-        trees: the structures of the values between stages, which are recorded here.
-        compares: whether what later runs make is compared with the first.
+    With each is told whether it changes its input in place, and whether it returns a
+    log-determinant beside its value.
     """
 
     def __init__(

@@ -8,19 +8,19 @@ Rule 1. An operator decides if it makes of floating-point numbers what are no lo
 Rule 2. The first run keeps a copy of each such output in as few bytes as its bound allows: an index
         below 256 in one byte, a comparison in one bit. Later runs are given them in the order of
         the calls of an operator on tensors of the same shape that both need a gradient, or both
-        do not. Values that were selected (of a `topk`) are gathered from their own numbers, so that
-        gradients flow as ever. An operator that draws is run for its draws.
+        do not. Values that were selected (of a `topk`) are gathered, so that gradients flow as
+        ever. An operator that draws is run for its draws.
 Rule 3. A later run may do less, where the first has cached a mask. Where nothing is left to give,
-        an operator runs. If what it is given is not of the same call, its residuals differ.
+        an operator runs. If what it is given is of another call, its residuals differ.
 Rule 4. A run that is looked at also shows whether a decision hangs on numbers from outside, which
         may be a rounding error off. What is made of integers, constants and draws alone (the mask
         of an attention, the buckets of positions) is the same to the bit, and decides alike.
-Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
-        mode, under which nothing is compiled. Other runs intercept those operators alone that
-        decided then (NOTE [ Interception ]), or may, where code finds its modules as it runs, and
-        compiled code runs as such in them. Both must decide alike. If another operator decides
-        later, the residuals show it. A mode within (that records a block of code) must see the
-        same operators in each run: there an operator runs, and its output is written over.
+Rule 5. A run that is looked at, and its later runs, pass every operator through a mode, under which
+        nothing is compiled. Other runs intercept those operators alone that decided then (NOTE [
+        Interception ]), or may, where code finds its modules as it runs. Both must decide alike; if
+        another operator decides later, the residuals show it. A mode within (that records a block
+        of code) must see the same operators in each run: there an operator runs, and its output is
+        written over.
 """
 
 from __future__ import annotations
@@ -100,30 +100,19 @@ class _Decided(NamedTuple):
 class KeptOutputs:
     """The outputs of one first run that later runs are given (See Rule 2).
 
-    Args:
-        name: the name of the region in errors.
-        products: the operators whose outputs are kept, beside those that decide.
-        deciding: the operators of which it is kept what they decide.
-        is_looking: whether it is seen what hangs on numbers from outside (See Rules 4 and 5).
-
-    Attributes:
-        products: the operators whose outputs are kept, beside those that decide.
-        nodes: the numbers of the nodes of the kept products.
-        may_draw: whether an operator that may draw was seen.
-        decided: the operators of which a decision hangs, or is not seen not to hang, on numbers
-            from outside.
+    They are those of `products`, and of the operators in `deciding` what they decide. Where it
+    `is_looking`, it sees what hangs on numbers from outside (See Rules 4 and 5).
     """
 
     def __init__(
         self, name: str, products: Products, deciding: frozenset[Any], *, is_looking: bool
     ) -> None:
-        self.nodes: set[int] = set()
-        self.may_draw = False
-        self.decided: set[Any] = set()
+        self.nodes: set[int] = set()  # of the kept products
+        self.may_draw = False  # whether an operator that may draw was seen
+        self.decided: set[Any] = set()  # of which a decision may hang on numbers from outside
         self._name, self._pair = name, pair_in_force()
         self.products, self._num_products = products, 0
-        self._deciding = deciding
-        self._is_looking = is_looking
+        self._deciding, self._is_looking = deciding, is_looking
         # The storages that hang on nothing from outside; of a run that is looked at.
         self._made_here = WeakSet[torch.UntypedStorage]()
         self._kept: dict[_Call, list[_Decided | KeptProduct | None]] = {}
@@ -221,7 +210,8 @@ class KeptOutputs:
         if all(storage in self._made_here for storage in storages_of(numbers)):
             self._made_here |= made
             return False
-        self._made_here -= made.union(storages_of(given) if _writes(func) else ())
+        writes = not has_schema(func) or traits_of(func).writes
+        self._made_here -= made.union(storages_of(given) if writes else ())
         return True
 
     def _repeat(self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -250,14 +240,8 @@ class KeptOutputs:
         return beneath(func, args, kwargs, given) if call[-1] else given(args, kwargs)
 
 
-@functools.cache
 def _may_draw(func: Any) -> bool:
     return not has_schema(func) or traits_of(func).may_draw
-
-
-@functools.cache
-def _writes(func: Any) -> bool:
-    return not has_schema(func) or bool(traits_of(func).writes)
 
 
 @functools.cache
@@ -276,15 +260,12 @@ def _decision(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     if not any(isinstance(each, Tensor) and each.is_floating_point() for each in args):
         return ""
     name = _name_of(func)
-    return "" if name == _CONVERSION and not _is_decision(args[0], kwargs) else name
-
-
-def _is_decision(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a conversion of floating-point numbers to booleans, or to few integers."""
-    dtype = kwargs.get("dtype")
-    if dtype is None or dtype.is_floating_point or dtype.is_complex:
-        return False
-    return dtype is torch.bool or tensor.numel() <= _MOST_CONVERTED
+    if name == _CONVERSION:  # to booleans, or to few integers
+        dtype = kwargs.get("dtype")
+        if dtype is None or dtype.is_floating_point or dtype.is_complex:
+            return ""
+        return name if dtype is torch.bool or args[0].numel() <= _MOST_CONVERTED else ""
+    return name
 
 
 def _call_of(func: Any, args: Any) -> _Call:

@@ -3,16 +3,14 @@
 NOTE [ Kept products ]
 
 Rule 1. Outputs of chosen operators are kept in the same way (a plan chooses some of the costly ones
-        in a block). They go through the saved-tensor hooks that are in force around the region when
-        its first run has ended. Each is given once, and all are freed with the next run, so that
-        memory falls as backward proceeds; in a further backward the operators run again.
-Rule 2. What is kept is a copy, made as soon as the operator has run. The output itself may be
-        written to, in the region or after it, by a kernel that torch does not see (numpy, Triton)
-        or through a view with a version counter of its own (`_unsafe_view`, which every batched
-        `torch.matmul` returns). No check would detect all of these writes. But if the output is a
-        residual as it is, as the input of a batch norm is, then autograd reads it in backward, and
-        nobody may write to it: then it is kept itself. Writes that torch sees are found by its
-        version, and others by the comparison of what is made of it.
+        in a block). They go through the saved-tensor hooks around the region when its first run has
+        ended. Each is given once, and all are freed with the next run, so that memory falls as
+        backward proceeds; in a further backward the operators run again.
+Rule 2. What is kept is a copy, made as soon as the operator has run: the output may be written to
+        unseen (by numpy or Triton, or through a view with a version counter of its own, such as
+        every batched `torch.matmul` returns). But if the output is a residual as it is, as the
+        input of a batch norm is, then nobody may write to it, and it is kept itself. Writes that
+        torch sees are found by its version, and others by the comparison of what is made of it.
 Rule 3. Outputs are kept only if they are plain tensors that share no memory with the inputs of the
         operator or with each other, and only if the operator writes to none of its inputs.
 Rule 4. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout), the draws
@@ -40,31 +38,19 @@ from recoup._core.tensors import PLAIN, geometry_of, laid_out
 
 
 class Products(NamedTuple):
-    """Operators of a call whose outputs are kept, and residuals that are.
+    """Operators of a call whose outputs are kept, and residuals that are."""
 
-    Args:
-        funcs: the operators among which some are chosen.
-        chosen: the chosen ones, by their numbers among all calls of these.
-        saved: those of them whose output is a residual as it is (See Rule 2).
-        held: the residuals that are held, by their numbers among all of the call (See Rule 6).
-    """
-
-    funcs: frozenset[Any] = frozenset()
-    chosen: Container[int] = ()
-    saved: Container[int] = ()
-    held: Container[int] = ()
+    funcs: frozenset[Any] = frozenset()  # the operators among which some are chosen
+    chosen: Container[int] = ()  # those, by their numbers among all calls of these
+    saved: Container[int] = ()  # those of them whose output is a residual as it is (See Rule 2)
+    held: Container[int] = ()  # residuals, by their numbers among all of the call (See Rule 6)
 
 
 class KeptProduct(NamedTuple):
-    """What a chosen operator made.
+    """What a chosen operator made."""
 
-    Args:
-        output: its output, with a `_KeptTensor` in place of each tensor; or the draws.
-        states: the states of the generators after it, if it drew.
-    """
-
-    output: Any
-    states: States | None
+    output: Any  # with a `_KeptTensor` in place of each tensor; or the draws
+    states: States | None  # of the generators after it, if it drew
 
     @classmethod
     def of(

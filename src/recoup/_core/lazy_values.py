@@ -2,29 +2,27 @@
 
 NOTE [ A value brings its hooks along ]
 
-Rule 1. A `Value` is a tensor whose `Source` can make it again. Each operator that takes one runs
-        under a pair of saved-tensor hooks of ours, and no other operator does; so between two
-        operators, and after an exception, nothing of ours is on the stack of hooks.
+Rule 1. A `Value` is a tensor whose `Source` can make it again. Each operator that takes one, and no
+        other, runs under a pair of saved-tensor hooks of ours: between two of them, and after an
+        exception, nothing of ours is on the stack.
 Rule 2. A saved tensor is identified by its storage: a view of a value is a value too, and its
         sizes, strides and offset are recorded. Every other tensor goes to the pair beneath.
 Rule 3. A copy in another dtype (autocast makes one) has its own storage. It is identified by the
         node that made it, and made again by casting.
 Rule 4. Under hooks that were not in force where a value was made or read, its saves go to those
-        hooks, as the saves of any tensor do: a region counts saves, and in its second run its
-        arguments are plain tensors.
+        hooks: a region counts saves, and in its second run its arguments are plain tensors.
 Rule 5. A compiled graph takes no subclass, and would keep its inputs. So the graph breaks where
-        compiled code passes a value to an operator, which then runs as it does in eager mode.
+        compiled code passes a value to an operator.
 
 NOTE [ A source and its slots ]
 
 Rule 1. A value that was changed in place before it was saved can no longer be made again, so the
         tensor itself is kept. Changing it after it was saved is an error in backward: a tensor
         without memory shares the value's version counter and reveals the change. One that stands
-        for a parameter needs none: a write to it is an error at once, and what is made again for
-        backward is what was saved.
+        for a parameter needs none: a write to it is an error at once.
 Rule 2. The slots of a source share one recomputed value: it is made when the first slot is unpacked
-        and freed after the last, so a weight that is used at every time step is made once. It is
-        freed at the end of a backward even if some slot was not unpacked.
+        and freed after the last, or where backward ends. So a weight of every time step is made
+        once.
 Rule 3. A source holds no node of the graph that holds it.
 """
 
@@ -66,21 +64,13 @@ from recoup.errors import ChangedError, RecoupError, ReplayError
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 _NESTED = frozenset((tuple, list, dict))
-
-
 _NONE: set[int] = set()  # never added to
 
 
 class Source:
     """The recipe of a value: a subclass implements `make`, which makes the value again.
 
-    Args:
-        name: the name of the value in error messages.
-        lock: held while the value is made; sources that are made together share one.
-
-    Attributes:
-        dtype: the dtype of the value.
-        stands_for: the name of a parameter that code may want, to change it; "" if there is none.
+    Its lock is held meanwhile; sources that are made together share one.
     """
 
     way: ClassVar[Way] = "recompute"
@@ -91,7 +81,7 @@ class Source:
         self._slots: list[weakref.ref[_Slot]] = []
 
     # As long as nothing was made or saved; set on the class, since most sources are short-lived.
-    stands_for = ""
+    stands_for = ""  # the name of a parameter that code may want, to change it
     dtype = torch.float32
     _made: Tensor | None = None
     _waiting: set[int] = _NONE  # the slots that will still ask for what was made
@@ -168,8 +158,7 @@ class Source:
 
     def _forget(self) -> None:
         with self._lock:
-            self._made = None
-            self._waiting = _NONE
+            self._made, self._waiting = None, _NONE
 
 
 class _Slot:
@@ -381,18 +370,12 @@ for _attribute in ("data", "grad", "retains_grad"):
 
 
 class _Seam:
-    """The pair of hooks around one operator.
-
-    Attributes:
-        values: the values that the operator takes.
-        storages: those with a layout of strides, by their storages.
-        beneath: the pair that was in force.
-    """
+    """The pair of hooks around one operator."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         is_flat = not kwargs and _NESTED.isdisjoint(map(type, args))
-        self.values: tuple[Value, ...] = ()
-        self.storages: dict[int, Value] = {}
+        self.values: tuple[Value, ...] = ()  # that the operator takes
+        self.storages: dict[int, Value] = {}  # those with a layout of strides, by their storages
         for each in args if is_flat else tensors_in((args, kwargs)):
             if isinstance(each, Value):
                 self.values = (*self.values, each)

@@ -9,10 +9,9 @@ arguments. An operator that is not torch's own is treated as one that may draw.
 NOTE [ Interception ]
 
 Rule 1. A dispatch mode calls Python at each operator, which takes as long as a small operator does.
-        So a kernel of ours is registered for each operator that is to be intercepted, under a
-        dispatch key that torch has for tests of its own; all other operators fall through it in the
-        dispatcher. Kernels are registered when they are first needed, and called in those threads
-        alone that have the key in their set.
+        So a kernel of ours is registered for each operator that is intercepted, when it is first
+        needed, under a dispatch key that torch has for tests; all other operators fall through it.
+        Kernels are called in those threads alone that have the key in their set.
 Rule 2. Interceptors nest as modes do: the one that was entered last is called, and an operator that
         it runs, or has not asked for, goes to the one before.
 Rule 3. The key is above autograd and autocast. `beneath` replaces what an operator computes, and
@@ -59,23 +58,14 @@ _STATISTICS = frozenset(("running_mean", "running_var"))
 
 
 class OperatorTraits(NamedTuple):
-    """The properties of an operator that decide how its calls are recorded and repeated.
+    """The properties of an operator that decide how its calls are recorded and repeated."""
 
-    Attributes:
-        writes: the arguments that it writes to, by position or name.
-        is_view: whether it only returns views of memory that exists.
-        makes_or_writes: whether it returns tensors, or writes to any.
-        overwrites: whether it ignores the previous content of the tensors that it writes to.
-        allocates: whether it returns uninitialized memory.
-        may_draw: whether it may draw random numbers.
-    """
-
-    writes: frozenset[int | str]
-    is_view: bool
-    makes_or_writes: bool
-    overwrites: bool
-    allocates: bool
-    may_draw: bool
+    writes: frozenset[int | str]  # the arguments that it writes to, by position or name
+    is_view: bool  # whether it only returns views of memory that exists
+    makes_or_writes: bool  # whether it returns tensors, or writes to any
+    overwrites: bool  # whether it ignores the previous content of what it writes to
+    allocates: bool  # whether it returns uninitialized memory
+    may_draw: bool  # whether it may draw random numbers
 
 
 def has_schema(func: Any) -> bool:
@@ -87,10 +77,6 @@ def explain_higher_order(name: str, error: BaseException) -> None:
     """Raise an error that names torch.cond and its like if one of them has failed.
 
     Torch compiles these, which it does not do under a dispatch mode or a key of ours.
-
-    Args:
-        name: the name of what called the operator.
-        error: what was raised.
     """
     if isinstance(error, RecoupError):
         return
@@ -153,6 +139,8 @@ unseen: Any = getattr(torch._C, "_DisableTorchDispatch")  # by modes  # noqa: B0
 # The flags are those of the process, and every mode restores the ones that it found. So threads
 # whose modes overlap would leave them set: the last of our modes to end restores the flags that
 # the first one found.
+_TOLD = "is_in_mode_without_ignore_compile_internals"
+_IN_ANY = "is_in_any_mode_without_ignore_compile_internals"
 _lock = threading.RLock()
 _active: set[int] = set()
 _found: list[Any] = []
@@ -176,11 +164,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class OperatorMode(DispatchMode):
-    """A mode in which operators run through a function.
-
-    Args:
-        run: called with an operator, its arguments and its keyword arguments, in its place.
-    """
+    """A mode in which operators run through a function, called in their place."""
 
     supports_higher_order_operators = True
 
@@ -202,15 +186,10 @@ def run_plainly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class InMode:
-    """A context in which a dispatch mode is active.
-
-    Args:
-        mode: the mode.
-    """
+    """A context in which a dispatch mode is active."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        self._mode = mode
-        self._num_around = 0
+        self._mode, self._num_around = mode, 0
 
     def __enter__(self) -> Any:
         with _lock:
@@ -231,15 +210,11 @@ class InMode:
                 self._mode.__exit__(*error)
             _active.discard(id(self))
             if not _active:
-                _restore_flags()
-
-
-def _restore_flags() -> None:
-    for name, flag in zip(_FLAGS, _found, strict=True):
-        setattr(dispatch, name, flag)
-    tell: Any = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-    if tell is not None:
-        tell(getattr(dispatch, "_is_in_any_mode_without_ignore_compile_internals", False))
+                for name, flag in zip(_FLAGS, _found, strict=True):
+                    setattr(dispatch, name, flag)
+                tell: Any = getattr(dispatch, f"set_{_TOLD}", None)
+                if tell is not None:
+                    tell(getattr(dispatch, f"_{_IN_ANY}", False))
 
 
 Interceptor = Callable[[Any, Any, dict[str, Any]], Any]
@@ -260,9 +235,7 @@ _registered: set[Any] = set()
 
 
 class _Thread(threading.local):
-    """The interceptors of a thread, the last one last, with what they ask for."""
-
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # the last one last, with what they ask for
         self.interceptors: list[tuple[frozenset[Any], Interceptor]] = []
 
 
@@ -271,12 +244,7 @@ _thread = _Thread()
 
 @contextmanager
 def intercepting(funcs: frozenset[Any], interceptor: Interceptor) -> Generator[None]:
-    """A context in which operators run through a function.
-
-    Args:
-        funcs: overloads of operators.
-        interceptor: called with an operator, its arguments and its keyword arguments, in its place.
-    """
+    """A context in which these overloads of operators run through a function."""
     if not _libraries or not _registered.issuperset(funcs):
         _register(funcs)
     interceptors = _thread.interceptors
@@ -342,14 +310,7 @@ def are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
 def beneath(
     func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
-    """Run an operator with what it computes replaced; its node of the graph is as ever (Rule 3).
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        compute: called with its arguments beneath autograd and autocast; returns its output.
-    """
+    """Run an operator whose output `compute` returns, beneath autograd and autocast (Rule 3)."""
 
     def run(each: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return compute(args, kwargs) if each is func else each(*args, **kwargs)

@@ -18,10 +18,9 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         others: a norm divides by a deviation, so that a factor of its input shows in that alone. Of
         those the norms are compared, many in one sketch, in 16 bits where the run has any: rounding
         may come from there. (A weight that is only converted is no deviation.)
-Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
-        each node is visited once. What is not covered yet is held; the memory of others is not,
-        beyond that of the largest one (to follow the graph at each took a GPU's host a sixth of the
-        time of a block's forward), and a megabyte of small ones.
+Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved; each
+        node is visited once. Held is the memory of what is not covered yet, of the largest one (to
+        follow the graph at each takes a GPU's host too long), and a megabyte of small ones.
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.
@@ -31,9 +30,9 @@ Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when b
         it returns, since a comparison waits for the device.
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
         to a residual that is sketched (a factor from elsewhere, times a weight that is zero; the
-        sign before a square; a shift, or an order, before all is averaged); and what kernels leave
-        unwritten: bytes (uint8), which they use as a workspace, and where there is an accelerator
-        single integers, in which its attention returns the seed of a dropout, if there is one.
+        sign before a square; a shift, or an order, before all is averaged); and what kernels may
+        leave unwritten: bytes (uint8), a workspace, and where there is an accelerator single
+        integers, in which its attention returns the seed of a dropout, if there is one.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ from recoup.errors import ChangedError, ReplayError
 
 
 class Compared(NamedTuple):
-    """A residual that is compared: its sketch, or the place of the input that it is."""
+    """A residual that is compared."""
 
-    sketch: Sketch | int
+    sketch: Sketch | int  # or the place of the input that it is
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -110,12 +109,7 @@ _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
 
 class Frontier:
-    """The residuals of a run that are not covered by later ones, as it goes on.
-
-    Args:
-        inputs: the inputs of the run.
-        kept: the numbers of nodes whose outputs later runs are given.
-    """
+    """The residuals of a run that are not covered by later ones, as it goes on."""
 
     def __init__(self, inputs: Sequence[Tensor], kept: Container[int]) -> None:
         self.inputs = inputs
@@ -135,8 +129,7 @@ class Frontier:
     def follow(self, saver: int = -1) -> None:
         """Cover what is beneath the nodes that made residuals (See Rules 2 to 4).
 
-        Args:
-            saver: the number of a node that may save more; -1 when the run has ended.
+        The node with the number `saver` may save more; -1 when the run has ended.
         """
         waiting, seen, start, kept = self.waiting, self.seen, self.start, self.kept
         # With whether it covers what is saved beneath it, and whether a residual is its result that
@@ -193,11 +186,7 @@ class Frontier:
                     if each is not None:
                         nodes.append((each, covers, True))
         if now:
-            self.sketch(now)
-
-    def sketch(self, residuals: Iterable[Residual]) -> None:
-        """Sketch residuals, for later runs to be compared with."""
-        self.outcome.update(outcome_of(residuals, self.inputs))
+            self.outcome.update(outcome_of(now, self.inputs))
 
     def ended(self) -> Outcome:
         """Return what later runs must make again, when the run has ended."""
@@ -213,7 +202,7 @@ class Frontier:
         tensor = residual[1]
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not is_plain or not tensor.data_ptr():
-            self.sketch((residual,))
+            self.outcome.update(outcome_of((residual,), self.inputs))
             return
         if self.small and tensor.device != self.small[0][1].device:
             self._compare_norms()
@@ -235,12 +224,7 @@ class Frontier:
 
 
 def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outcome:
-    """Return what later runs must make again, by the places of the residuals.
-
-    Args:
-        residuals: the residuals, with their places and the versions that they were saved with.
-        inputs: the inputs of the run.
-    """
+    """Return what later runs must make again, by the places of the residuals."""
     found: Outcome = {}
     seen: set[object] = set()
     for place, tensor, version in residuals:
@@ -333,36 +317,25 @@ def _check(
     if first.version == _NORMS:
         found = difference_of_norms(first.sketch, second)  # type: ignore[arg-type]
     else:
-        length = 0.0 if tensor is None else _length_of(tensor)
+        length = 0.0  # a sketch of integers is a hash
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            length = float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
         found = difference(first.sketch, second, length)  # type: ignore[arg-type]
     if found > tolerance_of(first.dtype):
         raise mismatch(surroundings, _different(first, tensor, found))
 
 
-@torch.no_grad()
-def _length_of(tensor: Tensor) -> float:
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return 0.0  # a sketch of integers is a hash
-    return float(cast("Any", torch).linalg.vector_norm(tensor.detach()))
-
-
 def _different(first: Compared, tensor: Tensor | None, found: float | None) -> str:
     what = f"a {first.dtype} of shape {tuple(first.shape)}"
-    if tensor is not None and first.address and tensor.data_ptr() == first.address:
-        version = 0 if tensor.is_inference() else tensor._version
-        if version != first.version:
+    if tensor is not None and first.address and tensor.data_ptr() == first.address:  # noqa: SIM102
+        if version_of(tensor) != first.version:
             return f"{what} that it reads from outside was changed in place since forward"
     off = "" if found is None else f", off by {found:.1e} of its length"
     return f"it made {what} with other values than the first run{off}"
 
 
 def mismatch(surroundings: Surroundings, what: str) -> ReplayError | ChangedError:
-    """Return the error of a second run that differs from its first.
-
-    Args:
-        surroundings: those of the region.
-        what: what is different.
-    """
+    """Return the error of a second run that differs from its first: it says what is different."""
     surroundings.look_again()
     culprit = surroundings.culprit()
     because = f" Since forward, {culprit}." if culprit else ""
@@ -381,18 +354,13 @@ class _Later:
     """The comparisons that a backward leaves to its end, and its callback, which holds them."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Compared, Sketch, Surroundings]] = []
-
-    def add(self, first: Compared, second: Sketch, surroundings: Surroundings) -> None:
-        """Leave a comparison to the end."""
-        self._pending.append((first, second, surroundings))
+        self.pending: list[tuple[Compared, Sketch, Surroundings]] = []
 
     def __call__(self) -> None:
         """Compare all (See Rule 7)."""
-        if are_equal((first.sketch, second) for first, second, _ in self._pending):  # type: ignore[misc]
-            return
-        for first, second, surroundings in self._pending:
-            _check(first, second, None, surroundings)
+        if not are_equal((first.sketch, second) for first, second, _ in self.pending):  # type: ignore[misc]
+            for first, second, surroundings in self.pending:
+                _check(first, second, None, surroundings)
 
 
 # By the number of the backward: a thread of a device compares, and another one may end it.
@@ -412,4 +380,4 @@ def _check_later(
         if later is None:
             later = _later[task] = _Later()
             torch.autograd.Variable._execution_engine.queue_callback(later)
-    later.add(first, second, surroundings)
+    later.pending.append((first, second, surroundings))

@@ -43,17 +43,13 @@ _PLAIN = (_Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtyp
 
 
 class Tree:
-    """The structure and the other leaves of a nested value whose tensors were taken out.
-
-    Attributes:
-        is_flat: whether there is nothing beside tensors that could be changed.
-    """
+    """The structure and the other leaves of a nested value whose tensors were taken out."""
 
     __slots__ = ("_leaves", "_spec", "is_flat")
 
     def __init__(self, leaves: list[Any], spec: Any) -> None:
-        self._leaves = leaves
-        self._spec = spec
+        self._leaves, self._spec = leaves, spec
+        # Whether there is nothing beside tensors that could be changed.
         self.is_flat = spec is None or spec is tuple
 
     def matches(self, other: Tree) -> bool:

@@ -15,10 +15,10 @@ NOTE [ An inverted call ]
 
 Rule 4. An inverse runs without a graph; each network that it evaluates is a region beside this one,
         and fills its own slots (NOTE [ One evaluation ]).
-Rule 5. Draws in an inverted call that no seed repeats come from the generators' state, in the order
-        in which forward drew; its networks run again, in the order of forward. If the inverse draws
-        in another order, it returns another input, which the drift guard sees. Without one, the
-        output of the second forward is compared with that of the first.
+Rule 5. Draws in an inverted call that no seed repeats come from the generators' state, and its
+        networks run again, in the order of forward. If the inverse draws in another order, it
+        returns another input, which the drift guard sees. Without one, the output of the second
+        forward is compared with that of the first.
 Rule 6. An inverse may return the input of forward in another memory layout. It is then copied to
         the layout of forward, in which the second forward draws the same masks.
 Rule 7. Residuals that are made from what an inverse returned differ by more than rounding. So they
@@ -56,6 +56,7 @@ from recoup._core.surroundings import Surroundings, values_of
 from recoup._core.tensors import in_order, strides_of, wraps_others
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
+_is_floating: Callable[[torch.dtype], bool] = attrgetter("is_floating_point")
 # A class of tensors, and the attributes that a user has set on one of them.
 Subclass = tuple[type[Tensor], dict[str, Any]]
 
@@ -79,17 +80,11 @@ def as_subclass(plain: Tensor, subclass: Subclass | None) -> Tensor:
 
 
 class Stage(Protocol):
-    """A call that a region runs, for the first time and again.
+    """A call that a region runs, for the first time and again."""
 
-    Attributes:
-        name: its name in error messages.
-        compares: whether what later runs make is compared with the first.
-        is_in_place: whether the first thing that it does changes its input in place (See Rule 2).
-    """
-
-    name: str
-    compares: bool
-    is_in_place: bool
+    name: str  # in error messages
+    compares: bool  # whether what later runs make is compared with the first
+    is_in_place: bool  # whether the first thing that it does changes its input (See Rule 2)
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -113,11 +108,7 @@ class Stage(Protocol):
 class Region(Residuals):
     """The record of the first run of a call, from which later runs repeat it.
 
-    Args:
-        stage: the call.
-        state: its input.
-        index: the number by which its owner knows it.
-        way: the way that a census reports, "recompute" or "invert".
+    Its owner knows it by `index`; a census reports its `way`.
     """
 
     def __init__(self, stage: Stage, state: State, index: int = 0, way: Way = "recompute") -> None:
@@ -145,8 +136,6 @@ class Region(Residuals):
         self._places = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else None
         self.changes_input = False
 
-    # -- the first run ---------------------------------------------------------------------
-
     def tape(self, state: State) -> tuple[State, Any]:
         """Run the call with its residuals kept, so that it can still be run again."""
         with self.surroundings.first():
@@ -163,10 +152,7 @@ class Region(Residuals):
     def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
         """Run the call and leave slots where it would have kept residuals; `owner` fills them.
 
-        Args:
-            state: the input.
-            owner: fills the slots.
-            is_kept: whether later runs are given the input itself, not one that is made again.
+        If `is_kept`, later runs are given the input itself, not one that is made again.
         """
         stage, given = self.stage, state if is_kept else ()
         outputs = self.surroundings.kept_outputs
@@ -245,9 +231,7 @@ class Region(Residuals):
     def fill(self, state: State, *, needs_output: bool = True) -> State:
         """Run the call again from its input, and fill the slots that autograd still holds.
 
-        Args:
-            state: the input.
-            needs_output: whether the run goes on to its end; else it returns an empty state.
+        If the output is not needed, it may end before, and returns an empty state.
         """
         surroundings = self.surroundings
         while True:
@@ -291,13 +275,7 @@ class Region(Residuals):
 
 
 class InvertedRegion(Region):
-    """The record of the first run of a call, from which later runs repeat and invert it.
-
-    Args:
-        stage: the call.
-        state: its input.
-        index: the number by which its owner knows it.
-    """
+    """The record of the first run of a call, from which later runs repeat and invert it."""
 
     def __init__(self, stage: Stage, state: State, index: int) -> None:
         super().__init__(stage, state, index, "invert")
@@ -336,12 +314,9 @@ class InvertedRegion(Region):
         return detached(output) if needs_output else ()
 
     def invert(self, after: State, *, is_taped: bool, is_compared: bool) -> State:
-        """Return the input for an output, and fill slots if `is_taped`.
+        """Return the input for an output; fill slots if `is_taped`.
 
-        Args:
-            after: the output.
-            is_taped: whether slots are filled.
-            is_compared: whether the input is compared with that of forward, by the drift guard.
+        If `is_compared`, the drift guard compares it with that of forward.
         """
         evaluations = self._evaluations
         has_foreign = self.surroundings.has_foreign
@@ -350,8 +325,7 @@ class InvertedRegion(Region):
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
                 state = self._inverse(after)
             if has_foreign and not is_compared:  # See Rule 5
-                output = self._filled(state, recall=False, needs_output=True)
-                self._check_same(output, after)
+                self._check_same(self._filled(state, recall=False, needs_output=True), after)
             elif is_taped and (not recall or super().are_wanted):
                 del after  # a whole state, which `_filled` does not need
                 self._filled(state, recall=recall, needs_output=False)
@@ -382,7 +356,8 @@ class InvertedRegion(Region):
 
     def _check_same(self, again: State, after: State) -> None:
         for value, expected in zip(again, after, strict=True):
-            if _distance(value, expected) > torch.finfo(value.dtype).eps ** 0.5:
+            off = (value - expected).abs().max() / (1 + expected.abs().max())
+            if float(off) > torch.finfo(value.dtype).eps ** 0.5:
                 raise ReplayError(
                     f"The inverse of {self.stage.name} draws random numbers in another order than "
                     "forward, so it does not undo it. Call the networks that draw through "
@@ -391,17 +366,10 @@ class InvertedRegion(Region):
                 )
 
 
-_is_floating: Callable[[torch.dtype], bool] = attrgetter("is_floating_point")
-
-
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what an inverse makes of integers, which is off by a rounding, as a whole number."""
     is_whole = value.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex)
     return value.round() if is_whole else value
-
-
-def _distance(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).abs().max() / (1 + expected.abs().max()))
 
 
 def changes_kept_input(stage: Stage) -> ReplayError:

@@ -6,16 +6,16 @@ Rule 1. A draw by recoup takes one seed from the default generator and is made f
         region records the seed (8 bytes), and its second run gets the same seed.
 Rule 2. A call that may draw leaves the default generators unchanged if it did not draw, and one
         seed further if it did; so the stream does not depend on how much the call drew.
-Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A region with a foreign
-        draw keeps the generator states from its start; any other keeps none.
+Rule 3. Any other draw is a foreign one. A region with one keeps the generator states from its
+        start; any other region keeps none.
 Rule 4. A first run inside a second run takes its seeds from the region that runs again, not from
         the generator, and records them.
 Rule 5. After a second run the default generators are restored to their states before it.
 Rule 6. A decision that is made outside of a region and may differ later (which draw a weight has
         depends on the forward around it) is recorded in order among the seeds.
 Rule 7. The default generators are those of all threads. Where another thread has drawn while a
-        region with foreign draws ran, in forward or again, a second run does not leave them where
-        the first one did; that is an error, since the numbers of one of them would be wrong.
+        region with foreign draws ran, a second run does not leave them where the first one did;
+        that is an error, since the numbers of one of them would be wrong.
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ class _Local(threading.local):
 
 
 draws_here = _Local()
-
-
-# --- seeds ---------------------------------------------------------------------------------------
 
 
 def hash_seed(*numbers: int) -> int:
@@ -107,23 +104,15 @@ def skip(num_seeds: int) -> None:
         _fresh_seed()
 
 
-# --- the draws of a region -----------------------------------------------------------------------
-
-
 class Draws:
-    """The draws of a region: its seeds in order, and its first generator states if needed.
+    """The draws of a region: its seeds in order, and its first generator states if needed."""
 
-    Attributes:
-        has_foreign: whether a default generator was moved by a foreign draw (See Rule 3).
-        start: the generator states in which the first run began, if a later run needs them.
-    """
-
-    start: States | None = None
+    start: States | None = None  # in which the first run began, if a later run needs them
     _expected: States = ()  # the generator states, if no foreign draw was made since
     _end = 0  # a hash of the states after a first run with foreign draws
     _is_replaying = False
     _cursor = 0
-    has_foreign = False
+    has_foreign = False  # whether a foreign draw has moved a default generator (See Rule 3)
 
     def __init__(self) -> None:
         self._entries: list[Any] = []  # seeds, seeded calls, and the decisions of Rule 6
@@ -150,8 +139,7 @@ class Draws:
     def replaying(self, *, is_alone: bool = False) -> Generator[None]:
         """A context for a later run of a region: it repeats draws and restores the generators.
 
-        Args:
-            is_alone: whether no region around records what is drawn.
+        If `is_alone`, no region around records what is drawn.
         """
         start, before = self.start, None
         if start is not None or self.has_foreign or any(map(_moves_generator, self._entries)):
@@ -193,9 +181,7 @@ def _moves_generator(entry: Any) -> bool:
 def _recorded(make: Callable[[Any], tuple[Any, T]]) -> T:
     """Return a result of `make`, of which the regions around record an entry.
 
-    Args:
-        make: returns the entry and the result; it is given the entry of the first run if a region
-            around runs again, else None.
+    It returns both, and is given the entry of the first run if a region around runs again.
     """
     around = draws_here.regions
     num_outer = len(around)
@@ -228,9 +214,6 @@ def is_run_again() -> bool:
 
 # Returns something true inside a region that may run again, or runs again now.
 is_repeated: Callable[[], object] = partial(getattr, draws_here, "regions")
-
-
-# --- decisions and calls among the draws of a region ---------------------------------------------
 
 
 class Counted(NamedTuple):
@@ -273,17 +256,13 @@ class SeededCall:
     """A call whose default-generator draws come from one seed, so it can be repeated in any order.
 
     Seeds drawn within belong to the call, and not to the regions around it.
-
-    Attributes:
-        is_known: whether the call has run, or is known to draw nothing.
-        is_plain: whether it is known to draw nothing, so that it need not be run by this object.
     """
 
     def __init__(self) -> None:
         self._seed: int | None = None
         self._within: Draws | None = None  # the seeds that are drawn in the call, if any
-        self.is_known = False
-        self.is_plain = False
+        self.is_known = False  # whether it has run, or is known to draw nothing
+        self.is_plain = False  # whether it is known to draw nothing
 
     @property
     def draws(self) -> bool:
@@ -291,7 +270,7 @@ class SeededCall:
         return self._seed is not None
 
     def draws_nothing(self) -> None:
-        """Declare that the call draws nothing, so that its first run need not be watched."""
+        """Declare that the call draws nothing: its first run need not be watched."""
         self.is_known = self.is_plain = True
 
     def run(self, call: Callable[[], T]) -> T:

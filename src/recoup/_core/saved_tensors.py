@@ -66,19 +66,12 @@ class Packed(Protocol):
 
 # Calls `get` of what autograd holds; without a Python frame, which each unpacking would pay for.
 unpack: Callable[[Packed], Tensor] = methodcaller("get")
-
-
 # Returns the innermost pair of saved-tensor hooks of this thread; without a Python frame.
 pair_in_force: Callable[[], Pair | None] = partial(_top, False)
 
 
 class saving:  # noqa: N801 - it stands where torch's saved_tensors_hooks does
-    """A context in which saved tensors go through a pair of hooks.
-
-    Args:
-        pack: returns the object that autograd holds in place of a tensor.
-        unpack: returns the tensor for that object; by default its `get` does.
-    """
+    """A context in which saved tensors go through a pair of hooks."""
 
     __slots__ = ("_beneath", "_pack", "_unpack")
 
@@ -87,8 +80,7 @@ class saving:  # noqa: N801 - it stands where torch's saved_tensors_hooks does
     def __init__(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor] = unpack
     ) -> None:
-        self._pack = pack
-        self._unpack = unpack
+        self._pack, self._unpack = pack, unpack
 
     @never_compiled
     def __enter__(self) -> None:
@@ -157,8 +149,6 @@ def frame_in_force() -> object | None:
 
 # For tensors made from a seed alone: a transform of torch.func would take them for random.
 untransformed = torch._C._DisableFuncTorch
-
-
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
 # Returns the innermost transform of torch.func, in which hooks do not work; None outside of any.
 is_transformed: Callable[[], object] = _functorch.peek_interpreter_stack
@@ -225,14 +215,9 @@ def when_backward_is_freed(call: Callable[[], object]) -> None:
 
 
 class GraphOfRun:
-    """The unpack hook of the graph of a second run, which can be differentiated within that run.
+    """The unpack hook of the graph of a second run, which can be differentiated within that run."""
 
-    Attributes:
-        name: the name of the call that runs again.
-        is_over: whether the run has ended.
-    """
-
-    name = ""
+    name = ""  # of the call that runs again
     is_over = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -290,9 +275,8 @@ def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None
 def reverse_at_once(tensor: Tensor) -> None:
     """Let backward run the node that made `tensor` as soon as its gradient is complete.
 
-    By default the engine runs the newest node first. The gradient of a weight that was made before
-    its layer ran, as large as the weight, would then wait until all of the layer is done. The
-    engine gives the same priority to the nodes that accumulate gradients.
+    By default the engine runs the newest node first: the gradient of a weight that was made before
+    its layer ran, as large as the weight, would wait until all of the layer is done.
     """
     node: Any = tensor.grad_fn
     if node is not None:
@@ -300,12 +284,9 @@ def reverse_at_once(tensor: Tensor) -> None:
 
 
 class Kept:
-    """A tensor that is kept until backward, by a pair of hooks if there is one.
+    """A tensor that is kept until backward, by the pair of hooks beneath ours if there is one.
 
-    Args:
-        tensor: the tensor to keep.
-        name: the name of the tensor in error messages; an object is asked for it then.
-        pair: the pair beneath ours (See Rule 1).
+    Its name is for error messages; an object is asked for it then.
     """
 
     __slots__ = ("_name", "_packed", "_unpack", "_version")
@@ -336,13 +317,12 @@ class Kept:
         return packed
 
     def has_parted(self, storages: Container[int]) -> bool:
-        """Whether the tensor may be changed: from now on a copy is kept, if it lies in `storages`.
+        """Whether it may be changed: a copy is kept from now on, if it lies in `storages`.
 
         It may not if a pair of hooks has it.
         """
         if self._unpack is None and storage_id(self._packed) in storages:
-            self._packed = self.get().clone()
-            self._version = 0
+            self._packed, self._version = self.get().clone(), 0
         return self._unpack is None
 
     def check(self) -> None:

@@ -88,11 +88,7 @@ def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Return a context in which no operator on a type of device casts its inputs.
-
-    Args:
-        device_type: "cpu", "cuda" or another.
-    """
+    """Return a context in which no operator on a type of device casts its inputs."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

@@ -2,17 +2,16 @@
 
 NOTE [ One evaluation ]
 
-Rule 1. The inverse of a coupling runs its networks on the same inputs as forward did.
-        So in backward one inverse both finds the input of the coupling and, by running each
-        network as a region of its own, makes that network's residuals.
+Rule 1. The inverse of a coupling runs its networks on the same inputs as forward did. So in
+        backward one inverse both finds the input of the coupling and, by running each network as a
+        region of its own, makes that network's residuals.
 Rule 2. The residuals of the coupling itself are made by running its forward once more over the
         network outputs that the inverse remembered: elementwise work only.
-Rule 3. A network is recognized by identity. A network that one forward evaluates twice is
-        ambiguous, since an inverse may evaluate in another order; then nothing is shared, and
-        backward runs inverse and forward in full.
-Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
-        do not depend on which direction runs first. They are made in the order of memory, so a
-        network that runs again gets its inputs in the memory layout of forward.
+Rule 3. A network is recognized by identity. If one forward evaluates it twice, nothing is shared,
+        since an inverse may do so in another order: backward runs inverse and forward in full.
+Rule 4. The draws of a network come from a seed of its own, in every memory mode, whichever
+        direction runs first. They are made in the order of memory, so a network that runs again
+        gets its inputs in the memory layout of forward.
 Rule 5. A network that is known to draw nothing needs no seed. That follows from the network itself,
         never from its earlier runs: a resumed training has to draw the same numbers.
 Rule 6. A network of another library (`Borrowed`) has no seed of its own: it draws what it does
@@ -30,12 +29,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.modules import REPLACED_FORWARDS
 from recoup._core.pytree import Tree, flatten
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
 from recoup._core.settings import replaced
 from recoup._core.slots import Filling, Owner, Recording, Residuals, untaped
-from recoup._core.stand_ins import REPLACED_FORWARDS
 from recoup._core.tensors import in_order, strides_of
 from recoup.errors import ReplayError
 
@@ -81,8 +80,7 @@ _DROPOUTS: frozenset[type[nn.Module]] = frozenset((
 def lending(networks: Sequence[nn.Module]) -> Generator[None]:
     """A context in which the running region shares the evaluations of these networks (Rule 6).
 
-    The `forward` of each is hidden on the instance. Code around it may look at the network, and
-    compute with what it finds there, so that the network itself stays where it is.
+    The `forward` of each is hidden on the instance: code around it may look at the network.
     """
     if answers.answer is None or not networks:
         yield
@@ -134,8 +132,7 @@ def draws_nothing(module: Network) -> bool:
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.answer: _Answer | None = None
+    answer: _Answer | None = None
 
 
 # Who makes the evaluations of this thread: a region that is inverted, or nobody.
@@ -146,10 +143,7 @@ _LENDING = threading.RLock()  # threads may share a network
 def evaluate(network: Network, inputs: Inputs, then: Then = None) -> Any:
     """Return the output of `network`, shared by the running region if any (Rules 1 and 2).
 
-    Args:
-        network: the network.
-        inputs: its inputs.
-        then: computes from its output what is returned instead, as a part of the evaluation.
+    Or what `then` computes from it, as a part of the evaluation.
     """
     if torch.compiler.is_compiling():
         return _called(network, inputs, then)  # compiled draws belong to the graph anyway
@@ -202,11 +196,7 @@ class _Evaluation:
 
 
 class Evaluations:
-    """The evaluations of one call of an invertible module.
-
-    Args:
-        name: the name of the module in error messages.
-    """
+    """The evaluations of one call of an invertible module."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -225,28 +215,17 @@ class Evaluations:
         return any(one.residuals.are_wanted for same in self._by_network.values() for one in same)
 
     def recording(self, region: Residuals, owner: Owner) -> AbstractContextManager[None]:
-        """Return a context for the first forward: each evaluation has residuals of its own.
-
-        Args:
-            region: the region of the whole call.
-            owner: fills the slots.
-        """
+        """Return a context for the first forward: each evaluation has residuals of its own."""
         return replaced(answers, "answer", partial(self._record, region, owner))
 
     def inverting(self, fills: bool) -> AbstractContextManager[None]:
-        """Return a context for the inverse.
-
-        Args:
-            fills: whether it fills slots and remembers outputs (See Rule 1).
-        """
+        """Return a context for the inverse, which may fill slots and remember outputs (Rule 1)."""
         return replaced(answers, "answer", self._fill_and_remember if fills else self._only_run)
 
     def answering(self, recall: bool) -> AbstractContextManager[None]:
         """Return a context for a second forward.
 
-        Args:
-            recall: whether it uses the outputs that the inverse remembered (See Rule 2); or else
-                networks run again (See Rule 3).
+        It may recall the outputs of the inverse (Rule 2); else networks run again (Rule 3).
         """
         self._cursor = {}
         return replaced(answers, "answer", self._recall if recall else self._fill_in_order)
@@ -281,8 +260,7 @@ class Evaluations:
 
     def _fill_and_remember(self, network: Network, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
-        output = self._fill(evaluation, network, inputs, then)
-        evaluation.output = output
+        evaluation.output = output = self._fill(evaluation, network, inputs, then)
         evaluation.versions = versions_of(output)
         return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
 
@@ -291,8 +269,7 @@ class Evaluations:
     ) -> tuple[Tensor, ...]:
         if not evaluation.residuals.are_wanted:
             return detached(flatten(self._untaped(network, inputs, then, evaluation))[0])
-        taped = evaluation.leaves(inputs)
-        output: tuple[Tensor, ...] = ()
+        taped, output = evaluation.leaves(inputs), tuple[Tensor, ...]()
         with Filling(evaluation.residuals, taped):
             output = flatten(_run(network, taped, then, evaluation.call))[0]
         return detached(output)

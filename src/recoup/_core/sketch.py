@@ -6,8 +6,8 @@ Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 colu
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
         its place does. It costs about as much as the plain sum. A few entries are their own sketch.
         That of integers, which must be told apart exactly, is a hash of their bits: of many, the
-        sum of their words of 32 bits modulo 2**64, each times the odd numbers of its row and of its
-        column. (Of a word of 64 bits, the last bit times any odd number would be the same.)
+        sum of their words of 32 bits modulo 2**64, each times the odd numbers of its row and column
+        (which a last bit of 64 would hide).
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.
@@ -18,10 +18,9 @@ Rule 3. Kernels may round otherwise in a second run: threads add in another orde
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 Rule 5. On a CUDA device, launching a kernel takes longer than reading a few megabytes. So one
         kernel makes the sketch of a large tensor there: the weighted sums of its rows, some
-        thousands, which is twice as fast as sums of columns. (That of integers is a product of rows
-        of their bytes with eight columns of random bytes, which takes no memory but for its
-        result.) Two runs mostly make the same bits, and then nothing more is done. Only if they do
-        not, these sums are folded into the few numbers of Rule 1.
+        thousands, twice as fast as sums of columns. (That of integers is a product of rows of their
+        bytes with eight columns of random bytes.) Only if two runs do not make the same bits, these
+        sums are folded into the few numbers of Rule 1.
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ Sketch = Tensor | list[float]
 
 
 def sketch_of(tensor: Tensor) -> Sketch | None:
-    """Return the sketch of a tensor; None if it cannot be compared (See Rule 4).
-
-    Args:
-        tensor: the tensor. Its graph, modes, and autocast have no part in it.
-    """
+    """Return the sketch of a tensor, whatever modes; None if it cannot be compared (See Rule 4)."""
     if type(tensor) is Tensor:
         if tensor.is_cpu and tensor.is_contiguous() and not _num_modes():  # the common ways
             # FSDP2 frees the memory of a gathered parameter; a derivative of zero has none.
@@ -180,30 +175,21 @@ def _bits(sketches: list[Tensor]) -> Tensor:
 
 
 def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
-    """Return the length of the difference over that of the first, where that is finite.
+    """Return the length of the difference of two sketches over that of the first, where finite.
 
-    Args:
-        first: the sketch of the first tensor.
-        second: that of the second.
-        length: that of one of the tensors if it is known. Where entries are alike, the sketch may
-            be far shorter.
+    Or over the length of a tensor, if it is known: that of its sketch may be far less where entries
+    are alike.
     """
     before, after = numbers_of(first), numbers_of(second)
-    if before == after:
-        return 0.0
     pairs = [pair for pair in zip(before, after, strict=True) if math.isfinite(pair[0])]
-    if len(pairs) < len(before):
-        before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if not pairs:
+    if before == after or not pairs:
         return 0.0
-    own = math.hypot(*before)
-    length = max(own, length if math.isfinite(length) else 0.0)
-    found = math.dist(before, after)
-    if math.isnan(found):
-        return math.inf
+    finite, others = zip(*pairs, strict=True)
+    length = max(math.hypot(*finite), length if math.isfinite(length) else 0.0)
+    found = math.dist(finite, others)
     if not found:
         return 0.0
-    return found / length if length else math.inf
+    return found / length if length and not math.isnan(found) else math.inf
 
 
 def difference_of_norms(first: Sketch, second: Sketch) -> float:
@@ -211,10 +197,7 @@ def difference_of_norms(first: Sketch, second: Sketch) -> float:
 
     A norm that is far below others is compared by a hundredth of the longest: it may cancel.
     """
-    before, after = (
-        each if isinstance(each, list) else cast("list[float]", cast("Any", each).tolist())
-        for each in (first, second)
-    )
+    before, after = (e if isinstance(e, list) else cast("Any", e).tolist() for e in (first, second))
     pairs = [pair for pair in zip(before, after, strict=True) if math.isfinite(pair[0])]
     floor = 0.01 * max((one for one, _ in pairs), default=0.0)
     largest = 0.0
@@ -266,7 +249,11 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
 
 def _hash_of(integers: Tensor) -> Tensor:
     """Return a hash of the bits of integers (See Rule 1); of few, their bytes."""
-    if integers.is_cuda and (columns := _columns_for(integers)) is not None:  # See Rule 5
+    columns = None
+    # The kernel asks for more than 16 rows, which are aligned.
+    if integers.is_cuda and integers.nbytes // _BYTES > 16 and integers.data_ptr() % 16 == 0:
+        columns = _random_bytes(integers.device)
+    if columns is not None:  # See Rule 5
         raw = integers.view(torch.int8)
         num_rows, num_left = divmod(raw.numel(), _BYTES)
         rows = raw.as_strided((num_rows, _BYTES), (_BYTES, 1))
@@ -295,13 +282,6 @@ def _hash_of(integers: Tensor) -> Tensor:
         for part in parts:
             found = part if found is None else found * _NEXT + part
     return cast("Tensor", found)
-
-
-def _columns_for(integers: Tensor) -> Tensor | None:
-    """Return the columns of random bytes for the rows of a tensor, if a product can take these."""
-    has_rows = integers.nbytes // _BYTES > 16  # which the kernel asks for
-    is_aligned = integers.data_ptr() % 16 == 0
-    return _random_bytes(integers.device) if has_rows and is_aligned else None
 
 
 @functools.cache

@@ -5,17 +5,15 @@ NOTE [ Slots ]
 Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves. A
         parameter, or a view of one, is kept, since it is alive anyway. (Not if such a view is given
         to the region: a later run is given another tensor, which is no view. So in both runs each
-        view of that parameter has a slot.) Autograd holds the slots, the slots hold the region and
-        its owner, and the region holds its slots weakly: a residual that autograd has dropped is
-        not made again.
-Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
-        saves in the same order and fills the slots. The owner of the region does that, since it
-        alone knows where the inputs come from. Code may take a gradient itself while its first run
+        view of that parameter has a slot.) The slots hold the region and its owner, the region its
+        slots weakly: a residual that autograd has dropped is not made again.
+Rule 2. Unpacking the first empty slot makes the owner run the region again, with the same saves in
+        the same order, which fill the slots. Code may take a gradient itself while its first run
         goes on; then the region runs again as far as it has come.
-Rule 3. A slot returns its value once and drops it, so that memory falls during backward as it does
-        in a plain run, also with retain_graph. If it is unpacked again, the region runs again; if
-        that happens in one backward (a function that reads `ctx.saved_tensors` twice), the values
-        that this makes once more are dropped when it ends.
+Rule 3. A slot returns its value once and drops it, so that memory falls as in a plain run, also
+        with retain_graph. If it is unpacked again, the region runs again; if that happens in one
+        backward (a function that reads `ctx.saved_tensors` twice), the values that this makes once
+        more are dropped when it ends.
 Rule 4. Values are detached: the graph of a second run is freed with it, and what is left of it
         cannot be differentiated. A slot checks versions, since autograd does not with hooks.
 Rule 5. What a second run makes is compared with the first (NOTE [ What is compared ]) before any of
@@ -145,22 +143,12 @@ class Inputs:
 
 
 class Residuals:
-    """The residuals of one run of a call: the slots that stand for them, and what they must be.
+    """The residuals of one run of a call: the slots that stand for them, and what they must be."""
 
-    Args:
-        surroundings: those of the call.
-        index: the number by which the owner of its region knows it.
-        way: the way that a census reports, "recompute" or "invert".
-
-    Attributes:
-        inputs: the input of the last run that filled slots, for one that may follow.
-        bases: the parameters of which the call is given views, by their ids (See Rule 1).
-        drawn: hashes of the random states where a save comes before one that is held, by its place:
-            a later run may end there, with the draws left out that only held ones need.
-    """
-
-    inputs: weakref.ref[Inputs] | None = None
-    bases: Container[int] = ()
+    inputs: weakref.ref[Inputs] | None = None  # of the last run that filled slots
+    bases: Container[int] = ()  # ids of the parameters of which it is given views (See Rule 1)
+    # Hashes of the random states where a save comes before one that is held, by its place: a later
+    # run may end there, with the draws left out that only held ones need.
     drawn: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
@@ -179,11 +167,7 @@ class Residuals:
                 slot.value = None
 
     def part_from(self, counted: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Copy the values that lie in buffers, which are about to be given other values.
-
-        Args:
-            counted: the buffers, with the values that the first run found.
-        """
+        """Copy the values that lie in buffers, which are about to be given other values."""
         storages = {storage_id(buffer) for buffer, _ in counted}
         for slot in filter(None, (ref() for ref in self.slots)):
             if slot.value is not None and storage_id(slot.value) in storages:
@@ -201,13 +185,8 @@ class Residuals:
 class Recording(Frontier):
     """A context for the first run of a region, in which residuals become slots.
 
-    Args:
-        residuals: the residuals.
-        owner: fills the slots.
-        inputs: those of the run.
-        kept: the numbers of nodes whose outputs later runs are given.
-        held: the numbers of residuals that are held, and not made again.
-        follows: whether the run is followed, to be compared with later ones.
+    Later runs are given the outputs of the nodes `kept`. The residuals `held` are not made again.
+    If it `follows` the run, later ones can be compared with it.
     """
 
     _beneath: Pair | None
@@ -297,11 +276,8 @@ class Filled(Exception):  # noqa: N818 - it is no error
 class Filling:
     """A context for a second run of a region, which fills its slots.
 
-    Args:
-        residuals: the residuals.
-        inputs: the inputs of the run.
-        state: the input of the region that they were made of, for another run; None for none.
-        stops: whether the run may end when the last slot is filled.
+    Its inputs were made of `state`, which slots hold for another run. If it `stops`, the run ends
+    when the last slot is filled.
     """
 
     _beneath: Pair | None
@@ -322,7 +298,7 @@ class Filling:
         self._graph.name = residuals.surroundings.name
         self._lent: Inputs | None = None
         if state is not None:
-            self._lent = lent = Inputs()
+            self._lent = lent = Inputs()  # without a call of `__init__`
             lent.state, lent.versions = state, versions_of(state)
             residuals.inputs = weakref.ref(lent)
         self._num_saves = 0
@@ -415,12 +391,7 @@ class _Untaped:
 
 
 def untaped(first: Residuals, run: Callable[[], T]) -> T:
-    """Run a call again with grad mode on, and keep nothing.
-
-    Args:
-        first: the residuals of its first run.
-        run: runs it, and may run it again: code within may take a gradient.
-    """
+    """Run a call again with grad mode on, and keep nothing; code within may take a gradient."""
     dropped = Residuals(first.surroundings, first.index, first.way)
     dropped.bases = first.bases
     with grad_mode(True), Recording(dropped, _Untaped(dropped, run)):

@@ -2,14 +2,10 @@
 
 NOTE [ When a storage counts ]
 
-Tensors are views; memory belongs to their storage. A storage counts once, however many tensors
-use it, from the operator that first returns it until its last reference is dropped. A storage
-that an operator takes as input, and no operator has returned before, existed earlier and does
-not count; if an operator makes it grow, the growth counts.
-
-Only weak references are held, so following a storage does not prolong its life. Its address
-serves as key: the entry is removed before another storage can have the address, because the
-callback of the weak reference runs first.
+A storage counts once, however many tensors use it, from the operator that first returns it until
+its last reference is dropped. One that an operator takes, and none has returned before, existed
+earlier and does not count; if an operator makes it grow, the growth counts. It is held weakly. Its
+address serves as key: the callback of the weak reference runs before another one can have it.
 
 NOTE [ Reports of the allocator ]
 
@@ -19,12 +15,10 @@ Rule 1. The allocator reports each allocation and each free to the profiler of i
 Rule 2. A thread has at most one profiler. Nested contexts share a session; while a profiler of
         other code runs there can be no session, and `can_follow` returns False.
 Rule 3. A session is read by ending it and beginning another one, which is not possible within a
-        backward that began outside of it. So a moment is marked by an operator that is recorded,
-        and the bytes alive at that moment are known when the session is read.
+        backward that began outside of it. So a moment is marked by an operator that is recorded.
 Rule 4. Memory that was allocated before does not count when it is freed. A report has a size and no
         address, so a free counts if memory of this size is alive. Memory that an earlier session
-        followed, and is freed here, may be mistaken for it; the profiler does not report frees of
-        other earlier memory.
+        followed may be mistaken for it; frees of other earlier memory are not reported.
 """
 
 from __future__ import annotations
@@ -49,8 +43,7 @@ from recoup._core.saved_tensors import is_in_backward
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that `tensors` use, one after the other; a shared one comes repeatedly.
 
-    A storage is the same Python object for as long as it is alive, so a `WeakSet` of storages tells
-    them apart without keeping them alive.
+    A storage is one Python object while it is alive, so a `WeakSet` tells storages apart.
     """
     for tensor in tensors:
         for part in _parts_of(tensor):
@@ -91,18 +84,16 @@ class _Followed(weakref.ref[torch.UntypedStorage]):
 class StorageTracker(DispatchMode):
     """A context that counts the bytes of the storages made by operators within it.
 
-    It keeps only one weak reference a storage. After the context has ended, no new storage is
-    counted, and `current_bytes` goes on falling as storages made within are freed.
+    After the context has ended, `current_bytes` goes on falling as storages made within are freed.
 
-    It cannot see temporaries inside a kernel; storages that no operator made
-    (`torch.from_numpy`, `torch.load`); operators on other threads, and those inside a
-    compiled graph; storages that were alive before and are freed within. A storage that is resized
-    by `UntypedStorage.resize_` is counted again when an operator next uses it, and at the end.
+    It cannot see temporaries inside a kernel; storages that no operator made (`torch.from_numpy`,
+    `torch.load`); operators on other threads, and those inside a compiled graph; storages that were
+    alive before and are freed within. One that is resized by `UntypedStorage.resize_` is counted
+    again when an operator next uses it, and at the end.
 
     Args:
         device: count storages on this type of device only; all if None.
-        levels: a list to which the bytes alive are appended when they change; None for no
-            such list.
+        levels: a list to which the bytes alive are appended when they change.
 
     Example:
         >>> import torch
@@ -221,10 +212,11 @@ _numbers = count()
 class _Session(threading.local):
     """The profiler of a thread, and the contexts that follow its reports."""
 
+    is_on = False
+    records_operators = True  # outside of the session
+
     def __init__(self) -> None:
         self.followers: list[Allocations] = []
-        self.is_on = False
-        self.records_operators = True  # outside of the session
 
 
 _here = _Session()
@@ -242,11 +234,8 @@ class Allocations:
 
     Temporaries within kernels count, and so do random states. It does not see other threads, memory
     of libraries that do not use torch's allocator, and frees of memory from before. The counts are
-    complete when the context has ended.
-
-    Args:
-        levels: a list to which the bytes alive after each allocation and each free are appended,
-            before the next mark takes its numbers; None to record no such list.
+    complete when the context has ended. To the list `levels` the bytes alive are appended after
+    each allocation and each free, before the next mark takes its numbers.
 
     Example:
         >>> import torch
@@ -347,10 +336,9 @@ def _report() -> None:
 
 
 def _start() -> None:
-    is_memory_recorded, *others = True, False, False, False
+    flags = (False, True, False, False, False)  # memory is recorded
     cpu, more = _autograd.ProfilerState.CPU, _profiler._ExperimentalConfig()
-    config = _autograd.ProfilerConfig(cpu, False, is_memory_recorded, *others, more)
-    _autograd._enable_profiler_legacy(config)
+    _autograd._enable_profiler_legacy(_autograd.ProfilerConfig(cpu, *flags, more))
 
 
 def _stop() -> list[Any]:

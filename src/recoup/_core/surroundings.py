@@ -8,27 +8,26 @@ Rule 1. A second run is given back the settings of operators (autocast, the kern
         does to these is undone.
 Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
         values that the first run found, and leaves those that it left. Values are compared, not
-        versions, since fused kernels leave versions alone. The same goes for buffers and parameters
-        that it assigned anew, or for the first time, or that were replaced since: a module has the
-        ones again that it had, and is in the mode in which it was.
+        versions, since fused kernels leave versions alone. A module has the buffers and parameters
+        again that it had if they were assigned or replaced since, and is in the mode it was in.
         Parameters that it wrote to, and tensors that are plain attributes, count as buffers do from
         the second time on that the code runs, and so do all attributes of their modules (a flag
         that says when to write). In the first one, sketches of them show that it does, and what
         its second run writes to them is taken back; there is no copy to begin with.
 Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
-        otherwise change a residual, which is an error, or they do not, and then they do not matter.
-        But what a second run sets as attributes of modules, and the hooks that it adds to
-        parameters, are taken away: a module has those of the first run, in whose graph they are.
+        otherwise change a residual, which is an error, or they do not matter. But what a second run
+        sets as attributes of modules, and the hooks that it adds to parameters, are taken away: a
+        module has those of the first run, in whose graph they are.
 Rule 4. Versions of parameters, submodules and hooks are noted. They decide nothing: where a
         residual differs, they tell an error what has changed.
 Rule 5. A copy of all buffers, and a dispatch mode that looks at each operator, cost too much for
-        each run. So code is looked at in its first run in each mode (training or
-        not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
-        (Then another thread may draw meanwhile.) What they do otherwise shows in a residual.
-        Code may call modules that it does not hold itself, or not all that it holds: others the
-        next time. Such code is not looked at again, but in each first run modules are found as they
-        are called, decisions and draws are noted, and the buffers of a module that was not seen are
-        copied before it runs. A module with buffers counts as seen when it was called.
+        each run. So code is looked at in its first run in each mode (training or not): if no buffer
+        changed, nothing was decided and nothing drawn, later runs do without, and another thread
+        may draw meanwhile. What they do otherwise shows in a residual.
+        Code may call modules that it does not hold itself, or not all that it holds. It is not
+        looked at again, but in each first run modules are found as they are called, decisions and
+        draws are noted, and the buffers of a module that was not seen are copied before it runs. A
+        module with buffers counts as seen when it was called.
 Rule 6. A run that began in a dispatch mode is repeated in one: composite operators differ there.
 Rule 7. If a later run that is given what the first one decided differs from it, fails, or is not
         compared, and has decided less, it was given what is of other calls: the first run has
@@ -50,24 +49,24 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from recoup._core.buffers import (
+from recoup._core.captured import (
     Attributes,
     Buffers,
+    Code,
     all_of,
     are_assigned,
     are_equal,
     are_own,
     assign,
     copies_of,
-    copies_of_buffers,
     have_changed,
     having_turn,
     name_of_parameter,
+    note,
     others_of,
     put_values,
     turn_here,
 )
-from recoup._core.captured import Code, note
 from recoup._core.devices import unrepeated
 from recoup._core.kept_outputs import KeptOutputs, deciding_operators
 from recoup._core.kept_products import Products
@@ -83,27 +82,21 @@ _training: Callable[[nn.Module], bool] = attrgetter("training")
 _copy: Callable[[dict[str, Any]], dict[str, Any]] = cast("Any", dict.copy)
 values_of: Callable[[dict[str, Any]], Iterable[Any]] = cast("Any", dict.values)
 _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-# The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
-# decided then, by the operator, or may have drawn; modules that changed a buffer of their own; and
-# those that wrote to a parameter or to a tensor that is a plain attribute.
+# The code that was looked at (See Rule 5), by mode and by whether outputs were kept, and what it
+# did then.
 _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
-_decides: defaultdict[Any, set[Code]] = defaultdict(set)
-_draws: set[Code] = set()
-_counts: set[Code] = set()
-_writes: set[Code] = set()
-# Code that calls modules which it does not hold (See Rule 5).
-_finds: set[Code] = set()
+_decides: defaultdict[Any, set[Code]] = defaultdict(set)  # by the operator
+_draws: set[Code] = set()  # or may have drawn
+_counts: set[Code] = set()  # modules that changed a buffer of their own
+_writes: set[Code] = set()  # those that wrote to a parameter, or to a plain attribute
+_finds: set[Code] = set()  # called modules which it does not hold
 
 
 class Surroundings(Draws):
     """What the first run of a call finds, for the runs after it: its draws and all else.
 
-    Args:
-        name: the name of the call in error messages.
-        modules: the modules that it uses, as far as they are known.
-        code: the code that it runs: the module, or the code of a function.
-        products: the operators whose outputs later runs are given, beside those that decide.
-        keeps_outputs: whether later runs are given what operators decided; inverses are not.
+    Later runs are given the outputs of the operators in `products`; and, if it `keeps_outputs`,
+    what operators decided: inverses are not.
     """
 
     parameters: Sequence[Tensor] = ()
@@ -201,8 +194,6 @@ class Surroundings(Draws):
         self.held = list(map(itemgetter(0), chain(spaces, buffers)))
         self.found = list(map(id, chain.from_iterable(map(values_of, self.held))))
 
-    # -- the first run ---------------------------------------------------------------------
-
     def first(self) -> AbstractContextManager[None]:
         """Return a context for the first run."""
         counts = not (_counts.isdisjoint(self._code) and _writes.isdisjoint(self._code))
@@ -219,10 +210,14 @@ class Surroundings(Draws):
                 "it once before, outside of a region: `with torch.no_grad(): module(x)`."
             )
         mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
-        found = self._buffers_that_may_count()
+        found: list[Buffers] = [  # that the run may change (See Rule 5)
+            (module._buffers, module._buffers.copy())
+            for module, ref in zip(self._modules, self._code[1:], strict=True)
+            if self._is_looking or ref in _counts
+        ]
         written = [] if _writes.isdisjoint(self._code) else self._may_write(_writes)
         with having_turn(self._turn, is_needed=bool(found or written)) as self._turn:
-            before, others = copies_of_buffers(found), copies_of(each for _, each in written)
+            before, others = copies_of(all_of(found)), copies_of(each for _, each in written)
             writers = {ref() for ref, _ in written}
             attributes = [(vars(each), vars(each).copy()) for each in writers]
             looked_at = self._may_write(self._code) if self._is_looking else []
@@ -266,14 +261,6 @@ class Surroundings(Draws):
                 note(_counts, [weakref.ref(module)])
                 self.counted += [(buffer, None) for buffer in own]
 
-    def _buffers_that_may_count(self) -> list[Buffers]:
-        """Return the buffers that the run may change (See Rule 5)."""
-        return [
-            (module._buffers, module._buffers.copy())
-            for module, ref in zip(self._modules, self._code[1:], strict=True)
-            if self._is_looking or ref in _counts
-        ]
-
     def _may_write(self, codes: Container[Code]) -> list[tuple[Code, Tensor]]:
         """Return the parameters and attributes of modules that are in `codes`, with the module."""
         pairs = zip(self._modules, self._code[1:], strict=True)
@@ -285,9 +272,7 @@ class Surroundings(Draws):
     ) -> Generator[set[int] | None]:
         """A context that finds the modules that are called (See Rule 5); yields their ids.
 
-        Args:
-            before: takes their buffers, and the values that these have.
-            found: takes the buffers of each module.
+        Their buffers are added to `found`, and with the values that they have to `before`.
         """
         if not self._is_finding or self.kept_outputs is None:
             yield None  # compiled code runs under no such mode, and looks at hooks
@@ -312,7 +297,7 @@ class Surroundings(Draws):
             is_seen = ref in (training if module.training else evaluated)
             if not is_copied and (not is_seen or ref in _counts):
                 found.append((module._buffers, module._buffers.copy()))
-                before.extend(copies_of_buffers(found[-1:]))
+                before.extend(copies_of(all_of(found[-1:])))
 
         with nn.modules.module.register_module_forward_pre_hook(begins):
             yield called

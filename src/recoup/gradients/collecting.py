@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.graph_ends import Ends, ends_of, hidden_leaves
+from recoup._core.tensors import Ends, ends_of, hidden_leaves
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import is_sharded, owned
 from recoup.gradients.container import Container

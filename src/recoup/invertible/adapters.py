@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from recoup._arguments import shown
-from recoup._core.module_marks import is_hooked
+from recoup._core.modules import is_hooked
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import (
     Adapted,

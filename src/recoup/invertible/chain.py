@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import generators_restored
 from recoup._core.drift_guard import Drift, DriftGuard
-from recoup._core.module_marks import is_hooked
+from recoup._core.modules import is_hooked
 from recoup._core.saved_tensors import detached
 from recoup._core.slots import State
 from recoup.errors import ConvergenceError

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup._core.module_marks import check_pair, has_inverse
+from recoup._core.modules import check_pair, has_inverse
 from recoup._core.slots import State
 from recoup.errors import NotInvertibleError
 from recoup.invertible.contract import Adapted, InvertibleModule

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
-from recoup._core.module_marks import Direction, check_pair
+from recoup._core.modules import Direction, check_pair
 from recoup._core.tensors import check_tensors
 from recoup.invertible.chain import Chain
 from recoup.invertible.channels import ActNorm

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
 from recoup._core.devices import NO_PEAKS, Peaks
-from recoup._core.graph_ends import nodes_of, when_node_runs
 from recoup._core.saved_tensors import num_nodes
+from recoup._core.tensors import nodes_of, when_node_runs
 from recoup.memory.module_names import ModulePath, RunningModules, names_of
 from recoup.memory.size import format_bytes
 from recoup.memory.timeline import Span, Timeline

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from recoup._core.module_marks import has_inverse, is_gathered, mark_of
+from recoup._core.modules import has_inverse, is_gathered, mark_of
 
 Block = tuple[str, nn.Module]
 Named = str | Iterable[str | nn.Module] | None

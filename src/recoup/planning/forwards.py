@@ -36,16 +36,16 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_traced, uncompiled
-from recoup._core.module_marks import is_gathered
-from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import frame_in_force, version_of
-from recoup._core.stand_ins import (
+from recoup._core.modules import (
     OWN_FORWARD,
+    is_gathered,
     is_stand_in,
     new_stand_in,
     with_stand_in,
     without_stand_in,
 )
+from recoup._core.rng import num_repeated
+from recoup._core.saved_tensors import frame_in_force, version_of
 from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
 
 _COMPILED = "_compiled_call_impl"

@@ -25,10 +25,10 @@ from recoup._arguments import (
 )
 from recoup._core.compile import is_compiled
 from recoup._core.devices import has_fixed_segments, is_accelerator, synchronize
+from recoup._core.offload import existing_folder, tier_for
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensors import is_without_values
-from recoup._core.tiers import existing_folder, tier_for
 from recoup.memory import parse_bytes
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs

@@ -48,10 +48,9 @@ from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
 from recoup._core.devices import generators_restored
-from recoup._core.graph_ends import ends_of
-from recoup._core.module_marks import is_gathered
+from recoup._core.modules import is_gathered
 from recoup._core.saved_tensors import set_versions, version_of
-from recoup._core.tensors import check_is_in_its_mode, is_without_values
+from recoup._core.tensors import check_is_in_its_mode, ends_of, is_without_values
 from recoup.errors import ReplayError
 
 Undo = Callable[[], object]

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_watched
 from recoup._core.pytree import flatten
+from recoup._core.rows import summed_loss
 from recoup._core.saved_tensors import (
     grad_mode,
     is_transformed,
@@ -52,7 +53,6 @@ from recoup._core.saved_tensors import (
 )
 from recoup._core.settings import settings_as_now
 from recoup._core.storage_tracking import bytes_of
-from recoup._core.summed_gradients import summed_loss
 from recoup.errors import ChangedError, GradientError
 from recoup.memory import format_bytes
 from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.module_marks import is_gathered
+from recoup._core.modules import is_gathered
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks

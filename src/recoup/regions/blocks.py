@@ -16,7 +16,7 @@ from torch import Tensor
 from recoup._arguments import check_flag
 from recoup._core.compile import ComputedAgain, is_followed, is_watched, never_compiled, uncompiled
 from recoup._core.devices import accelerator, refuse_capture
-from recoup._core.offload import Traffic
+from recoup._core.offload import Traffic, existing_folder, tier_for
 from recoup._core.operators import InMode
 from recoup._core.rng import is_run_again
 from recoup._core.saved_tensors import (
@@ -28,12 +28,9 @@ from recoup._core.saved_tensors import (
     pair_in_force,
     saving,
 )
-from recoup._core.tiers import existing_folder, tier_for
 from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
 from recoup.regions.recorder import OpRecorder
-
-__all__ = ["Block", "offloading", "recomputing", "refuse_transforms"]
 
 
 class _Entered(threading.local):
@@ -73,8 +70,7 @@ class Block:
         _entered.contexts.append(context)
 
 
-def refuse_transforms(function: str) -> None:
-    """Raise inside a transform of torch.func."""
+def _refuse_transforms(function: str) -> None:
     if is_transformed():
         raise RecoupError(
             f"{function}() does not work inside transforms of torch.func (grad, vmap, jacrev), "
@@ -160,7 +156,7 @@ def _place_in_code() -> str:
 @contextmanager
 def _recorded(name: str, compare: bool) -> Generator[None]:
     """Record the code of one `with` statement."""
-    refuse_transforms("recoup.recomputing")
+    _refuse_transforms("recoup.recomputing")
     recorder = OpRecorder(name, pair_in_force(), compare=compare)
     try:
         with saving(recorder.pack), InMode(recorder):
@@ -256,7 +252,7 @@ def _sending_away(min_bytes: int, to: str, in_flight_bytes: int | None) -> Gener
     if is_run_again():  # nothing is kept anyway
         yield
         return
-    refuse_transforms("recoup.offloading")
+    _refuse_transforms("recoup.offloading")
     traffic = Traffic(tier_for(to), in_flight_bytes, min_bytes)
     with saving(partial(_pack, traffic, pair_in_force())):
         yield

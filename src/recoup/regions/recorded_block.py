@@ -12,8 +12,8 @@ Rule 3. A replay runs the operators that make the values that backward may still
         order of the block. It sets all of these values, and frees other tensors as soon as it can.
         Tensors have the strides of the first run, or layouts would not fit.
 Rule 4. The first run leaves sketches of its last values: of those that come out of the block and
-        of which no other of these is made, and of the last one that was saved. A replay makes
-        only values that lead to one of these, or all of these, too; and it compares them.
+        of which no other of these is made, and of the last one that was saved. A replay makes only
+        values that lead to one of these, or all of these, too; and it compares them.
 Rule 5. While the block runs, a replay runs what was recorded so far, and is itself recorded as any
         other code of the block.
 
@@ -54,32 +54,16 @@ from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup._core.tensors import Geometry, geometry_of, strided
 from recoup.errors import ReplayError
 
-__all__ = [
-    "Draw",
-    "Draws",
-    "Layout",
-    "Memory",
-    "MemorySource",
-    "RecordedBlock",
-    "RecordedOp",
-    "RecordedTensor",
-]
-
 _lock = threading.RLock()  # blocks of several threads draw one after the other
 
 
 class Draw(NamedTuple):
-    """A draw: its generator, by address or device, its device, and its states (See Rule 7).
-
-    Attributes:
-        before: the state before it; None if the previous draw left that state.
-        after: the hash of the state after it.
-    """
+    """A draw: its generator, by address or device, its device, and its states (See Rule 7)."""
 
     stream: Any
     device: torch.device
-    before: Tensor | None
-    after: int
+    before: Tensor | None  # None if the previous draw left that state
+    after: int  # a hash
 
 
 class Draws:
@@ -191,20 +175,17 @@ class Layout(NamedTuple):
 
 
 class Memory:
-    """A storage that a block uses, or a tensor without one.
+    """A storage that a block uses, or a tensor without one; `is_own` if the block allocated it.
 
-    Attributes:
-        num_bytes: its size.
-        made_as: the layout in which an operator made it; None if its content comes from outside.
-        is_own: whether the block allocated it.
-        kept: what the block took of it from outside: a tensor while the block runs. None is the
-            layout of a tensor without a storage.
-        source: what makes it, if it is the memory of a value from outside, and the hooks of that.
+    An operator made it in the layout `made_as`; that is None if its content comes from outside.
     """
 
     def __init__(self, num_bytes: int, made_as: Layout | None = None, *, is_own: bool) -> None:
         self.num_bytes, self.made_as, self.is_own = num_bytes, made_as, is_own
+        # What the block took of it from outside: a tensor while the block runs. None is the layout
+        # of a tensor without a storage.
         self.kept: dict[Layout | None, Tensor | Packed] = {}
+        # What makes it, if it is the memory of a value from outside, and the hooks of that.
         self.source: tuple[Source | None, object] = None, None
 
     def whole(self, dtype: torch.dtype) -> Layout:
@@ -220,47 +201,30 @@ class RecordedTensor(NamedTuple):
 
 
 class RecordedOp(NamedTuple):
-    """An operator with its arguments, each tensor in them replaced by a `RecordedTensor`.
-
-    Attributes:
-        func: the operator.
-        arguments: its arguments, by position and by name.
-        makes: the tensors with new memory that it returns, by their position in the result.
-        changes: the memory that it makes or writes to.
-        takes: the memory that it reads.
-        draw: its draw of random numbers, if it drew.
-        with_grad: whether grad mode was on: some kernels make a workspace for backward only then.
-    """
+    """An operator with its arguments, each tensor in them replaced by a `RecordedTensor`."""
 
     func: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    makes: dict[int, RecordedTensor]
-    changes: frozenset[Memory]
-    takes: frozenset[Memory] = frozenset()
+    makes: dict[int, RecordedTensor]  # with new memory, by their position in the result
+    changes: frozenset[Memory]  # what it makes or writes to
+    takes: frozenset[Memory] = frozenset()  # what it reads
     draw: Draw | None = None
-    with_grad: bool = False
+    with_grad: bool = False  # grad mode: some kernels make a workspace for backward only then
 
 
 class RecordedBlock:
-    """The operators of one block, and the sources of the values that backward may ask for.
-
-    Args:
-        name: the name of the block in errors.
-
-    Attributes:
-        look: takes the sketches of what was made so far; None after the block (See Rule 5).
-        sketches: the sketches by which a replay is compared, and the layouts of what they show.
-        asks_other_sources: whether a replay asks sources of values from outside.
-        is_whole: whether the block has ended without an exception.
-    """
+    """The operators of one block, and the sources of the values that backward may ask for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ops: list[RecordedOp] = []
         self.lock = threading.RLock()
+        # Takes the sketches of what was made so far; None after the block (See Rule 5).
         self.look: Callable[[], None] | None = None
+        # By which a replay is compared, with the layouts of what they show.
         self.sketches: dict[Memory, tuple[Layout, Sketch]] = {}
-        self.asks_other_sources = self.is_whole = False
+        self.asks_other_sources = False  # whether a replay asks sources of values from outside
+        self.is_whole = False  # whether the block has ended without an exception
         self._sources = WeakValueDictionary[tuple[Memory, int, torch.dtype], MemorySource]()
 
     def source(self, memory: Memory, tensor: Tensor) -> MemorySource:

@@ -10,13 +10,11 @@ Rule 2. A tensor is marked as a value when the block ends, since it may change u
 Rule 3. Tensors that the block takes from outside are referenced until it ends, and kept then.
 Rule 4. A tensor whose content came from no operator is from outside: memory that was allocated and
         not overwritten as a whole (a custom kernel may have written to it unseen), constants,
-        sparse tensors and subclasses. A higher-order operator may do anything, and one that
-        communicates with other processes must not be repeated, so their arguments and results
-        count as ones from outside after that.
+        sparse tensors and subclasses. So are, after that, arguments and results of a higher-order
+        operator, which may do anything, and of one that communicates with other processes.
 Rule 5. A value from outside whose source asks no other source is not kept: a replay asks that
-        source for it. Any other value is kept, since a chain of blocks would otherwise be
-        recomputed as a whole, at once; so is one from outside of the saved-tensor hooks in force
-        (see `lazy_values`).
+        source for it. Any other value is kept, or a chain of blocks would be recomputed as a whole,
+        at once; so is one from outside of the saved-tensor hooks in force (see `lazy_values`).
 Rule 6. The tensors that are kept, and their order, depend on what the code does and not on which
         tensors are alive, so that outer hooks (those of a checkpoint) count alike in a second run.
 Rule 7. A storage is known by its address and a weak reference, so that storages that the block
@@ -56,19 +54,11 @@ from recoup.regions.recorded_block import (
     RecordedTensor,
 )
 
-__all__ = ["OpRecorder"]
-
 _BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 class OpRecorder(DispatchMode):
-    """The dispatch mode that records the operators of one block.
-
-    Args:
-        name: the name of the block in errors.
-        pair: the pair of saved-tensor hooks around the block.
-        compare: whether replays are compared with the first run.
-    """
+    """The dispatch mode that records the operators of one block, under a pair of hooks."""
 
     supports_higher_order_operators = True
 
@@ -162,7 +152,10 @@ class OpRecorder(DispatchMode):
             return
         memory.made_as = layout = memory.whole(tensor.dtype)
         made = {0: RecordedTensor(memory, layout)}, frozenset((memory,))
-        if is_overwritten and not memory.kept and _covers(tensor, memory.num_bytes):
+        # Whether it covers every byte of the memory exactly once.
+        dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        covers = tensor.permute(dims).is_contiguous() and tensor.nbytes == memory.num_bytes
+        if is_overwritten and not memory.kept and covers:
             kwargs = {"dtype": tensor.dtype, "device": tensor.device}
             self._block.ops.append(RecordedOp(torch.empty, (layout.geometry[0], kwargs), *made))
             return
@@ -278,9 +271,3 @@ def _place_of(tensor: Tensor) -> tuple[int, Any]:
     with torch._C.DisableTorchFunctionSubclass():  # which would regard a value as exposed
         storage = tensor.untyped_storage()
     return storage._cdata, storage
-
-
-def _covers(tensor: Tensor, num_bytes: int) -> bool:
-    """Whether `tensor` covers every one of `num_bytes` exactly once."""
-    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(dims).is_contiguous() and tensor.nbytes == num_bytes

@@ -14,12 +14,9 @@ from recoup._core.compile import break_graph, is_followed
 from recoup._core.drift_guard import Drift
 from recoup._core.executor import Otherwise, run_through, value_of, ways_of
 from recoup.planning.budget import HasMemoryMode, is_bytes
-from recoup.regions.checkpoint import checkpoint_in_graph
+from recoup.regions.recompute import checkpoint_in_graph
 from recoup.schedules import Way
-from recoup.schedules.memory import Memory, schedule_for
-from recoup.schedules.segmented import segment_lengths
-
-__all__ = ["Sequential"]
+from recoup.schedules.memory import Memory, schedule_for, segment_lengths
 
 _NOT_IN_GRAPH = (
     "A recoup.Sequential with this `memory` runs outside of graphs. In a graph there are "

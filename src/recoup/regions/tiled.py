@@ -3,9 +3,8 @@
 NOTE [ Tiled calls ]
 
 Rule 1. Each tile is a region of its own, so draws, autocast, comparisons, hooks and double
-        backward are those of a checkpointed call. One tile is alive at a time, in forward and in
-        backward. Of `tiled_loss` a tile runs forward and backward at once (See NOTE [ Gradients of
-        a sum ]).
+        backward are those of a checkpointed call. One tile is alive at a time. Of `tiled_loss` a
+        tile runs forward and backward at once (See NOTE [ Gradients of a sum ]).
 Rule 2. The result is that of `fn` for all rows: outputs are concatenated; losses are added, means
         weighted by the number of their targets.
 Rule 3. A tile without a target has no loss (0 / 0 for most functions), so it is left out; without
@@ -25,9 +24,9 @@ from recoup._arguments import check_callable
 from recoup._core.call import Call, run_again
 from recoup._core.captured import captured_by
 from recoup._core.compile import break_graph, is_followed, is_traced, is_watched, uncompiled
+from recoup._core.rows import summed_loss
 from recoup._core.saved_tensors import check_hooks_work
-from recoup._core.summed_gradients import summed_loss
-from recoup.regions.checkpoint import checkpoint_in_graph, name_of
+from recoup.regions.recompute import checkpoint_in_graph, name_of
 from recoup.regions.tiles import (
     Cut,
     Reduction,
@@ -37,8 +36,6 @@ from recoup.regions.tiles import (
     joined,
     tile_value,
 )
-
-__all__ = ["Tiled", "TiledLoss", "tiled", "tiled_loss"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -186,15 +183,7 @@ def tiled_loss(
 
 
 class Tiled(Generic[P, T]):
-    """A function that runs in tiles, as `tiled` returns it.
-
-    Args:
-        fn: the function.
-        cut: how its calls are cut.
-
-    Raises:
-        ValueError: when `fn` cannot be called.
-    """
+    """A function that runs in tiles, as `tiled` returns it."""
 
     def __init__(self, fn: Callable[P, T], cut: Cut) -> None:
         check_callable(fn=fn)
@@ -248,12 +237,10 @@ class Tiled(Generic[P, T]):
         values: list[Tensor] = []
         for index, piece in _pieces(tiles):
             if weights[index]:  # See Rule 3
-                value = self._value(self._tile(tiles, index, piece))
+                output = self._tile(tiles, index, piece)
+                value = tile_value(output, self._name, self._cut.reduction)
                 values.append(value if divisor == 1 else value * (weights[index] / divisor))
         return functools.reduce(torch.add, values)
-
-    def _value(self, output: Any) -> Tensor:
-        return tile_value(output, self._name, self._cut.reduction)
 
 
 class TiledLoss(Tiled[P, Tensor]):
@@ -266,7 +253,7 @@ class TiledLoss(Tiled[P, Tensor]):
 
         def loss(piece: Sequence[Tensor]) -> Tensor:
             args, kwargs = tiles.given(piece)
-            return self._value(self._fn(*args, **kwargs))
+            return tile_value(self._fn(*args, **kwargs), self._name, self._cut.reduction)
 
         outside = [t for t in (*captured_by(self._fn), *tiles.others) if isinstance(t, Tensor)]
         name, weights = f"the loss of {self._name} in tiles", tiles.weights()

@@ -13,13 +13,12 @@ Rule 3. Tiles differ by at most one row. There are fewer where there are fewer r
 NOTE [ When a function is checked ]
 
 Rule 4. A loss is checked in each call: whether a mean weights its rows may depend on their values.
-Rule 5. Another function is checked in the first call of its kind. Its code, the numbers that it
-        holds, five levels deep, and arguments that are no tensors tell which one it is. A check
-        that could show nothing (rows that are all alike) is made again.
+Rule 5. Another function is checked in the first call of its kind, which its code, the numbers that
+        it holds, five levels deep, and arguments that are no tensors tell. A check that could show
+        nothing (rows that are all alike) is made again.
 Rule 6. Where a mean over targets has a part that is a mean over all rows (a distillation beside a
-        cross entropy), only rows that have fewer targets than others, or none, show it. So those
-        with the most are one half of a check, and those with the least are in the other one, which
-        has some with targets, too.
+        cross entropy), only rows that have fewer targets than others show it. So those with the
+        most are one half of a check, and the other one has those with the least, and some others.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
 from recoup._core.pytree import Tree, flatten, flatten_arguments, flatten_containers
-from recoup._core.row_check import Found, RowCheck, few_of
+from recoup._core.rows import Found, RowCheck, few_of
 from recoup._core.saved_tensors import is_transformed
 from recoup.errors import ChangedError
 
@@ -46,11 +45,7 @@ _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 @dataclass(frozen=True)
 class Cut:
-    """The way in which calls are cut: all arguments of `tiled` but the function.
-
-    Raises:
-        ValueError: when one of them is not what it must be.
-    """
+    """The way in which calls are cut: all arguments of `tiled` but the function."""
 
     dim: int
     tiles: int
@@ -75,21 +70,7 @@ class Cut:
 
 
 class Tiles:
-    """The arguments of one call, and which of their tensors are split.
-
-    Args:
-        args: the arguments.
-        kwargs: the keyword arguments.
-        cut: how they are cut.
-
-    Attributes:
-        split: the tensors that are split, each once.
-        others: the other tensors among the arguments.
-        dim: the dimension of the rows, not negative.
-        num_rows: how many there are.
-        sizes: how many rows each tile has.
-        cut: how they are cut.
-    """
+    """The arguments of one call, and which of their tensors are split."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut) -> None:
         self._args, self._kwargs, self.cut = args, kwargs, cut
@@ -115,7 +96,7 @@ class Tiles:
         self.dim = cut.dim % rows.dim()
         self.num_rows = rows.shape[self.dim]
         split = given if named else [t for t in given if _has_rows(t, rows, self.dim)]
-        self.split = list({id(tensor): tensor for tensor in split}.values())
+        self.split = list({id(tensor): tensor for tensor in split}.values())  # each once
         ids = set(map(id, self.split))
         self.others = [tensor for tensor in self._tensors if id(tensor) not in ids]
         for tensor in self.split:
@@ -126,7 +107,9 @@ class Tiles:
                 )
         num_tiles = max(1, min(cut.tiles, self.num_rows))  # See Rule 3
         size, more = divmod(self.num_rows, num_tiles)
-        self.sizes = [size + (place < more) for place in range(num_tiles)]
+        self.sizes = [size + (place < more) for place in range(num_tiles)]  # rows of each tile
+        if cut.target is not None:
+            self._ids_of([cut.target])  # raises if there is no such argument
         self._targets = None if cut.reduction == "none" else self._counted()
 
     @property
@@ -171,7 +154,7 @@ class Tiles:
     def _counted(self) -> Tensor:
         """Return how many targets each row has; one each if no argument has them."""
         target, is_mean = self.cut.target, self.cut.reduction == "mean"
-        named = None if target is None or not is_mean else self._ids_of([target])
+        named = self._ids_of([target]) if target is not None and is_mean else None
         found = [t for t in self.split if t.dtype in _INTEGERS]
         found = [t for t in found if named is None or id(t) in named]
         if named is not None and len(found) != 1:
@@ -224,14 +207,7 @@ def _has_rows(tensor: Tensor, rows: Tensor, dim: int) -> bool:
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int], dim: int, name: str) -> Any:
-    """Return the outputs of tiles as one: their tensors concatenated, all else as it is.
-
-    Args:
-        outputs: what `fn` returned for each tile.
-        sizes: how many rows each tile has.
-        dim: the dimension of the rows.
-        name: the name of `fn` in error messages.
-    """
+    """Return the outputs of tiles as one: their tensors concatenated, all else as it is."""
     first: Tree = flatten(outputs[0])[1]
     columns: list[tuple[Tensor, ...]] = []
     for output, size in zip(outputs, sizes, strict=True):
@@ -255,13 +231,7 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int], dim: int, name: str) ->
 
 
 def tile_value(output: Any, name: str, reduction: Reduction) -> Tensor:
-    """Return the loss of a tile; raise if it is none.
-
-    Args:
-        output: what `fn` returned.
-        name: the name of `fn` in error messages.
-        reduction: how losses of tiles become one.
-    """
+    """Return the loss of a tile; raise if it is none."""
     if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
         return output
     got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else "no tensor"
@@ -278,20 +248,12 @@ _MOST_ENTRIES = 256  # of a container that are looked at, and containers
 
 
 def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
-    """Check a function on all rows of a call, with the gradients of arguments and leaves.
-
-    Raises:
-        ValueError: if the function does not treat rows independently.
-    """
+    """Check a function on all rows of a call, with the gradients of arguments and leaves."""
     _demand(name, _check_of(name, fn, tiles, takes_gradients=True).mixes(tiles.rows_to_check()))
 
 
 def check_few_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
-    """Check a function on a few rows (See Rules 4 and 5).
-
-    Raises:
-        ValueError: if the function does not treat rows independently.
-    """
+    """Check a function on a few rows (See Rules 4 and 5)."""
     is_plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_meta for t in tiles.split)
     if len(tiles.sizes) == 1 or not is_plain or is_transformed():
         return
@@ -337,10 +299,7 @@ def _check_of(
 def _mark(value: Any, depth: int = 5, seen: set[int] | None = None) -> Hashable:
     """Return what tells a function, or a value that it holds, from another one.
 
-    Args:
-        value: the value.
-        depth: how many levels of containers and attributes are looked into.
-        seen: those that were, each once.
+    Containers and attributes are looked into, `depth` levels deep and each once.
     """
     seen = set() if seen is None else seen
     if isinstance(value, _NUMBERS):

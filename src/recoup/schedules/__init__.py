@@ -21,8 +21,8 @@ from recoup.schedules.actions import (
     Tape,
 )
 from recoup.schedules.costs import Cost, Results, SelectiveTape
+from recoup.schedules.memory import Way, constant, linear, offloaded, sqrt
 from recoup.schedules.search import Point, frontier, optimal
-from recoup.schedules.segmented import Way, constant, linear, offloaded, sqrt
 
 __all__ = [
     "Action",

@@ -149,10 +149,9 @@ def _pass_of_revolve(part: _Part) -> list[Action | _Part]:
 
 
 def _pass_of_binomial(n: int, part: _Part) -> list[Action | _Part]:
-    """Return one pass through a part without tapes.
+    """Return one pass through a part without tapes, which tapes its last stage.
 
-    The pass tapes its last stage. The part behind that stage is solved first, with one slot less.
-    Then the stage is reversed, and the part before it is solved with all slots.
+    The part behind that stage is solved first, with one slot less, then the part before it.
     """
     start, stop, slots = part
     if start == stop:
@@ -251,17 +250,9 @@ def num_advances(n: int, slots: int) -> int:
 
 
 def best_split(n: int, slots: int) -> int:
-    """Return the distance to advance before the next state is kept that minimizes the advances.
+    """Return the longest distance to the next state that is kept which minimizes the advances.
 
-    In general several distances are optimal; this is the longest of them, which leads to the
-    least nesting of segments.
-
-    Args:
-        n: number of stages, at least 2.
-        slots: number of states that may be kept, the one at the start included.
-
-    Returns:
-        A distance from 1 to ``n - 1``.
+    Of several it leads to the least nesting of segments. There are at least two stages.
 
     Example:
         >>> from recoup.schedules._binomial import best_split

@@ -1,20 +1,25 @@
-"""The cost of a schedule without running it: its totals, and its memory moment by moment."""
+"""What a schedule costs, and what its runs need to know, without running it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from recoup._arguments import check_real, check_type
+from recoup._arguments import check_type
 from recoup.errors import ScheduleError
 from recoup.schedules.actions import (
     Action,
     Advance,
+    Invert,
+    Keep,
+    Load,
+    Offload,
     Reverse,
     Schedule,
     Tape,
 )
-from recoup.schedules.costs import Cost, require_costs, require_size
+from recoup.schedules.costs import Cost, require_costs, require_size, require_time
 from recoup.schedules.walk import Impossible, Sizes, Walk
 
 # Time of backward in forwards: the backward of a product is two products.
@@ -95,7 +100,7 @@ def simulate(
     Raises:
         ScheduleError: an action is impossible at its position, or the schedule is incomplete; the
             message names the action, its position and the reason.
-        ValueError: a sequence has the wrong length, or a size is negative.
+        ValueError: a sequence has the wrong length, or a size is negative or no whole number.
 
     Example:
         >>> from recoup.schedules import Cost, binomial, linear, simulate
@@ -171,7 +176,7 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
 
     Raises:
         ScheduleError: an action is impossible at its position.
-        ValueError: `costs` has the wrong length.
+        ValueError: `costs` has the wrong length, or `first` is negative or not finite.
 
     Example:
         >>> from recoup.schedules import Cost, linear, trace
@@ -180,7 +185,7 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
     """
     check_type(Schedule, "a Schedule", schedule=schedule)
     require_costs(costs)
-    check_real(first=first)
+    require_time("first", first)
     _require_length("costs", len(costs), schedule.num_stages)
     walk = Walk(costs)
     moments: list[Moment] = []
@@ -232,3 +237,72 @@ def _sizes(name: str, sizes: int | Sequence[int], length: int) -> Sequence[int]:
         require_size(name, size)
     _require_length(name, len(sizes), length, ", or one for all")
     return sizes
+
+
+# -- the facts that an executor needs --------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """The work of the sweep at one stage."""
+
+    before: tuple[Action, ...]  # what keeps, offloads or drops states before it runs
+    is_taped: bool
+    is_run_again: bool  # whether it may run again, even if it is taped
+
+
+class Prepared:
+    """The facts that runs need of a schedule, read once from its actions."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        simulate(schedule)  # raises on a schedule that cannot be executed
+        self.num_stages = schedule.num_stages
+        self.actions = schedule.actions
+        self.sweep_end = schedule.sweep_end
+        sweep, self.tape_at = self.actions[: self.sweep_end], dict[int, int]()
+        self.tapes_that_go_on: set[int] = set()  # second runs whose output a later action needs
+        for place, action in enumerate(self.actions[self.sweep_end :], self.sweep_end):
+            if isinstance(action, Tape | Invert):
+                self.tape_at[action.index] = place
+                if isinstance(action, Tape) and _is_taken(self.actions, place):
+                    self.tapes_that_go_on.add(action.index)
+        self.inverted = {a.index for a in self.actions if isinstance(a, Invert)}
+        self.last_keep = -1
+        for place, action in enumerate(sweep):
+            if isinstance(action, Keep | Offload) and action.index < self.num_stages:
+                self.last_keep = place
+        # Whether the states that backward has dropped can be made again from the first one. A run
+        # that only inverts begins from the last state, and may have no first one.
+        self.restarts = not self.inverted or Keep(0) in sweep or Offload(0) in sweep
+        # States that inverses got wrong are computed again from kept ones, over taped stages too.
+        self.last_again = self.last_keep
+        if self.inverted and self.restarts:
+            for place, action in enumerate(sweep):
+                if isinstance(action, Advance) and action.start <= max(self.inverted):
+                    self.last_again = max(place, self.last_again)
+        self.steps = tuple(self._steps())
+        if not self.inverted and self.last_keep >= 0:  # the sweep keeps the source of a restart
+            first = self.steps[0]
+            self.steps = (first._replace(before=(Keep(0), *first.before)), *self.steps[1:])
+        self.keeps_output = Keep(self.num_stages) in sweep
+
+    def _steps(self) -> Iterator[Step]:
+        before: list[Action] = []
+        for position, action in enumerate(self.actions[: self.sweep_end]):
+            match action:
+                case Advance(start, stop):
+                    for _ in range(start, stop):
+                        yield Step(tuple(before), is_taped=False, is_run_again=True)
+                        before.clear()
+                case Tape():
+                    yield Step(tuple(before), True, is_run_again=position < self.last_again)
+                    before.clear()
+                case _:
+                    before.append(action)  # a Keep, Offload or Drop: `simulate` refuses others
+
+
+def _is_taken(actions: Sequence[Action], place: int) -> bool:
+    """Whether a later action starts from the working state after the one at `place`."""
+    for action in actions[place + 1 :]:
+        if isinstance(action, Keep | Advance | Tape | Invert | Load):
+            return not isinstance(action, Load)
+    return False

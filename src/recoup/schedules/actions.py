@@ -18,11 +18,9 @@ Rule 4. A working state from which no stage is left to run or to invert is relea
 
 NOTE [ Groups ]
 
-Groups are neighbouring stages that a schedule always treats alike, so that they can run as one. The
-stages of a segment of `sqrt` run one after the other in the sweep, and are taped one after the
-other in backward. No state between them is ever kept, so one stage in the place of all of them
-runs as many forwards and keeps as many bytes. It holds its input while it runs, so a group begins
-with a state that is kept anyway.
+Groups are neighbouring stages that a schedule always treats alike, as those of a segment of `sqrt`.
+No state between them is ever kept, so one stage in the place of all of them runs as many forwards
+and keeps as many bytes. It holds its input while it runs, so a group begins with a kept state.
 """
 
 from __future__ import annotations
@@ -288,13 +286,9 @@ class Schedule:
 
 
 def actions_of(part: _Part, expand: Callable[[_Part], Sequence[Action | _Part]]) -> list[Action]:
-    """Return the actions that solve a part of a chain.
+    """Return the actions that solve a part of a chain, which expands to actions and further parts.
 
     A state that is dropped where it would be kept next stays kept, and runs in a row become one.
-
-    Args:
-        part: the part.
-        expand: a function from a part to actions and further parts, in order.
 
     Example:
         >>> from recoup.schedules.actions import Advance, Tape, actions_of
@@ -328,9 +322,6 @@ def groups_of(schedule: Schedule) -> list[range]:
     Two neighbours are in one group if the sweep advances over both from a kept state, each action
     on one of them is next to the same action on the other, and none concerns the state in between.
 
-    Args:
-        schedule: the schedule.
-
     Example:
         >>> from recoup.schedules import sqrt
         >>> from recoup.schedules.actions import groups_of
@@ -361,10 +352,6 @@ def groups_of(schedule: Schedule) -> list[range]:
 
 def on_groups(schedule: Schedule, groups: Sequence[range]) -> Schedule:
     """Return the schedule in which each group is one stage.
-
-    Args:
-        schedule: the schedule.
-        groups: its groups, as `groups_of` returns them.
 
     Example:
         >>> from recoup.schedules import sqrt

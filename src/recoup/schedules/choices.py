@@ -2,11 +2,10 @@
 
 NOTE [ The bytes of a choice ]
 
-Rule 1. Bytes are counted as `simulate` counts them. The bytes of a segment include memory beside
-        the chain and memory that backward has left, but not states and tapes that are kept for
-        other segments. The peak of a choice is the largest of three terms: the bytes that it needs
-        by itself, the bytes of the later part plus those that are kept meanwhile, and the bytes of
-        the earlier part, if it is solved, too.
+Rule 1. Bytes are counted as `simulate` counts them. Those of a segment include memory beside the
+        chain and memory that backward has left, but not what is kept for other segments. The peak
+        of a choice is the largest of three terms: the bytes that it needs by itself, those of the
+        later part plus what is kept meanwhile, and those of the earlier part, if it is solved, too.
 Rule 2. Segments that end with the chain are solved in the sweep, with memory of the stages passed
         so far beside the chain (`_sweeping`, where each counts as run without a tape: one that is
         taped needs less). All others are solved in backward, when all stages behind them are
@@ -43,34 +42,22 @@ _FEW_WAYS = 16  # to select them, all of which are tried
 class Choice(NamedTuple):
     """A choice: how to begin a segment.
 
-    Args:
-        kind: tape the first stages; keep results of theirs with the input, and tape them in
-            backward; keep or offload the input of the first part; or invert the first stage.
-        earlier_stop: the end of the earlier part, which is run without tapes and solved after the
-            later one; the start of the segment if nothing is left to solve there.
-        middle: the stage at which the later part begins.
-        variants: the variants of the tapes of the first stages, or the numbers of their results.
-        needs: the bytes at the worst moment, without the parts that are solved.
-        keeps: the bytes that are kept while the later part is solved.
-        seconds: the time, without that of the parts that are solved.
+    Tape the first stages; keep results of theirs with the input, and tape them in backward; keep or
+    offload the input of the first part; or invert the first stage. The earlier part is run without
+    tapes and solved after the later one; it is empty if nothing is left to solve there.
     """
 
     kind: _Kind
-    earlier_stop: int
-    middle: int
-    variants: tuple[int, ...]
-    needs: int
-    keeps: int
-    seconds: float
+    earlier_stop: int  # the end of the earlier part
+    middle: int  # the stage at which the later part begins
+    variants: tuple[int, ...]  # of the tapes of the first stages, or the numbers of their results
+    needs: int  # the bytes at the worst moment, without the parts that are solved
+    keeps: int  # the bytes that are kept while the later part is solved
+    seconds: float  # without those of the parts that are solved
 
 
 class Chain:
-    """A chain of stages with their costs.
-
-    Args:
-        costs: the cost of each stage.
-        num_groups: the approximate number of groups; the number of choices is its third power.
-    """
+    """A chain of stages with their costs, in about so many groups, the third root of choices."""
 
     def __init__(self, costs: Sequence[Cost], num_groups: int) -> None:
         self.costs = costs

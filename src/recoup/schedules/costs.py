@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeVar, cast
 
-from recoup._arguments import check_type, is_real, shown
+from recoup._arguments import check_flag, check_type, is_real, is_whole, shown
 
 _T = TypeVar("_T")
+_MOST = 2**63 - 1  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,11 @@ class SelectiveTape:
     stopped_run_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _require_time("seconds", self.seconds)
+        require_time("seconds", self.seconds)
         for name in ("tape_bytes", "tape_run_bytes", "reverse_bytes"):
             require_size(name, getattr(self, name))
-        require_size("stopped_run_bytes", self.stopped_run_bytes or 0)
+        if self.stopped_run_bytes is not None:
+            require_size("stopped_run_bytes", self.stopped_run_bytes)
 
     def run_bytes(self, *, goes_on: bool) -> int:
         """Return the most bytes beyond the stage's input of a run to its output, or to the tape."""
@@ -79,7 +81,8 @@ class Results:
     holds_output: bool = False
 
     def __post_init__(self) -> None:
-        _require_time("seconds", self.seconds)
+        require_time("seconds", self.seconds)
+        check_flag(holds_output=self.holds_output)
         for name in ("num_bytes", "taped_bytes"):
             require_size(name, getattr(self, name))
         if self.taped_bytes > self.num_bytes:
@@ -129,7 +132,8 @@ class Cost:
             (weights that autocast has cast); a tape counts them itself.
 
     Raises:
-        ValueError: a cost is negative or not finite, or a tape is smaller than the input.
+        ValueError: a cost is negative, not finite or no whole number of bytes, a flag is no bool,
+            or a tape is smaller than the input.
 
     Example:
         >>> from recoup.schedules import Cost
@@ -159,13 +163,21 @@ class Cost:
     cached_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _require_time("seconds", self.seconds)
-        _require_time("invert_seconds", self.invert_seconds)
-        _require_time("offload_seconds", self.offload_seconds or 0.0)
+        check_flag(
+            is_linked=self.is_linked, is_fixed=self.is_fixed, is_invertible=self.is_invertible
+        )
+        require_time("seconds", self.seconds)
+        require_time("invert_seconds", self.invert_seconds)
+        if self.offload_seconds is not None:
+            require_time("offload_seconds", self.offload_seconds)
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
         for name in (*sizes, "tape_bytes", "between_bytes", "between_run_bytes", "cached_bytes"):
             require_size(name, getattr(self, name))
-        require_size("invert_bytes", self.invert_bytes or 0)
+        if self.invert_bytes is not None:
+            require_size("invert_bytes", self.invert_bytes)
+        if not is_whole(self.left_bytes, -_MOST, _MOST):
+            left = shown(self.left_bytes)
+            raise ValueError(f"`left_bytes` is {left}, but it must be a whole number of bytes")
         for name, kind in (("variants", SelectiveTape), ("results", Results)):
             expected, given = f"a tuple of `{kind.__name__}`", getattr(self, name)
             check_type((tuple, list), expected, **{name: given})
@@ -207,29 +219,18 @@ def _numbered(name: str, number: int, values: tuple[_T, ...]) -> _T:
         ) from error
 
 
-def _require_time(name: str, value: float) -> None:
+def require_time(name: str, value: float) -> None:
+    """Raise a ValueError unless a time is finite and not negative."""
     if not (is_real(value) and isfinite(value) and value >= 0):
-        raise ValueError(f"`{name}` is {value}, but it must be finite and not negative")
+        raise ValueError(f"`{name}` is {shown(value)}, but it must be finite and not negative")
 
 
 def require_size(name: str, value: int) -> None:
-    """Raise a ValueError if a number of bytes is negative.
-
-    Args:
-        name: the argument's name, for the message.
-        value: the number of bytes.
-
-    Raises:
-        ValueError: `value` is negative.
-
-    Example:
-        >>> from recoup.schedules.costs import require_size
-        >>> require_size("in_flight_bytes", 0)
-    """
-    if not is_real(value):
-        raise ValueError(f"`{name}` is {shown(value)}, but it must be a number of bytes")
-    if value < 0:
-        raise ValueError(f"`{name}` is {value}, but it must not be negative")
+    """Raise a ValueError unless it is a whole number of bytes, and not negative."""
+    if not is_whole(value, 0, _MOST):
+        is_less = is_real(value) and value < 0
+        needed = "not be negative" if is_less else "be a whole number of bytes"
+        raise ValueError(f"`{name}` is {shown(value)}, but it must {needed}")
 
 
 def require_costs(costs: Any) -> None:

@@ -1,21 +1,188 @@
-"""The fastest schedule for every number of bytes (`frontier`), and for one of them (`optimal`)."""
+"""The fastest schedule for every number of bytes (`frontier`), and for one of them (`optimal`).
+
+A schedule is persistent if it keeps each state and tape until it has served its purpose (see
+`optimal`). So a choice for each segment of the chain makes a schedule. The recurrence tries every
+choice for every segment, and looks up the parts that the choice leaves. Bytes are not rounded. Of
+many solutions of a segment, some are left out.
+
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
+networks with limited memory" (2019).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import ceil, inf, sqrt
 from operator import itemgetter
 from typing import NamedTuple
 
 from recoup._arguments import check_real
 from recoup.errors import ScheduleError
 from recoup.schedules._simulate import simulate
-from recoup.schedules.actions import Schedule
-from recoup.schedules.choices import Chain
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Schedule,
+    Tape,
+    actions_of,
+)
+from recoup.schedules.choices import Chain, Choice
 from recoup.schedules.costs import Cost, require_costs
-from recoup.schedules.recurrences import fronts_of, persistent
-from recoup.schedules.segmented import linear
+from recoup.schedules.memory import linear
+
+# How many times as many solutions are kept of a segment of the sweep: there are few of these.
+_IN_SWEEP = 8
+
+# The peak of a solution in bytes, its seconds, and the choice that begins it.
+_Solution = tuple[int, float, Choice]
+
+
+class Front(NamedTuple):
+    """The fastest solutions of a segment, from the fewest bytes to the least time."""
+
+    peaks: list[int]  # in bytes, without rounding; rising
+    seconds: list[float]  # falling
+    choices: list[Choice]  # that begin them
+
+    def within(self, num_bytes: int) -> tuple[int, Choice]:
+        """Return the peak and the choice of the fastest solution within a number of bytes."""
+        place = bisect_right(self.peaks, num_bytes) - 1
+        return self.peaks[place], self.choices[place]
+
+
+Fronts = Mapping[tuple[int, int], Front]
+
+
+def fronts_of(chain: Chain, most: int) -> Fronts:
+    """Return the front of each segment of a chain.
+
+    Of a segment that is run again, `most` solutions are kept, that with the fewest bytes among
+    them.
+    """
+    nothing = Front([chain.base], [0.0], [])
+    fronts = {(index, index): nothing for index in range(chain.num_stages + 1)}
+    for start, stop in chain.segments():
+        found: list[_Solution] = []
+        for choice in chain.choices(start, stop):
+            later, earlier = fronts[choice.middle, stop], fronts[start, choice.earlier_stop]
+            least = choice.seconds + later.seconds[-1] + earlier.seconds[-1]
+            place = bisect_right(found, -least, key=lambda solution: -solution[1])
+            bound = found[place][0] if place < len(found) else inf
+            if solutions := _begun_by(choice, later, earlier, bound):
+                # Of equals the last choice is taken: what runs again early in the sweep does so
+                # late in backward, when there is room.
+                found = _fastest(solutions + found)
+        found = _thinned(found, most * _IN_SWEEP if stop == chain.num_stages else most)
+        peaks, seconds, choices = map(list, zip(*found, strict=True))
+        fronts[start, stop] = Front(peaks, seconds, choices)
+    return fronts
+
+
+def _begun_by(choice: Choice, later: Front, earlier: Front, bound: float) -> list[_Solution]:
+    """Return the solutions that a choice begins, with peaks below a bound."""
+    needs, keeps = choice.needs, choice.keeps
+    peak = max(needs, keeps + later.peaks[0], earlier.peaks[0])
+    at, beside = bisect_right(later.peaks, peak - keeps), bisect_right(earlier.peaks, peak)
+    found: list[_Solution] = []
+    while peak < bound:
+        seconds = choice.seconds + later.seconds[at - 1] + earlier.seconds[beside - 1]
+        found.append((int(peak), seconds, choice))
+        # More bytes serve once one of the parts has a faster solution within them.
+        next_later = keeps + later.peaks[at] if at < len(later.peaks) else inf
+        next_earlier = earlier.peaks[beside] if beside < len(earlier.peaks) else inf
+        peak = min(next_later, next_earlier)
+        if peak == inf:
+            break
+        at += next_later == peak
+        beside += next_earlier == peak
+    return found
+
+
+def _fastest(solutions: list[_Solution]) -> list[_Solution]:
+    """Return those solutions than which none with as few bytes is as fast, by bytes."""
+    found: list[_Solution] = []
+    least = inf
+    for solution in sorted(solutions, key=itemgetter(0, 1)):
+        if solution[1] < least:
+            least = solution[1]
+            found.append(solution)
+    return found
+
+
+def _thinned(solutions: list[_Solution], most: int) -> list[_Solution]:
+    """Return the first solution, and the fastest in each of `most - 1` parts of the bytes."""
+    if len(solutions) <= most:
+        return solutions
+    first, last = solutions[0][0], solutions[-1][0]
+    kept: dict[int, _Solution] = {}
+    for solution in reversed(solutions):
+        share = (solution[0] - first) / (last - first)  # small budgets get finer parts
+        kept.setdefault(ceil((most - 1) * sqrt(share)), solution)
+    kept[0] = solutions[0]
+    return sorted(kept.values(), key=itemgetter(0))
+
+
+# -- building a schedule ---------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A segment that is to be solved, whose input is the working state."""
+
+    start: int
+    stop: int
+    num_bytes: int  # that its solution may take
+    stays: bool = False  # whether its input is kept, and stays so
+    returns: bool = False  # whether its input is to be the working state again after it
+
+
+def persistent(fronts: Fronts, num_stages: int, num_bytes: int) -> Schedule:
+    """Build the fastest schedule of a chain within a number of bytes."""
+    actions = actions_of(_Part(0, num_stages, num_bytes), partial(_begin, fronts))
+    return Schedule(num_stages, tuple(actions), name="optimal")
+
+
+def _begin(fronts: Fronts, part: _Part) -> list[Action | _Part]:
+    start = part.start
+    keep, drop = Keep(start), Drop(start)
+    if start == part.stop:
+        return [keep, Load(start), drop] if part.returns else []
+    peak, choice = fronts[start, part.stop].within(part.num_bytes)
+    later = _Part(choice.middle, part.stop, peak - choice.keeps)
+    if choice.kind == "invert":
+        inverse = (Invert(start), Reverse(start))
+        return [Advance(start, start + 1), later._replace(returns=True), *inverse]
+    if part.returns:
+        return [keep, part._replace(stays=True, returns=False), Load(start), drop]
+    # What an enclosing part keeps is neither kept nor dropped here.
+    own_keep, own_drop = ([], []) if part.stays else ([keep], [drop])
+    stages = range(start, start + len(choice.variants))
+    reverses = map(Reverse, reversed(stages))
+    earlier = _Part(start, choice.middle, peak, part.stays)
+    match choice.kind:
+        case "tape":
+            return [*map(Tape, stages, choice.variants), later, *reverses]
+        case "results":
+            runs = [Advance(index, index + 1, choice.variants[index - start]) for index in stages]
+            return [*own_keep, *runs, later, Load(start), *own_drop, *map(Tape, stages), *reverses]
+        case "keep":
+            run = Advance(start, choice.middle)
+            return [*own_keep, run, later, Load(start), *own_drop, earlier]
+        case "offload":
+            away = (Offload(start), Advance(start, choice.middle))
+            back = (Load(start), drop)
+            if part.stays:
+                return [drop, *away, later, *back, keep, earlier]
+            return [*away, later, *back, earlier]
+
 
 # Of each segment that is run again at least this many solutions are kept, and more in short chains:
 # these over the square of the number of stages.

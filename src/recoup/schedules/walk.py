@@ -49,9 +49,7 @@ class Sizes(Cost):
 class Walk:
     """A walk through a schedule: counts memory and time action by action.
 
-    Args:
-        costs: the cost of each stage.
-        last_bytes: the bytes of the last state; 0 if it belongs to the caller.
+    The last state takes no bytes if it belongs to the caller.
     """
 
     def __init__(self, costs: Sequence[Cost], last_bytes: int = 0) -> None:
@@ -130,8 +128,6 @@ class Walk:
         self.peak = max(self.peak, self.held)
         self.peak_states = max(self.peak_states, len(self.kept))
         self.peak_tapes = max(self.peak_tapes, len(self.tapes))
-
-    # -- what is impossible ----------------------------------------------------------------
 
     def _check_place(self, action: Action) -> None:
         if not isinstance(cast("object", action), Action):

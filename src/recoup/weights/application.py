@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from recoup._arguments import check_choice, check_whole
+from recoup._core.modules import check_can_be_derived_from
 from recoup._core.rng import draw_seed
-from recoup._core.stand_ins import check_can_be_derived_from
 from recoup.weights.choosing import (
     Named,
     Where,

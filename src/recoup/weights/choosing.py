@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
-from recoup._core.module_marks import is_gathered
-from recoup._core.stand_ins import check_has_own_forward
+from recoup._core.modules import check_has_own_forward, is_gathered
 from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Reparametrization
 

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from recoup._core.compile import never_compiled, not_compiled_itself
 from recoup._core.devices import is_accelerator
 from recoup._core.lazy_values import Source, as_value, keep
+from recoup._core.modules import new_stand_in, with_stand_in, without_stand_in
 from recoup._core.saved_tensors import Packed, is_transformed, pair_in_force, storage_id
-from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup._core.tensors import Cast
 from recoup.errors import ReplayError
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph

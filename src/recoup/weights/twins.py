@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from recoup._core.module_marks import is_gathered
+from recoup._core.modules import is_gathered
 from recoup.weights.application import keep_only
 from recoup.weights.choosing import check_is_module, note_sharing
 from recoup.weights.module import weights_of

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup import GradStore
-from recoup._core.graph_ends import nodes_of
+from recoup._core.tensors import nodes_of
 from recoup.errors import GradientError
 from tests.alive import no_collector
 from tests.unit.gradients.cases import (

@@ -19,9 +19,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup._core.graph_ends import nodes_of
 from recoup._core.saved_tensors import Way
 from recoup._core.storage_tracking import StorageTracker
+from recoup._core.tensors import nodes_of
 from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals
 from tests.alive import no_collector
@@ -221,7 +221,7 @@ LISTED = {
     "ours in torch's": (lambda: partial(ours_in_torchs, noisy()), [
         "input of checkpoint, -, keep, 1", "linear, Linear, recompute, 0",
         "linear, Linear, regenerate, 0.5",
-        "input of the checkpointed call of gelu, -, recompute, 1", "gelu, -, recompute, 0",
+        "input of the recomputed call of gelu, -, recompute, 1", "gelu, -, recompute, 0",
         "Squared, -, recompute, 1"]),
     "ours and torch's on the cpu": (lambda: partial(on_the_cpu, block()), [
         "linear, 0, offload, 1", "gelu, 1, offload, 1", "Squared, -, offload, 1",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
-from recoup._core import tiers
+from recoup._core import offload
 from recoup._core.offload import Traffic
 from recoup._core.saved_tensors import Kept, pair_in_force, unpack
 from recoup.errors import ChangedError, OffloadError, RecoupError
@@ -205,9 +205,9 @@ def folder(tmp_path):
 @pytest.fixture
 def sent(monkeypatch):
     """The bytes of each storage that is written to a folder."""
-    found, send = [], tiers.FolderTier.send
+    found, send = [], offload.FolderTier.send
     note = lambda tier, tensor: found.append(tensor.numel()) or send(tier, tensor)  # noqa: E731
-    monkeypatch.setattr(tiers.FolderTier, "send", note)
+    monkeypatch.setattr(offload.FolderTier, "send", note)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Classes that stand in for the classes of modules: the same names, and other members.
+"""Modules: what they say of how they run and are inverted, and classes that stand in for theirs.
 
 NOTE [ A class on top of a module's own ]
 
@@ -7,29 +7,128 @@ Rule 1. A stand-in is a subclass of a module's class with its name and signature
         pickled as its own class and a recipe: the makers, which can be imported.
 Rule 2. Stand-ins of several makers may be on top of each other, in any order. What a maker has put
         there is replaced in its place.
-Rule 3. The forward of each class has a code object of its own. The compiler records by code
-        object what it compiled, how often, and what it cannot compile; if all classes shared one,
-        one layer that cannot be compiled would keep every other layer from being compiled.
+Rule 3. The forward of each class has a code object of its own. The compiler records by that what it
+        compiled and what it cannot; one shared by all would keep every layer from being compiled.
 Rule 4. A stand-in may run a forward that belongs to one module alone, its `OWN_FORWARD` (a plan's).
         It is on top of all others, and a mixin before its base. A copy or a pickle has neither it
         nor that attribute, and loads where recoup is not installed. What copies attributes in other
         ways keeps both, so such a stand-in looks whose forward it finds.
 Rule 5. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
-        called, and what they raise is raised. A base that asks for arguments there has none. A
-        mixin may see to it that `__init_subclass__` is not called. Python lets no object change to
-        a class with a mixin before `class Block(ABC, nn.Module)`: there our class has its forward
-        alone, and `__init_subclass__` is called.
+        called, and what they raise is raised. A base that asks for arguments there has none; a
+        mixin may see to it that it is not called. Python lets no object change to a class with a
+        mixin before `class Block(ABC, nn.Module)`: there our class has its forward alone.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the parameters of `module` for its calls, and frees them afterwards."""
+    return hasattr(type(module), "unshard")
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_hooked(module: object) -> bool:
+    """Whether hooks run when `module` is called: calls of its parts are not the same."""
+    return isinstance(module, nn.Module) and any(vars(module)[name] for name in HOOKS)
+
+
+def are_in_place(callables: Iterable[Any]) -> list[bool]:
+    """Return for each callable whether the first thing that it does changes its input in place."""
+    firsts: list[Any] = []
+    for first in callables:
+        while isinstance(first, nn.Sequential) and first._modules:
+            first = next(iter(first._modules.values()))
+        firsts.append(first)
+    return list(map(bool, marks_of(firsts, "inplace")))
+
+
+def mark_of(fn: Any, name: str) -> Any:
+    """Return an attribute that marks a module, of its own or of its class; False without one."""
+    return marks_of((fn,), name)[0]
+
+
+def marks_of(callables: Iterable[Any], name: str) -> list[Any]:
+    """Return what `mark_of` does for each callable, in one call of Python."""
+    marks: list[Any] = []
+    for fn in callables:
+        kind: Any = fn.__class__
+        if getattr(kind, "__getattr__", None) is nn.Module.__getattr__:  # it would look, slowly
+            marks.append(fn.__dict__.get(name, getattr(kind, name, False)))
+        else:
+            marks.append(getattr(fn, name, False))
+    return marks
+
+
+Direction = Literal["forward", "inverse"]
+
+
+def has_inverse(link: object) -> bool:
+    """Whether an object defines `inverse`; a base class may mark its own as missing."""
+    method = getattr(link, "inverse", None)
+    return callable(method) and not getattr(method, "is_missing", False)
+
+
+def check_pair(
+    returned: Any, num_samples: int, direction: Direction, name: str, *, num_early: int = 0
+) -> tuple[Any, Tensor]:
+    """Return what an invertible module returned; raise if that is no value and log-determinant.
+
+    A module that forgets the log-determinant returns one tensor, which would be unpacked along the
+    batch: for two samples without an error. The value is a tuple if latents are split off early.
+    """
+    wrong = _why_not_pair(returned, num_samples, num_early)
+    if wrong is None:
+        return returned
+    raise ValueError(
+        f"`{direction}` of {name} returned {wrong}. Return (value, log_det): the value with the "
+        f"{num_samples} samples of the batch, and its log-determinant, real and of shape "
+        f"({num_samples},), on the device of the value; `x.new_zeros(len(x))` where the volume "
+        "does not change."
+    )
+
+
+def _why_not_pair(returned: Any, num_samples: int, num_early: int) -> str | None:
+    """Return a description of `returned` if it is not such a pair, or None."""
+    if not _is_sequence(returned) or len(returned) != 2:
+        return _shown(returned)
+    value, log_det = returned
+    parts: Sequence[Any] = value if num_early and _is_sequence(value) else (value,)
+    if num_early and len(parts) != num_early + 1:
+        return f"{_shown(value)} as the value, where {num_early + 1} parts are due"
+    for part in parts:
+        if not isinstance(part, Tensor) or part.shape[:1] != (num_samples,):
+            return f"{_shown(part)} as the value"
+    if not isinstance(log_det, Tensor):
+        return f"{_shown(log_det)} as the log-determinant"
+    is_real = log_det.is_floating_point() or not (
+        log_det.is_complex() or parts[0].is_floating_point()  # integer values allow integers
+    )
+    if log_det.shape != (num_samples,) or not is_real or log_det.device != parts[0].device:
+        return f"{_shown(log_det)} on {log_det.device} as the log-determinant"
+    return None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)} values" if _is_sequence(value) else f"a {kind}"
+
 
 Kind = type[nn.Module]
 Maker = Callable[..., Kind]
