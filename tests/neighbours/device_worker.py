@@ -252,6 +252,10 @@ def of_bytes():
     def limited():
         with plans[0].applied():
             memory.empty_cache()
+            memory.limit = memory.now["reserved"]
+            while memory.allocate(2**21):
+                pass  # what is left of segments
+            memory.limit = float("inf")
             for block in [memory.allocate(2**20) for _ in range(100)]:
                 memory.free(block)  # what is cached, and too small
             memory.limit = memory.now["reserved"]
