@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import recoup
 from recoup.errors import GradientError
-from tests.neighbours.stores_worker import STEPS, collect, mean_square, train
-from tests.neighbours.workers import Case, apart, half, named_gradients, report, sharded
+from tests.neighbours.stores_worker import STEPS, Model, batch, collect, loss_of, mean_square, train
+from tests.neighbours.stores_worker import whole as of_one_process
+from tests.neighbours.workers import Case, apart, half, report, sharded
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,35 +30,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Model(nn.Module):
-    """Layers whose rows do not divide by two, and one number, of which a rank has nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 3)
-        self.factor = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x).tanh())) * self.factor
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-
-
 def whole(steps: int = STEPS) -> dict[str, Tensor]:
-    """The gradients of all steps, in one process."""
-    model = Model()
-    for step in range(steps):
-        mean_square(model(batch(step))).backward()
-    return named_gradients(model)
+    return of_one_process(Model(), steps)
 
 
 def stored(model: Any, rank: int, steps: int = 1, **options: Any) -> recoup.GradStore:
     store = recoup.GradStore(model.parameters())
     for step in range(steps):
-        store.backward(mean_square(model(half(batch(step), rank))), **options)
+        store.backward(loss_of(model, step, rank), **options)
     return store
 
 
@@ -70,7 +50,7 @@ def summed_in_place(
         each.grad = torch.full_like(each, 7.0)
     before, places = [each.grad for each in model.parameters()], []
     for step in range(STEPS):
-        collect(store, mean_square(model(half(batch(step), rank))), way)
+        collect(store, loss_of(model, step, rank), way)
         places.append([each.to_local().data_ptr() for each in store.values()])
     assert apart(store.named(model), whole()) < bound
     assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
@@ -85,8 +65,7 @@ def not_reduced_is_not_lost(model: Any, rank: int, way: str, bound: float) -> No
     for step in range(STEPS):
         is_last = step == STEPS - 1
         model.set_requires_gradient_sync(is_last)
-        loss = mean_square(model(half(batch(step), rank)))
-        collect(store, loss, way, allow_empty=not is_last)
+        collect(store, loss_of(model, step, rank), way, allow_empty=not is_last)
     assert apart(store.named(model), whole()) < bound
 
 
@@ -104,6 +83,7 @@ def numbers_are_those_of_full_gradients(model: Any, rank: int) -> None:
     off = [store.norm(order) - flat.norm(order) for order in (1.0, 2.0)]
     off += [store.dot(store) - flat @ flat, store.cosine(store * 2.0) - 1]
     off += [(store + store * 0.5 - store.to(dtype=torch.float64) * 1.5).norm()]
+    off += [store.norm(math.inf) - flat.abs().max()]  # of which a rank may have nothing
     off += [store.clip_norm_(0.1) - flat.norm(), store.norm() - 0.1]
     assert max(abs(float(value)) for value in off) < 1e-5
     assert store.isfinite()
@@ -125,7 +105,7 @@ def states(model: Any, rank: int) -> None:
 
 def measured_and_listed(model: Any, rank: int) -> None:
     store = recoup.GradStore(model.parameters())
-    run = lambda: store.backward(mean_square(model(half(batch(0), rank))))  # noqa: E731
+    run = lambda: store.backward(loss_of(model, 0, rank))  # noqa: E731
     held = recoup.measure(run, device="cpu", repeats=0).held_bytes
     assert held >= sum(each.to_local().nbytes for each in store.values())
     assert recoup.residuals(lambda: [each.exp() for each in model.parameters()]).entries
@@ -138,12 +118,6 @@ def not_reduced_at_all(model: Any, rank: int) -> None:
 
 def mixed(model: Any, rank: int) -> None:
     stored(model, rank).add_(model.a.weight, whole()["a.weight"])
-
-
-def the_largest_entry_where_a_rank_has_none(rank: int) -> None:
-    model = sharded(Model())
-    want = max(g.abs().max() for g in whole(1).values())
-    assert abs(float(stored(model, rank).norm(math.inf) - want)) < 1e-6
 
 
 REFUSED: dict[str, tuple[Callable[[Any, int], Any], str]] = {
@@ -193,8 +167,6 @@ def cases() -> Iterator[tuple[str, Case]]:
     for how, (kind, case, *args) in product(("layers", "whole"), given):
         name = f"{how}, {kind}: {' '.join(map(str, (case.__name__, *args)))}"
         yield name, lambda rank, args=(how, kind, case, *args): run(rank, *args)
-    # Last, since where a rank raises alone the other one waits.
-    yield "the largest entry", the_largest_entry_where_a_rank_has_none
 
 
 CASES = dict(cases())

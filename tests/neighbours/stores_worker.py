@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -34,32 +34,37 @@ NO_SYNC = r"(?s)`no_sync\(\)`.*`all_reduce_`"
 
 
 class Model(nn.Module):
-    """Layers of which the last is used where it is said so."""
+    """Layers whose rows do not divide by two, and one number, of which a rank has nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self.uses_c = False
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 3)
+        self.factor, self.uses_c = nn.Parameter(torch.ones(1)), True
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.b(self.a(x).tanh())
+        x = self.b(self.a(x).tanh()) * self.factor
         return self.c(x) if self.uses_c else x
 
 
 def model_for(kind: str = "plain") -> tuple[Model, DistributedDataParallel]:
-    torch.manual_seed(0)
     model = Model().double()
-    if "unused" not in kind and "static" not in kind:
-        model.c = nn.Identity()
+    model.uses_c = kind in ("plain", "views")
     return model, DistributedDataParallel(model, **KINDS[kind])
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).double()
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
 
 
 def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
+
+
+def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+    """The loss of a step: of a rank, or of the whole batch."""
+    x = batch(step).to(next(model.parameters()).dtype)
+    return mean_square(model(x if rank is None else half(x, rank)))
 
 
 def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
@@ -67,7 +72,7 @@ def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
     model = copy.deepcopy(model)
     model.zero_grad()
     for step in range(steps):
-        mean_square(model(batch(step))).backward()
+        loss_of(model, step).backward()
     return named_gradients(model)
 
 
@@ -88,9 +93,8 @@ def train(
     store = recoup.GradStore(ours.parameters(), ddp=ddp)
     for step in range(4):
         for micro in range(2):
-            x = batch(10 * step + micro).to(next(theirs.parameters()))
-            store.backward(mean_square(ours(half(x, rank))))
-            mean_square(theirs(x)).backward()
+            store.backward(loss_of(ours, 10 * step + micro, rank))
+            loss_of(theirs, 10 * step + micro).backward()
         store.clip_norm_(0.05)
         store.step(optimizers[0])
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
@@ -103,27 +107,21 @@ def train(
 # -- DistributedDataParallel -----------------------------------------------------------------------
 
 
-def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
-    """The loss of a rank in each step."""
-    for step in steps or range(STEPS):
-        yield mean_square(wrapped(half(batch(step), rank)))
-
-
 def several_backwards(rank: int, kind: str, way: str) -> None:
     """With something in `.grad`, which is there again; later backwards write to no store."""
     model, wrapped = model_for(kind)
     store = recoup.GradStore(model.parameters(), ddp=wrapped)
     for each in model.parameters():
         each.grad = torch.full_like(each, 7.0)
-    for loss in losses(wrapped, rank):
-        collect(store, loss, way)
+    for step in range(STEPS):
+        collect(store, loss_of(wrapped, step, rank), way)
     want = whole(model)
     assert apart(store.named(model), want) < 1e-12
     assert all(bool((each.grad == 7).all()) for each in model.parameters())
-    next(losses(wrapped, rank, 9)).backward()
+    loss_of(wrapped, 9, rank).backward()
     taken = recoup.GradStore.from_grad(model.parameters())
     values = {name: value.clone() for name, value in taken.named(model).items()}
-    next(losses(wrapped, rank, 9)).mul(100).backward()
+    loss_of(wrapped, 9, rank).mul(100).backward()
     assert apart(store.named(model), want) < 1e-12
     assert apart(taken.named(model), values) == 0
 
@@ -132,8 +130,8 @@ def some_parameters(rank: int, kind: str, way: str) -> None:
     """`.grad` of the others is put back."""
     model, wrapped = model_for(kind)
     store = recoup.GradStore(model.b.parameters(), ddp=wrapped)
-    for loss in losses(wrapped, rank):
-        collect(store, loss, way)
+    for step in range(STEPS):
+        collect(store, loss_of(wrapped, step, rank), way)
     assert way == "collecting" or all(each.grad is None for each in model.a.parameters())
     want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
     assert apart(store.named(model), want) < 1e-12
@@ -144,10 +142,10 @@ def ranks_that_use_other_layers(rank: int, kind: str) -> None:
     store, single = recoup.GradStore(model.parameters(), ddp=wrapped), copy.deepcopy(model)
     for step in range(STEPS):
         model.uses_c = rank == step % 2
-        store.backward(next(losses(wrapped, rank, step)))
+        store.backward(loss_of(wrapped, step, rank))
         for other in range(2):
             single.uses_c = other == step % 2
-            (mean_square(single(half(batch(step), other))) / 2).backward()
+            (loss_of(single, step, other) / 2).backward()
     assert apart(store.named(model), named_gradients(single)) < 1e-12
 
 
@@ -168,11 +166,10 @@ def unreduced(
             store.all_reduce_()
         with nullcontext() if is_reduced else wrapped.no_sync():
             if way == "segments":
-                given = half(batch(step), rank)
+                given = half(batch(step).double(), rank)
                 recoup.segments_backward([wrapped], given, mean_square, store)
                 continue
-            loss = mean_square(wrapped(half(batch(step), rank)))
-            collect(store, loss, "auto" if is_reduced else way)
+            collect(store, loss_of(wrapped, step, rank), "auto" if is_reduced else way)
     assert apart(store.named(model), whole(model)) < bound
 
 
@@ -181,9 +178,9 @@ def taken_unreduced(rank: int) -> None:
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
     with wrapped.no_sync():
-        next(losses(wrapped, rank, 0)).backward()
+        loss_of(wrapped, 0, rank).backward()
     store.extend_(recoup.GradStore.from_grad(model.parameters()).clone())
-    store.backward(next(losses(wrapped, rank, 1)))
+    store.backward(loss_of(wrapped, 1, rank))
 
 
 def trained(rank: int) -> None:
@@ -195,7 +192,7 @@ def with_a_graph(rank: int, is_known: bool) -> None:
     """What no reducer sees; of a model that is not wrapped, it may be had if that is said."""
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), ddp=wrapped if is_known else False)
-    store.backward(mean_square(model(half(batch(0), rank))), create_graph=True)
+    store.backward(loss_of(model, 0, rank), create_graph=True)
     store.detach_().all_reduce_()
     assert apart(store.named(model), whole(model, 1)) < 1e-12
 
@@ -348,7 +345,7 @@ def processes_that_differ(rank: int, what: str) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def is_refused(rank: int, run: Callable[..., None], words: str, *args: Any) -> None:
+def is_refused(rank: int, run: Callable[..., None], words: str, args: Iterable[Any]) -> None:
     """What a reducer cannot take over would stay a part of this process."""
     with pytest.raises(GradientError, match=words):
         run(rank, *args)
@@ -357,8 +354,8 @@ def is_refused(rank: int, run: Callable[..., None], words: str, *args: Any) -> N
 def cases() -> Iterator[tuple[str, Case]]:
     def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
         for given in product(*values):
-            words = " ".join(map(str, given))
-            yield f"{case.__name__} {words}", lambda rank, given=given: case(rank, *given)
+            name = f"{case.__name__} {' '.join(map(str, given))}"
+            yield name, lambda rank, given=given: case(rank, *given)
 
     ways = ("auto", "collecting")
     yield from over(several_backwards, KINDS, (*ways, "harvest"))
@@ -372,29 +369,24 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from over(few_messages, (True, False))
     yield from over(processes_that_differ, (*STRANGERS, *CULPRITS))
     single = torch.float32
-    yield (
-        "unreduced in single precision",
-        partial(unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6),
-    )
+    in_single = partial(unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6)
+    yield "unreduced in single precision", in_single
     for case in (
-        trained,
-        batches_of_unequal_length,
-        a_mean_of_large_numbers,
+        trained, batches_of_unequal_length, a_mean_of_large_numbers,
         a_rank_without_gradients_learns_their_scale,
-    ):
+    ):  # fmt: skip
         yield case.__name__, case
     # Last, since what goes wrong here may leave a reducer waiting.
+    ddp_or_not = r"(?s)GradStore\(params, ddp=model\).*ddp=False"
     for name, run, words, *args in (
         ("way", some_parameters, f'(?s)mode="grad".*{NO_SYNC[4:]}', "plain", "grad"),
         ("graph", with_a_graph, NO_SYNC, True),
         ("taken", taken_unreduced, NO_SYNC),
-        *((f"then reduced, {way}", unreduced, NO_SYNC, way, "backward")
-          for way in ("auto", "segments")),
-        ("unknown", unreduced, "(?s)GradStore\\(params, ddp=model\\).*ddp=False", "auto",
-         "backward", single, None),
-    ):  # fmt: skip
-        given = (run, words, *args)
-        yield f"refused: {name}", lambda rank, given=given: is_refused(rank, *given)
+        ("then reduced", unreduced, NO_SYNC, "auto", "backward"),
+        ("then reduced, in segments", unreduced, NO_SYNC, "segments", "backward"),
+        ("unknown", unreduced, ddp_or_not, "auto", "backward", single, None),
+    ):
+        yield f"refused: {name}", partial(is_refused, run=run, words=words, args=args)
     yield "a graph where nobody reduces", partial(with_a_graph, is_known=False)
 
 
