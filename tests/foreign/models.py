@@ -79,7 +79,6 @@ FOREIGN: dict[str, Maker] = {
     "Qwen3-MoE": _causal(
         "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8
     ),
-    "Gemma 2": _causal("Gemma2", head_dim=8),
     "Gemma 3": of_transformers(
         "Gemma3TextConfig", "Gemma3ForCausalLM", partial(_text, use_cache=False),
         **_SMALL, **_SPECIAL, head_dim=8, sliding_window=8,
@@ -118,17 +117,11 @@ FOREIGN: dict[str, Maker] = {
         "SwinConfig", "SwinForImageClassification", _labelled, image_size=32, patch_size=4,
         embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=3,
     ),
-    "ViT-MAE": of_transformers(
-        "ViTMAEConfig", "ViTMAEForPreTraining", _pictures, decoder_hidden_size=32,
-        decoder_num_hidden_layers=3, decoder_num_attention_heads=4, decoder_intermediate_size=64,
-        **_OF_IMAGES,
-    ),
     "ConvNeXt": of_transformers(
         "ConvNextConfig", "ConvNextForImageClassification", _labelled, hidden_sizes=[8, 16],
         depths=[2, 3], num_stages=2, num_labels=3,
     ),
     "ResNet (timm)": _timm("resnet18"),
-    "ViT (timm)": _timm("vit_tiny_patch16_224", img_size=64, depth=4),
     "EfficientNet (timm)": _timm("efficientnet_b0"),
     "UNet2D (diffusers)": _unet2d,
 }  # fmt: skip
