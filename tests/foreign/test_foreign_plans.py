@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 import recoup
 from tests.alive import allocated_bytes
@@ -70,21 +69,3 @@ def test_f1_f2_a_planned_step_is_the_plain_one(foreign: Case):
         assert_as_plain(plan, step, plain, peak=allocated)
     assert num_hooks(model) == hooks
     assert all(map(torch.equal, tensors(foreign.kwargs), given))
-
-
-@pytest.mark.parametrize("foreign", ["Llama", "T5", "ALBERT", "ConvNeXt"], indirect=True)
-def test_batches_of_other_sizes_are_planned_again(foreign: Case):
-    """In a budget for the largest; a smaller one is planned first."""
-    model, sizes = foreign.model, (1, 2, 3)
-    batches = [
-        tree_map_only(Tensor, lambda t, n=n: torch.cat([t, t])[:n], foreign.kwargs) for n in sizes
-    ]
-    budget = between(recoup.plan(model, loss=foreign.loss, **batches[-1]), 0.35)
-    steps = [step_of(foreign, given) for given in batches]
-    plain = [result_of(model, step) for step in steps]
-    options = {"loss": foreign.loss, "replan": True, **batches[0]}
-    with recoup.plan(model, budget=budget, **options).applied() as plan:
-        for step, wanted in zip(steps, plain, strict=True):
-            assert_as_plain(plan, step, wanted, peak=allocated)
-        assert len(plan.family) > 1
-    assert not model._forward_pre_hooks

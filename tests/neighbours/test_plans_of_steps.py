@@ -70,14 +70,6 @@ def test_forwards_that_are_planned_together(num: int, share: float):
             assert_as_plain(plan, step, result)
 
 
-def test_each_output_has_a_loss_of_its_own_if_none_is_given():
-    model = net()
-    plan = recoup.plan(model, batch(), budget="1 GiB", num_forwards=2)
-    assert len(plan.blocks) == 2 * len(model.blocks)
-    with pytest.raises(ValueError, match="`num_forwards` is 0"):
-        recoup.plan(model, batch(), budget="1 GiB", num_forwards=0)
-
-
 def in_an_object(model: Any, x: Tensor) -> Any:
     """An output that is an attribute of an object in an object."""
     return SimpleNamespace(inner=SimpleNamespace(found=model.net(x)))
@@ -107,13 +99,6 @@ def test_a_forward_too_many_is_an_error_before_it_takes_memory():
             outputs = [model(x) for _ in range(3)]
         loss(model(x)).backward()
         del outputs
-
-
-def test_a_forward_more_that_fits_goes_on():
-    model, x = net(), batch()
-    step = step_of(model, 2, x)
-    wanted, peak = result_of(model, step), peak_of(model, step)
-    assert_as_plain(recoup.plan(model, x, budget=2 * peak, loss=several), step, wanted)
 
 
 def test_replanning_for_more_forwards():

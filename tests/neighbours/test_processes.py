@@ -25,8 +25,8 @@ WORKERS = [  # the worker, and how its cases begin
     pytest.param("models_worker", "flow", id="flows", marks=slow),
     pytest.param("models_worker", "plans", id="plans", marks=slow),
     pytest.param("models_worker", "weights", id="weights", marks=slow),
-    pytest.param("stores_worker", "", id="stores", marks=slow),
-    pytest.param("fsdp_stores_worker", "", id="sharded stores", marks=slow),
+    pytest.param("stores_worker", "ddp", id="stores", marks=slow),
+    pytest.param("stores_worker", "fsdp", id="sharded stores", marks=slow),
 ]
 
 
