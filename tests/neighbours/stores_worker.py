@@ -139,17 +139,6 @@ def several_backwards(rank: int, kind: str, way: str) -> None:
     assert apart(taken.named(model), values) == 0
 
 
-def some_parameters(rank: int, kind: str, way: str) -> None:
-    """`.grad` of the others is put back."""
-    model, wrapped = model_for(kind)
-    store = recoup.GradStore(model.b.parameters(), ddp=wrapped)
-    for step in range(STEPS):
-        collect(store, loss_of(wrapped, step, rank), way)
-    assert way == "collecting" or all(each.grad is None for each in model.a.parameters())
-    want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
-    assert apart(store.named(model), want) < 1e-12
-
-
 def ranks_that_use_other_layers(rank: int, kind: str) -> None:
     model, wrapped = model_for(kind)
     store, single = recoup.GradStore(model.parameters(), ddp=wrapped), copy.deepcopy(model)
@@ -433,7 +422,6 @@ def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
 def of_reducers() -> Iterator[tuple[str, Case]]:
     ways, single = ("auto", "collecting"), torch.float32
     yield from over(several_backwards, KINDS, (*ways, "harvest"))
-    yield from over(some_parameters, ("plain", "views"), ways)
     yield from over(ranks_that_use_other_layers, ("unused", "views unused"))
     yield from over(unreduced, (*ways, "grad", "segments"))
     yield "unreduced in single precision", partial(unreduced, way="auto", dtype=single, bound=1e-6)
@@ -447,7 +435,7 @@ def of_reducers() -> Iterator[tuple[str, Case]]:
     # Last, since what goes wrong here may leave a reducer waiting.
     ddp_or_not = r"(?s)GradStore\(params, ddp=model\).*ddp=False"
     for name, run, words, *args in (
-        ("way", some_parameters, f'(?s)mode="grad".*{NO_SYNC[4:]}', "plain", "grad"),
+        ("way", several_backwards, f'(?s)mode="grad".*{NO_SYNC[4:]}', "plain", "grad"),
         ("graph", with_a_graph, NO_SYNC, True),
         ("taken", taken_unreduced, NO_SYNC),
         ("then reduced", unreduced, NO_SYNC, "auto", "backward"),

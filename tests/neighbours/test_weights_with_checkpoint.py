@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.invertible import AdditiveCoupling
 from recoup.weights import disabled, enabled, same_draw
 from tests import ways
-from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
+from tests.oracle import hooks_in_force, loss_of_all
 from tests.ways import a_step, a_step_with, assert_same, outcome
 from tests.weight_zoo import MORE, OURS, Runs, Uses, first_of, looped
 
@@ -277,7 +276,7 @@ def test_a_weight_that_changes_before_backward(call, way):
     assert hooks_in_force() is None
 
 
-# -- weights as arguments, values, chains and flows ------------------------------------------------
+# -- weights as arguments, and values ------------------------------------------------
 
 
 def recomputes():
@@ -304,19 +303,3 @@ def test_weights_and_values_as_arguments_results_and_within(call):
         loss_of_all(value * value.mean(0)).backward()
         found.append(x.grad)
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("where", ["blocks", "model", "shared"])
-def test_a_chain_in_every_memory(where):
-    torch.manual_seed(0)
-    networks = [nn.Sequential(dense(0.2), nn.Linear(6, 6)) for _ in range(8)]
-    blocks = [AdditiveCoupling(*networks[place : place + 2]) for place in range(0, 8, 2)]
-    if where == "shared":
-        blocks[3] = blocks[1]
-    model = recoup.Sequential(*blocks).double()
-    for module in blocks if where == "blocks" else [model]:
-        OURS["stacked"](module, WEIGHTS)
-    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
-    want = run_step(model, x, memory="linear")
-    for memory in ("sqrt", "constant", 1):
-        assert_same_step(run_step(model, x, memory=memory), want, 1e-9)
