@@ -1,10 +1,10 @@
-"""Stores of gradients under DistributedDataParallel, and `all_reduce_`."""
+"""Stores of gradients under DistributedDataParallel and FSDP2, and `all_reduce_`."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.errors import GradientError
 from recoup.gradients import transfer
-from tests.neighbours.workers import Case, apart, half, named_gradients, report
+from tests.neighbours.workers import Case, apart, half, named_gradients, report, sharded
 
 STEPS = 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,36 +31,47 @@ KINDS: dict[str, dict[str, Any]] = {
     "views unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
     "views static": {"gradient_as_bucket_view": True, "static_graph": True},
 }
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FSDP_KINDS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "low": {"mp_policy": LOW},
+}
 NO_SYNC = r"(?s)`no_sync\(\)`.*`all_reduce_`"
 
 
 class Model(nn.Module):
-    """Layers of which the last is used where it is said so."""
+    """Layers whose rows do not divide by two, and one number, of which a rank has nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self.uses_c = False
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 3)
+        self.factor, self.uses_c = nn.Parameter(torch.ones(1)), True
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.b(self.a(x).tanh())
+        x = self.b(self.a(x).tanh()) * self.factor
         return self.c(x) if self.uses_c else x
 
 
 def model_for(kind: str = "plain") -> tuple[Model, DistributedDataParallel]:
-    torch.manual_seed(0)
     model = Model().double()
-    if "unused" not in kind and "static" not in kind:
-        model.c = nn.Identity()
+    model.uses_c = kind in ("plain", "views")
     return model, DistributedDataParallel(model, **KINDS[kind])
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).double()
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
 
 
 def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
+
+
+def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+    """The loss of a step: of a rank, or of the whole batch."""
+    x = batch(step).to(next(model.parameters()).dtype)
+    return mean_square(model(x if rank is None else half(x, rank)))
 
 
 def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
@@ -67,7 +79,7 @@ def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
     model = copy.deepcopy(model)
     model.zero_grad()
     for step in range(steps):
-        mean_square(model(batch(step))).backward()
+        loss_of(model, step).backward()
     return named_gradients(model)
 
 
@@ -79,18 +91,18 @@ def collect(store: recoup.GradStore, loss: Tensor, way: str, **options: Any) -> 
         store.backward(loss, mode=way, **options)
 
 
-def train(
-    ours: Any, theirs: Any, rank: int, kind: Any, bound: float = 1e-12, **settings: Any
+def trained(
+    rank: int, ours: Any, theirs: Any, kind: Any, bound: float = 1e-12, **settings: Any
 ) -> None:
     """Steps of an optimizer, clipped by the norm that all have, each over two micro-batches."""
+    theirs = copy.deepcopy(theirs)
     optimizers = [kind(each.parameters(), lr=0.1, **settings) for each in (ours, theirs)]
     ddp = ours if isinstance(ours, DistributedDataParallel) else None
     store = recoup.GradStore(ours.parameters(), ddp=ddp)
     for step in range(4):
         for micro in range(2):
-            x = batch(10 * step + micro).to(next(theirs.parameters()))
-            store.backward(mean_square(ours(half(x, rank))))
-            mean_square(theirs(x)).backward()
+            store.backward(loss_of(ours, 10 * step + micro, rank))
+            loss_of(theirs, 10 * step + micro).backward()
         store.clip_norm_(0.05)
         store.step(optimizers[0])
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
@@ -100,13 +112,12 @@ def train(
     assert apart(found, dict(theirs.named_parameters())) < bound
 
 
+def is_refused(rank: int, run: Callable[..., Any], words: str, args: Iterable[Any]) -> None:
+    with pytest.raises((GradientError, ValueError), match=words):
+        run(rank, *args)
+
+
 # -- DistributedDataParallel -----------------------------------------------------------------------
-
-
-def losses(wrapped: nn.Module, rank: int, *steps: int) -> Iterator[Tensor]:
-    """The loss of a rank in each step."""
-    for step in steps or range(STEPS):
-        yield mean_square(wrapped(half(batch(step), rank)))
 
 
 def several_backwards(rank: int, kind: str, way: str) -> None:
@@ -115,28 +126,17 @@ def several_backwards(rank: int, kind: str, way: str) -> None:
     store = recoup.GradStore(model.parameters(), ddp=wrapped)
     for each in model.parameters():
         each.grad = torch.full_like(each, 7.0)
-    for loss in losses(wrapped, rank):
-        collect(store, loss, way)
+    for step in range(STEPS):
+        collect(store, loss_of(wrapped, step, rank), way)
     want = whole(model)
     assert apart(store.named(model), want) < 1e-12
     assert all(bool((each.grad == 7).all()) for each in model.parameters())
-    next(losses(wrapped, rank, 9)).backward()
+    loss_of(wrapped, 9, rank).backward()
     taken = recoup.GradStore.from_grad(model.parameters())
     values = {name: value.clone() for name, value in taken.named(model).items()}
-    next(losses(wrapped, rank, 9)).mul(100).backward()
+    loss_of(wrapped, 9, rank).mul(100).backward()
     assert apart(store.named(model), want) < 1e-12
     assert apart(taken.named(model), values) == 0
-
-
-def some_parameters(rank: int, kind: str, way: str) -> None:
-    """`.grad` of the others is put back."""
-    model, wrapped = model_for(kind)
-    store = recoup.GradStore(model.b.parameters(), ddp=wrapped)
-    for loss in losses(wrapped, rank):
-        collect(store, loss, way)
-    assert way == "collecting" or all(each.grad is None for each in model.a.parameters())
-    want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
-    assert apart(store.named(model), want) < 1e-12
 
 
 def ranks_that_use_other_layers(rank: int, kind: str) -> None:
@@ -144,17 +144,17 @@ def ranks_that_use_other_layers(rank: int, kind: str) -> None:
     store, single = recoup.GradStore(model.parameters(), ddp=wrapped), copy.deepcopy(model)
     for step in range(STEPS):
         model.uses_c = rank == step % 2
-        store.backward(next(losses(wrapped, rank, step)))
+        store.backward(loss_of(wrapped, step, rank))
         for other in range(2):
             single.uses_c = other == step % 2
-            (mean_square(single(half(batch(step), other))) / 2).backward()
+            (loss_of(single, step, other) / 2).backward()
     assert apart(store.named(model), named_gradients(single)) < 1e-12
 
 
 def unreduced(
     rank: int,
     way: str,
-    end: str,
+    end: str = "all_reduce_",
     dtype: torch.dtype | None = None,
     ddp: bool | None = True,
     bound: float = 1e-12,
@@ -168,11 +168,10 @@ def unreduced(
             store.all_reduce_()
         with nullcontext() if is_reduced else wrapped.no_sync():
             if way == "segments":
-                given = half(batch(step), rank)
+                given = half(batch(step).double(), rank)
                 recoup.segments_backward([wrapped], given, mean_square, store)
-                continue
-            loss = mean_square(wrapped(half(batch(step), rank)))
-            collect(store, loss, "auto" if is_reduced else way)
+            else:
+                collect(store, loss_of(wrapped, step, rank), "auto" if is_reduced else way)
     assert apart(store.named(model), whole(model)) < bound
 
 
@@ -181,26 +180,21 @@ def taken_unreduced(rank: int) -> None:
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), dtype=torch.float32, ddp=wrapped)
     with wrapped.no_sync():
-        next(losses(wrapped, rank, 0)).backward()
+        loss_of(wrapped, 0, rank).backward()
     store.extend_(recoup.GradStore.from_grad(model.parameters()).clone())
-    store.backward(next(losses(wrapped, rank, 1)))
-
-
-def trained(rank: int) -> None:
-    (_, wrapped), (single, _) = model_for(), model_for()
-    train(wrapped, single, rank, torch.optim.AdamW)
+    store.backward(loss_of(wrapped, 1, rank))
 
 
 def with_a_graph(rank: int, is_known: bool) -> None:
     """What no reducer sees; of a model that is not wrapped, it may be had if that is said."""
     model, wrapped = model_for()
     store = recoup.GradStore(model.parameters(), ddp=wrapped if is_known else False)
-    store.backward(mean_square(model(half(batch(0), rank))), create_graph=True)
+    store.backward(loss_of(model, 0, rank), create_graph=True)
     store.detach_().all_reduce_()
     assert apart(store.named(model), whole(model, 1)) < 1e-12
 
 
-def sparse_of_a_layer(rank: int, end: str) -> None:
+def sparse_of_a_layer(rank: int, is_reduced: bool) -> None:
     """Three backwards, each of which is reduced, or their sum, which is dense then."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)).double()
@@ -210,14 +204,100 @@ def sparse_of_a_layer(rank: int, end: str) -> None:
     before = weight.grad = torch.ones(9, 4).double().to_sparse(1)
     for step in range(STEPS):
         ids = torch.tensor([[step, 1, 2], [3, step + 4, 3]])
-        with nullcontext() if end == "all" else wrapped.no_sync():
+        with nullcontext() if is_reduced else wrapped.no_sync():
             store.backward(mean_square(wrapped(half(ids, rank))))
         mean_square(single(ids)).backward()
-    if end == "all_reduce_":
+    if not is_reduced:
         store.all_reduce_()
     assert weight.grad is before
     assert not before.to_dense().sub(1).any()
     assert apart(store.named(model), named_gradients(single)) < 1e-12
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+def stored(rank: int, model: Any, steps: int = 1, **options: Any) -> recoup.GradStore:
+    store = recoup.GradStore(model.parameters())
+    for step in range(steps):
+        store.backward(loss_of(model, step, rank), **options)
+    return store
+
+
+def summed_in_place(
+    rank: int, model: Any, way: str, bound: float, dtype: torch.dtype | None = None
+) -> None:
+    """And what is in `.grad` is there again, and each rank counts its part."""
+    store = recoup.GradStore(model.parameters(), dtype=dtype)
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 7.0)
+    before, places = [each.grad for each in model.parameters()], []
+    for step in range(STEPS):
+        collect(store, loss_of(model, step, rank), way)
+        places.append([each.to_local().data_ptr() for each in store.values()])
+    assert apart(store.named(model), whole(Model())) < bound
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+    assert all(bool((g.to_local() == 7).all()) for g in before)
+    assert dtype is not None or places[0] == places[-1]
+    assert store.nbytes() == sum(each.to_local().nbytes for each in store.values())
+
+
+def not_reduced_is_not_lost(rank: int, model: Any, way: str, bound: float) -> None:
+    """Micro-batches of which only the last is reduced."""
+    store = recoup.GradStore(model.parameters())
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        model.set_requires_gradient_sync(is_last)
+        collect(store, loss_of(model, step, rank), way, allow_empty=not is_last)
+    assert apart(store.named(model), whole(Model())) < bound
+
+
+def numbers_are_those_of_full_gradients(rank: int, model: Any) -> None:
+    """Those of a state that is loaded, too; and each rank has the gradient of its rows."""
+    store, loaded = stored(rank, model, STEPS, weight=2.0), recoup.GradStore(model.parameters())
+    loaded.load_state_dict(store.state_dict(model), model)
+    store, flat = loaded.mean_(), torch.cat([v.flatten() for v in whole(Model()).values()]) / STEPS
+    off = [store.norm(order) - flat.norm(order) for order in (1.0, 2.0, math.inf)]
+    off += [store.dot(store) - flat @ flat, store.cosine(store * 2.0) - 1]
+    off += [(store + store * 0.5 - store.to(dtype=torch.float64) * 1.5).norm()]
+    off += [store.clip_norm_(0.1) - flat.norm(), store.norm() - 0.1]
+    assert max(abs(float(value)) for value in off) < 1e-5
+    assert store.isfinite()
+    x, y = (half(batch(0), rank).requires_grad_() for _ in range(2))
+    (got,) = store.backward(mean_square(model(x)), inputs=x)
+    mean_square(Model()(y)).backward()
+    torch.testing.assert_close(got, y.grad, rtol=0, atol=1e-6)
+    assert x.grad is None
+
+
+def not_reduced_at_all(rank: int, model: Any) -> None:
+    model.set_requires_gradient_sync(False)
+    stored(rank, model)
+
+
+def mixed(rank: int, model: Any) -> None:
+    stored(rank, model).add_(model.a.weight, whole(Model())["a.weight"])
+
+
+def a_whole_state(rank: int, model: Any) -> None:
+    store = stored(rank, model)
+    store.load_state_dict({**store.state_dict(model), "gradients": whole(Model())}, model)
+
+
+REFUSED: tuple[tuple[Callable[..., Any], str], ...] = (
+    (not_reduced_at_all, "allow_empty=True"),
+    (partial(stored, mode="grad"), '(?s)"grad".*DTensor.*mode="harvest"'),
+    (partial(stored, create_graph=True), "(?s)`create_graph`.*DTensor"),
+    (mixed, "(?s)DTensor.*plain tensor|plain tensor.*DTensor"),
+    (a_whole_state, "plain tensor"),
+    (lambda rank, model: stored(rank, model).all_reduce_(), "`all_reduce_`"),
+)
+
+
+def under_fsdp(rank: int, how: str, kind: str, case: Callable[..., None], *args: Any) -> None:
+    model = Model()
+    parts = [model.a, model.b, model.c] if how == "layers" else []
+    case(rank, sharded(model, parts, **FSDP_KINDS[kind]), *args)
 
 
 # -- all_reduce_ -----------------------------------------------------------------------------------
@@ -243,7 +323,7 @@ def several_types(rank: int, absent: list[int], bucket: int) -> None:
     assert all(torch.equal(store[each].to(value.dtype), value) for each, value in want.items())
 
 
-def sparse_layouts(rank: int, layouts: list[str]) -> None:
+def sparse_layouts(rank: int, *layouts: str) -> None:
     """The rows of an embedding, as each rank has them."""
     weight = nn.Parameter(torch.zeros(20, 3))
     store, values = recoup.GradStore([weight]), [torch.zeros(20, 3) for _ in layouts]
@@ -259,47 +339,32 @@ def sparse_layouts(rank: int, layouts: list[str]) -> None:
 
 def few_messages(rank: int, alike: bool) -> None:
     """No more than buckets fill; and a large gradient is not copied."""
-    params = [nn.Parameter(torch.zeros(1000)) for _ in range(50)]
-    params.append(nn.Parameter(torch.zeros(100_000)))
+    params = [nn.Parameter(torch.zeros(size)) for size in [1000] * 50 + [100_000]]
     store = recoup.GradStore(params)
     for place, each in enumerate(params):
         if alike or place % 2 == rank:
             store.add_(each, torch.ones_like(each))
-    messages: list[str] = []
-
-    def counting(name: str) -> Any:
-        own = getattr(dist, name)
-        run = lambda *args, **kwargs: messages.append(name) or own(*args, **kwargs)  # noqa: E731
-        return mock.patch.object(dist, name, run)
-
     bucket = mock.patch.object(transfer, "_BUCKET_BYTES", 30_000)
-    with bucket, counting("all_reduce"), counting("all_gather_object"):
+    of_tensors = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+    of_objects = mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object)
+    with bucket, of_tensors as reduced, of_objects as gathered:
         peak = recoup.measure(store.all_reduce_, device="cpu", repeats=0).peak_bytes
     num_buckets = math.ceil(sum(each.nbytes for each in params) / 30_000)
-    assert len(messages) <= num_buckets + 1
+    assert reduced.call_count + gathered.call_count <= num_buckets + 1
     assert not alike or peak < 200_000  # the largest is of 400 kB, the buckets of 30
 
 
-def batches_of_unequal_length(rank: int) -> None:
-    """The mean is over those of all ranks, on each."""
+def numbers_of_a_store(rank: int) -> None:
+    """A mean is over the batches of all ranks, a sum may be too large, and a scale is known."""
     weight = nn.Parameter(torch.zeros(2))
     store = recoup.GradStore([weight], ddp=False)
     for factor, length in ([(2, 3), (4, 5)], [(8, 2)])[rank]:
         store.backward((weight * factor).sum(), weight=length)
     store.all_reduce_().mean_()
     assert store[weight].tolist() == pytest.approx([(3 * 2 + 5 * 4 + 2 * 8) / 10] * 2)
-
-
-def a_mean_of_large_numbers(rank: int) -> None:
-    """Their sum is too large for their type."""
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    store = recoup.GradStore([weight], dtype=torch.float16)
+    store = recoup.GradStore([weight], dtype=torch.float16, ddp=False)
     store.add_(weight, torch.full_like(weight, 40_000))
     assert float(store.all_reduce_()[weight].max()) == 40_000.0
-
-
-def a_rank_without_gradients_learns_their_scale(rank: int) -> None:
-    weight = nn.Parameter(torch.zeros(2))
     store = recoup.GradStore([weight], ddp=False)
     if rank == 0:
         store.backward(weight.sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
@@ -348,57 +413,64 @@ def processes_that_differ(rank: int, what: str) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def is_refused(rank: int, run: Callable[..., None], words: str, *args: Any) -> None:
-    """What a reducer cannot take over would stay a part of this process."""
-    with pytest.raises(GradientError, match=words):
-        run(rank, *args)
+def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
+    for given in product(*values):
+        name = f"{case.__name__} {' '.join(map(str, given))}"
+        yield name, lambda rank, given=given: case(rank, *given)
 
 
-def cases() -> Iterator[tuple[str, Case]]:
-    def over(case: Callable[..., None], *values: Any) -> Iterator[tuple[str, Case]]:
-        for given in product(*values):
-            words = " ".join(map(str, given))
-            yield f"{case.__name__} {words}", lambda rank, given=given: case(rank, *given)
-
-    ways = ("auto", "collecting")
+def of_reducers() -> Iterator[tuple[str, Case]]:
+    ways, single = ("auto", "collecting"), torch.float32
     yield from over(several_backwards, KINDS, (*ways, "harvest"))
-    yield from over(some_parameters, ("plain", "views"), ways)
     yield from over(ranks_that_use_other_layers, ("unused", "views unused"))
-    yield from over(unreduced, (*ways, "grad", "segments"), ("all_reduce_",))
-    yield from over(sparse_of_a_layer, ("all", "all_reduce_"))
+    yield from over(unreduced, (*ways, "grad", "segments"))
+    yield "unreduced in single precision", partial(unreduced, way="auto", dtype=single, bound=1e-6)
+    yield from over(sparse_of_a_layer, (True, False))
     yield from over(several_types, ([-1, -1], [0, 3], [4, 1]), (1, 40, 2**20))
-    layouts = [list(each) for each in product(("sparse", "dense", "absent"), ("sparse", "dense"))]
-    yield from over(sparse_layouts, layouts)
+    yield from over(sparse_layouts, ("sparse", "dense", "absent"), ("sparse", "dense"))
     yield from over(few_messages, (True, False))
     yield from over(processes_that_differ, (*STRANGERS, *CULPRITS))
-    single = torch.float32
-    yield (
-        "unreduced in single precision",
-        partial(unreduced, way="auto", end="all_reduce_", dtype=single, bound=1e-6),
-    )
-    for case in (
-        trained,
-        batches_of_unequal_length,
-        a_mean_of_large_numbers,
-        a_rank_without_gradients_learns_their_scale,
-    ):
-        yield case.__name__, case
+    yield "numbers of a store", numbers_of_a_store
+    yield "trained", lambda rank: trained(rank, model_for()[1], model_for()[0], torch.optim.AdamW)
     # Last, since what goes wrong here may leave a reducer waiting.
+    ddp_or_not = r"(?s)GradStore\(params, ddp=model\).*ddp=False"
     for name, run, words, *args in (
-        ("way", some_parameters, f'(?s)mode="grad".*{NO_SYNC[4:]}', "plain", "grad"),
+        ("way", several_backwards, f'(?s)mode="grad".*{NO_SYNC[4:]}', "plain", "grad"),
         ("graph", with_a_graph, NO_SYNC, True),
         ("taken", taken_unreduced, NO_SYNC),
-        *((f"then reduced, {way}", unreduced, NO_SYNC, way, "backward")
-          for way in ("auto", "segments")),
-        ("unknown", unreduced, "(?s)GradStore\\(params, ddp=model\\).*ddp=False", "auto",
-         "backward", single, None),
-    ):  # fmt: skip
-        given = (run, words, *args)
-        yield f"refused: {name}", lambda rank, given=given: is_refused(rank, *given)
+        ("then reduced", unreduced, NO_SYNC, "auto", "backward"),
+        ("then reduced, in segments", unreduced, NO_SYNC, "segments", "backward"),
+        ("unknown", unreduced, ddp_or_not, "auto", "backward", single, None),
+    ):
+        yield f"refused: {name}", partial(is_refused, run=run, words=words, args=args)
     yield "a graph where nobody reduces", partial(with_a_graph, is_known=False)
 
 
-CASES = dict(cases())
+def of_fsdp() -> Iterator[tuple[str, Case]]:
+    of_kinds = [
+        (kind, case, way, 0.01 if kind == "low" else 1e-6)
+        for kind in FSDP_KINDS
+        for case, way in (
+            *((summed_in_place, way) for way in ("auto", "harvest", "collecting")),
+            *((not_reduced_is_not_lost, way) for way in ("auto", "collecting")),
+        )
+    ]
+    fused = partial(trained, weight_decay=0.1, fused=True)
+    nesterov = partial(trained, momentum=0.9, nesterov=True, foreach=True)
+    others = [
+        (summed_in_place, "auto", 1e-6, torch.float64), (numbers_are_those_of_full_gradients,),
+        (fused, Model(), torch.optim.AdamW, 1e-6), (nesterov, Model(), torch.optim.SGD, 1e-6),
+    ]  # fmt: skip
+    given = [*of_kinds, *(("resharded", *each) for each in others)]
+    for place, (how, args) in enumerate(product(("layers", "whole"), given)):
+        yield f"fsdp {place}, {how}", lambda rank, args=(how, *args): under_fsdp(rank, *args)
+        for name, (run, words) in enumerate(REFUSED if place == 0 else ()):
+            args = "layers", "resharded", run
+            refused = partial(is_refused, run=under_fsdp, words=words, args=args)
+            yield f"fsdp refused: {name}", refused
+
+
+CASES = {f"ddp, {name}": case for name, case in of_reducers()} | dict(of_fsdp())
 
 if __name__ == "__main__":
     report(CASES)

@@ -10,7 +10,6 @@ import torch
 from torch.func import functional_call
 
 from recoup.flows import RealNVP
-from recoup.invertible import AdditiveCoupling, AffineCoupling
 from tests.oracle import assert_same_tensors
 from tests.unit.flows.models import BUILDERS, SMALL, built, digits, stirred
 from tests.ways import Called
@@ -50,11 +49,11 @@ def step_of(flow, x, cost=None):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_a_compiled_flow_is_right(memory):
-    flow, x = build("glow", memory), pictures()
-    compiled = torch.compile(flow.bits_per_dim, backend="aot_eager")
-    assert_same_tensors(step_of(flow, x, compiled), step_of(flow, x), 1e-9)
+def test_a_compiled_flow_is_right():
+    for memory in MEMORIES:
+        flow, x = build("glow", memory), pictures()
+        compiled = torch.compile(flow.bits_per_dim, backend="aot_eager")
+        assert_same_tensors(step_of(flow, x, compiled), step_of(flow, x), 1e-9)
 
 
 @pytest.mark.slow
@@ -64,7 +63,7 @@ def test_compiled_networks_in_couplings():
     flow, x = build("realnvp", "linear"), pictures()
     want = step_of(flow, x)
     for coupling in flow.chain:
-        if isinstance(coupling, AdditiveCoupling | AffineCoupling):
+        if hasattr(coupling, "network"):
             coupling.network.compile(backend="aot_eager")
     for memory in ("linear", "sqrt", "constant"):
         flow.memory = memory
@@ -118,8 +117,9 @@ def test_copies_and_functional_calls_compute_the_same(name):
 # -- data ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @of_all_flows
-def test_batches_of_any_type_layout_and_size(name):
+def test_batches_of_any_type_layout_size_and_value(name):
     flow, other = (build(name, memory) for memory in reversed(MEMORIES))
     x, want = pictures(), step_of(flow, pictures().double())
     if name != "iresnet":  # which estimates its volume
@@ -134,53 +134,22 @@ def test_batches_of_any_type_layout_and_size(name):
         assert flow.bits_per_dim(pictures(n)).shape == (n,)
         assert flow.eval().sample(n).shape == (n, *SMALL)
         flow.train()
+    if name not in OPTIONS:
+        x = x.double()
+        x[0, 0, 0, 0] = torch.nan
+        bits = flow.bits_per_dim(x)
+        assert bits.isnan().tolist() == [True, False, False, False]
+        bits.mean().backward()
+        assert any(p.grad.isnan().any() for p in flow.parameters())
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_nan_in_the_data(name):
-    flow, x = build(name), pictures().double()
-    x[0, 0, 0, 0] = float("nan")
-    bits = flow.bits_per_dim(x)
-    assert bits.isnan().tolist() == [True, False, False, False]
-    bits.mean().backward()
-    assert any(p.grad.isnan().any() for p in flow.parameters())
-
-
-WRONG_LEVELS = {
-    "images in [0, 1]": (lambda x: x / 16, r"from 0 to 1, not all.*0 to 16.*`\(x \* 16\).round"),
-    "images in [-1, 1]": (lambda x: x / 8 - 1, r"from -1 to 1, not all"),
-    "more levels": (lambda x: x + 30, r"from 30 to 46, but with `levels` 17"),
-    "negative": (lambda x: x - 1, r"from -1 to 15"),
-    "halves": (lambda x: x - 0.5, r"not all of them whole"),
-    "infinite": (lambda x: x.masked_fill(x > 8, torch.inf), r"to inf"),
-    "complex": (lambda x: torch.complex(x, x), r"complex128.*two channels"),
-}
-
-
-@pytest.mark.parametrize("name", ["nice", "flow++ variational"])
-def test_levels_that_are_none_are_refused(name):
+def test_levels_and_complex_numbers_that_are_none_are_refused():
     """Images in [0, 1] would be taken for levels, and train to plausible bits."""
-    for change, words in WRONG_LEVELS.values():
-        flow, x = build(name), pictures(64).double()
-        for call in (flow.bits_per_dim, flow.log_prob, flow.reconstruct):
-            with pytest.raises(ValueError, match=words):
-                call(change(x))
-        assert flow.bits_per_dim(x).isfinite().all()
-        with pytest.raises(ValueError, match=words):
-            flow.eval().bits_per_dim(change(x))  # the first batch of the validation
-
-
-def test_a_flow_over_complex_numbers_is_refused():
-    """The imaginary part would be dropped."""
-    with pytest.raises(ValueError, match=r"complex64.*two channels"):
+    flow, x = build("flow++ variational"), pictures(64).double()
+    for call in (flow.bits_per_dim, flow.log_prob, flow.reconstruct):
+        with pytest.raises(ValueError, match=r"from 0 to 1, not all.*`\(x \* 16\).round"):
+            call(x / 16)
+        with pytest.raises(ValueError, match=r"complex128.*two channels"):
+            call(torch.complex(x, x))
+    with pytest.raises(ValueError, match=r"complex64.*two channels"):  # of continuous data, too
         RealNVP((2,), levels=None).log_prob(torch.ones(3, 2, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_flows_in_half_precision(name):
-    want = step_of(build(name, "linear"), pictures())["loss"]
-    for dtype in (torch.float16, torch.bfloat16):
-        with pytest.warns(UserWarning, match="Inverses in 16 bits round by more"):
-            found = step_of(build(name, dtype=dtype), pictures())
-        assert found["loss"].item() == pytest.approx(want.item(), rel=0.05)
-        assert all(value.isfinite().all() for value in found.values())

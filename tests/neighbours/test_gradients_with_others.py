@@ -1,4 +1,4 @@
-"""Stores of gradients in code of others: compilers, checkpoints, trainers, whole models."""
+"""Stores of gradients in code of others: a compiler, a trainer, checkpoints of a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ pytestmark = [
 ]
 EXACT = 1e-12
 in_all_modes = pytest.mark.parametrize("mode", ["auto", "grad", "harvest", "collecting"])
-
-
-def on_batches(*size):
-    """Losses of a model on three batches."""
-    batches = torch.randn(3, *size).double()
-    return [lambda model, x=x: model(x).square().mean() for x in batches]
 
 
 def assert_collected(model, losses, mode, call=None):
@@ -59,43 +53,9 @@ def test_a_compiled_model(mode, fresh_compiler):
     parts = {"used": nn.Linear(6, 6), "norm": nn.LayerNorm(6), "unused": nn.Linear(6, 6)}
     model = Made(lambda model, x: model.norm(model.used(x)).tanh(), **parts).double()
     compiled = torch.compile(model, backend="aot_eager")
-    want = assert_collected(model, on_batches(4, 6), mode, call=compiled)
+    losses = [lambda model, x=x: model(x).square().mean() for x in torch.randn(3, 4, 6).double()]
+    want = assert_collected(model, losses, mode, call=compiled)
     assert sorted(want) == ["norm.bias", "norm.weight", "used.bias", "used.weight"]
-
-
-# -- models of torch and of ours -------------------------------------------------------------------
-
-
-def of_transformer():
-    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True).double()
-    x, y = torch.randn(2, 5, 8).double(), torch.randn(2, 4, 8).double()
-    mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=torch.float64)
-    return model, [lambda m: m(x, y, tgt_mask=mask, tgt_is_causal=True).square().mean()] * 2
-
-
-def of_chain():
-    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
-    return recoup.Sequential(*blocks, memory="sqrt").double(), on_batches(4, 6)
-
-
-def parametrized(wrap):
-    return lambda: (wrap(nn.Linear(5, 5).double()).eval(), on_batches(3, 5))
-
-
-MODELS = {
-    "transformer": of_transformer,
-    "chain": of_chain,
-    "weight norm": parametrized(nn.utils.parametrizations.weight_norm),
-    "spectral norm": parametrized(nn.utils.parametrizations.spectral_norm),
-}
-
-
-@in_all_modes
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_torch_and_of_ours(name, mode):
-    want = assert_collected(*MODELS[name](), mode)
-    originals = [key for key in want if key.startswith("parametrizations.weight.original")]
-    assert bool(originals) == ("norm" in name)  # they are the leaves, and have the names
 
 
 # -- trainers and models of others -----------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_a_plan_that_keeps_products_does_the_work_that_it_predicts(monkeypatch):
     for module in (planning_step, measuring):
         monkeypatch.setattr(module, "now", counted_seconds)  # so that plans depend on no clock
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(2, 96, 32)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 96, 32)
 
     def work():
         counter = WorkCounter()
@@ -165,7 +165,6 @@ def test_a_plan_that_keeps_products_does_the_work_that_it_predicts(monkeypatch):
 
     with timed_by_work():
         plain, frontier = work(), recoup.plan(model, x)
-        for share in (0.1, 0.7):
-            with frontier.plan(between(frontier, share)).applied() as plan:
-                assert "keep products" in {block.way for block in plan.blocks}
-                assert work() / plain == pytest.approx(plan.predicted_time_ratio, rel=0.006)
+        with frontier.plan(between(frontier, 0.3)).applied() as plan:
+            assert "keep products" in {block.way for block in plan.blocks}
+            assert work() / plain == pytest.approx(plan.predicted_time_ratio, rel=0.006)

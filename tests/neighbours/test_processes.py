@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recoup
 from tests.neighbours.device_worker import OTHERS, WAYS
-from tests.neighbours.fake_ranks_worker import RANKS
 from tests.neighbours.workers import RIGHT, SKIPPED, found_by, outputs_of
 
 # -- two processes under DDP, FSDP2 or `all_reduce_`, which have what one has of the whole batch ---
@@ -24,10 +23,10 @@ WORKERS = [  # the worker, and how its cases begin
     pytest.param("models_worker", "chain", id="chains"),
     pytest.param("models_worker", "tiles", id="tiles", marks=slow),
     pytest.param("models_worker", "flow", id="flows", marks=slow),
-    pytest.param("plans_worker", "", id="plans", marks=slow),
-    pytest.param("weights_worker", "", id="weights", marks=slow),
-    pytest.param("stores_worker", "", id="stores", marks=slow),
-    pytest.param("fsdp_stores_worker", "", id="sharded stores", marks=slow),
+    pytest.param("models_worker", "plans", id="plans", marks=slow),
+    pytest.param("models_worker", "weights", id="weights", marks=slow),
+    pytest.param("stores_worker", "ddp", id="stores", marks=slow),
+    pytest.param("stores_worker", "fsdp", id="sharded stores", marks=slow),
 ]
 
 
@@ -105,41 +104,31 @@ def ranks():
     """What each rank found."""
     if torch.__version__ < "2.13":
         pytest.skip("here the fake group leaves what it gathers uninitialized")
-    given = [[str(rank)] for rank in RANKS]
-    return [json.loads(each) for each in outputs_of("fake_ranks_worker", given)]
+    return json.loads(*outputs_of("fake_ranks_worker", [[]]))
 
 
-@pytest.mark.parametrize("way", ["sharded", "in_parallel"])
-def test_the_largest_of_all_ranks_suffices_and_all_run_the_same_collectives(ranks, way):
-    rows = [found[way] for found in ranks]
-    assert all(row["peak"] <= max(each["least"] for each in rows) for row in rows)
-    for name in ("plain", "planned"):
-        assert len({row[name] for row in rows}) == 1
-    assert all(row["forwards"] > 0 for row in rows)
-
-
-def test_ranks_with_larger_batches_need_more(ranks):
-    least = [found["sharded"]["least"] for found in ranks]
-    assert sorted(set(least)) == least
-    assert len({found["in_parallel"]["least"] for found in ranks}) == 1
+def test_the_largest_of_all_ranks_suffices_and_all_run_the_same_collectives(ranks):
+    """FSDP2 gathers for backward anyway; in tensor parallelism collectives are code of blocks."""
+    least = {way: [found[way]["least"] for found in ranks] for way in ("sharded", "in_parallel")}
+    first, last = least["sharded"]
+    assert first < last  # whose batch is larger
+    assert len(set(least["in_parallel"])) == 1
+    for way, bytes_of_ranks in least.items():
+        rows = [found[way] for found in ranks]
+        assert all(row["peak"] <= max(bytes_of_ranks) and row["forwards"] > 0 for row in rows)
+        assert len({(row["plain"], row["planned"]) for row in rows}) == 1
+    assert ranks[0]["sharded"]["planned"] == ranks[0]["sharded"]["plain"] > 0
+    assert ranks[0]["in_parallel"]["planned"] > ranks[0]["in_parallel"]["plain"]
 
 
 def test_a_head_of_a_sharded_model_runs_in_tiles(ranks):
-    for found in ranks:
-        tiled = found["in_tiles"]
-        assert tiled["bytes"] < 0.6
-        off = {name: each for name, each in tiled["off"].items() if each}
-        assert off.keys() <= {"head.weight", "head.bias"}
-        assert max(off.values(), default=0.0) < 1e-6
+    tiled = ranks[0]["in_tiles"]
+    assert tiled["bytes"] < 0.6
+    off = {name: each for name, each in tiled["off"].items() if each}
+    assert off.keys() <= {"head.weight", "head.bias"}
+    assert max(off.values(), default=0.0) < 1e-6
 
 
 @pytest.mark.parametrize("case", ["head alone", "loss outside", "freed"])
 def test_a_head_whose_weight_or_output_is_not_there_for_tiles_runs_whole(ranks, case):
     assert set(ranks[0][case]["off"].values()) == {0.0}
-
-
-def test_second_runs_repeat_the_collectives_of_blocks_alone(ranks):
-    """FSDP2 gathers for backward anyway; in tensor parallelism they are code of the blocks."""
-    for found in ranks:
-        assert found["sharded"]["planned"] == found["sharded"]["plain"] > 0
-        assert found["in_parallel"]["planned"] > found["in_parallel"]["plain"]

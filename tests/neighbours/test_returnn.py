@@ -16,4 +16,4 @@ def test_layers_of_its_frontend():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "7 passed" in run.stdout
+    assert "5 passed" in run.stdout

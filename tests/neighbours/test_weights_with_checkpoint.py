@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.invertible import AdditiveCoupling
 from recoup.weights import disabled, enabled, same_draw
 from tests import ways
-from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
+from tests.oracle import hooks_in_force, loss_of_all
 from tests.ways import a_step, a_step_with, assert_same, outcome
 from tests.weight_zoo import MORE, OURS, Runs, Uses, first_of, looped
 
@@ -89,25 +88,21 @@ def dense(dropout=0.3):
     return nn.Sequential(nn.Linear(6, 6), nn.Dropout(dropout), nn.Tanh())
 
 
-def attention():
-    layer = nn.MultiheadAttention(6, 2, dropout=0.2, batch_first=True)
-    return Runs(layer, lambda layer, x: x + layer(x, x, x, need_weights=False)[0])
-
-
-def rows_of(embedding, x):
-    return (x + embedding(torch.arange(x.shape[-2]) % 9)).sin()
+def attends(layer, x):
+    return x + layer(x, x, x, need_weights=False)[0]
 
 
 BLOCKS = {
     "dense": (dense, (5, 6)),
     "shared": (dense, (5, 6)),  # one block, used again and again
     "without dropout": (lambda: dense(0.0), (5, 6)),
-    "attention": (attention, (2, 5, 6)),
+    "attention": (
+        lambda: Runs(nn.MultiheadAttention(6, 2, dropout=0.2, batch_first=True), attends), (2, 5, 6)
+    ),
     "gru": (lambda: Runs(nn.GRU(6, 6), first_of), (4, 2, 6)),
     "cell in a loop": (
         lambda: Runs(nn.GRUCell(6, 6), lambda cell, x: x + looped(cell, x)), (4, 2, 6)
     ),
-    "rows": (lambda: Runs(nn.Embedding(9, 6), rows_of), (2, 5, 6)),
 }  # fmt: skip
 WEIGHTS = r"(.*[._])?weight(_[ih]h.*)?"
 
@@ -142,15 +137,18 @@ def enabled_in_evaluation(model, x):
         return a_step(model, x)
 
 
+def without(**where):
+    """A step with the weights disabled in a part of it."""
+    return lambda model, x: a_step_with(**{w: lambda: disabled(model) for w in where})(model, x)
+
+
 OWN = {
     "steps_and_evaluations": steps_and_evaluations,
     "enabled_in_evaluation": enabled_in_evaluation,
     "same_draw": a_step_with(around=lambda: same_draw(5)),
     "same_draw_around_backward": a_step_with(around_backward=lambda: same_draw(5)),
-    "disabled": lambda model, x: a_step_with(around=lambda: disabled(model))(model, x),
-    "disabled_around_backward": lambda model, x: a_step_with(
-        around_backward=lambda: disabled(model)
-    )(model, x),
+    "disabled": without(around=True),
+    "disabled_around_backward": without(around_backward=True),
 }
 SHARED = ["three_steps", "two_forwards", "under_autocast", "part_by_part"]
 SITUATIONS = {name: ways.SITUATIONS[name] for name in SHARED} | OWN
@@ -174,7 +172,7 @@ def rtol_of(call, situation="three_steps"):
     return 0.03 if situation == "under_autocast" else 2e-4
 
 
-OTHERS = ["attention", "gru", "cell in a loop", "rows"]  # who read weights of their own accord
+OTHERS = ["attention", "gru", "cell in a loop"]  # who read weights of their own accord
 CASES = [
     *product(CALLS, SITUATIONS, ["dense", "shared"], ["stacked"], ["model", "blocks"]),
     *product(FEW, ["three_steps"], ["dense"], MORE, ["model"]),
@@ -203,23 +201,22 @@ def test_two_forwards_at_one_place_of_the_stream(call, in_evaluation):
     """A reentrant checkpoint tells neither from the other: that is an error, not a wrong draw."""
     model, x = built(way="dropout")
 
-    def output(called, number):
+    def loss_of(called, number):
         torch.manual_seed(4)
         model.call = called
         model.train(not (in_evaluation and number))
         with same_draw(seed=0 if in_evaluation else number):
             return model(x).square().sum()
 
-    outputs = [output(CALLS[call], number) for number in range(2)]
-    for number in range(2):
-        want = torch.autograd.grad(output(plain, number), x)
+    losses = [loss_of(CALLS[call], number) for number in range(2)]
+    for number, loss in enumerate(losses):
+        want = torch.autograd.grad(loss_of(plain, number), x)
         x.grad = None
-        model.train(not (in_evaluation and number))
         if call == "reentrant" and (number or not in_evaluation):
             with pytest.raises(ReplayError, match="one place of the random stream"):
-                outputs[number].backward()
+                loss.backward()
         else:
-            outputs[number].backward()
+            loss.backward()
             assert torch.equal(x.grad, want[0])
 
 
@@ -279,7 +276,7 @@ def test_a_weight_that_changes_before_backward(call, way):
     assert hooks_in_force() is None
 
 
-# -- weights as arguments, values, chains and flows ------------------------------------------------
+# -- weights as arguments, and values ------------------------------------------------
 
 
 def recomputes():
@@ -306,25 +303,3 @@ def test_weights_and_values_as_arguments_results_and_within(call):
         loss_of_all(value * value.mean(0)).backward()
         found.append(x.grad)
     assert torch.equal(*found)
-
-
-def coupling():
-    networks = [nn.Sequential(dense(0.2), nn.Linear(6, 6)) for _ in range(2)]
-    return AdditiveCoupling(*networks)
-
-
-@pytest.mark.parametrize("where", ["blocks", "model", "shared"])
-@pytest.mark.parametrize("kind", ["gru", "couplings"])
-def test_a_chain_in_every_memory(kind, where):
-    torch.manual_seed(0)
-    build, size = BLOCKS.get(kind, (coupling, (4, 12)))
-    blocks = [build() for _ in range(4)]
-    if where == "shared":
-        blocks[3] = blocks[1]
-    model = recoup.Sequential(*blocks, otherwise="recompute").double()
-    for module in blocks if where == "blocks" else [model]:
-        OURS["stacked"](module, WEIGHTS)
-    x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
-    want = run_step(model, x, memory="linear")
-    for memory in ("sqrt", "constant", 1):
-        assert_same_step(run_step(model, x, memory=memory), want, 1e-9)
