@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import recoup
+from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import RecoupError
+from tests.alive import no_collector
 from tests.neighbours.planned import (
     Block,
     Net,
@@ -153,6 +156,34 @@ def test_reparametrized_weights_in_a_planned_step(name: str, share: float, is_be
             found.append(result_of(model, step))
             assert plan is None or not is_before or peak_of(step) <= plan.budget_bytes
     assert_same(*found)
+
+
+@pytest.mark.slow
+@in_shares
+def test_nothing_is_left_of_many_steps(share: float):
+    model, x = fresh()
+    plan_for(model, x, share=share).apply()
+
+    def fails() -> None:
+        handle = model.blocks[3].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+
+    some_blocks = lambda: loss_of(model.blocks[1](model.blocks[0](x))).backward()  # noqa: E731
+    trains = partial(simple, model, x)
+    for _ in range(3):
+        fails()
+    gc.collect()
+    with no_collector(), StorageTracker() as tracker:
+        for run in (lambda: model(x) is None, trains, some_blocks, trains):
+            levels = []
+            for _ in range(20):
+                run()
+                model.zero_grad()
+                levels.append(tracker.current_bytes)
+            assert len(set(levels)) == 1
+        assert levels[-1] == 0
 
 
 def test_a_model_is_what_it_was():

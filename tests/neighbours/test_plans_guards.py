@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import recoup
 from recoup._core.kept_products import _KeptTensor as KeptTensor
 from recoup._core.surroundings import Surroundings
-from recoup.errors import ReplayError
+from recoup.errors import BudgetError, ReplayError
 from recoup.planning import priced_blocks
 from recoup.planning.verification import Verification, outcome_of
 from tests.neighbours.planned import Block, assert_same, fresh, loss_of, plan_for, result_of
@@ -168,6 +168,42 @@ def test_a_model_whose_steps_differ_is_refused(has_room: bool, monkeypatch: Any)
         plan_for(*fresh())
     with pytest.raises(ReplayError, match=words):
         plan_for(*fresh(block=Counts))
+
+
+class WritesToItsInput(Block):
+    """Changes what it is given where no version counter sees it, also when it runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.tanh_()
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_wrong_whenever_they_run_again_are_kept_or_refused():
+    """The measured step shows it, in which they run again."""
+    why = r"block `blocks\.\d` again .* did not repeat"
+    model, x = fresh(block=WritesToItsInput)
+    plain = result_of(model, stepping(model, x))
+    with pytest.warns(UserWarning, match=why):
+        plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
+    assert_as_plain(plan, stepping(model, x), plain)
+    with pytest.raises(BudgetError, match=why):
+        recoup.plan(model, x, budget="64 KiB", loss=loss_of)
+    assert_same(result_of(model, stepping(model, x)), plain)
+
+
+def test_the_plain_step_takes_the_place_of_the_measured_one():
+    module = nn.Linear(1, 600_001)
+    module.weight.grad = torch.ones(600_001, 1)
+    measured = outcome_of(module, ())
+    module.weight.grad[17] = 2.0  # one entry of many
+    plain, verification = outcome_of(module, ()), Verification()
+    verification.expect(measured, is_plain=False)
+    assert verification.difference(plain) is not None
+    verification.expect(plain, is_plain=True)
+    verification.expect(measured, is_plain=False)
+    assert verification.difference(plain) is None
+    assert verification.difference(measured) is not None
 
 
 def test_gradients_that_are_missing_sparse_or_complex():
