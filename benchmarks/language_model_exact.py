@@ -26,8 +26,7 @@ from run import conditions  # noqa: E402
 
 from examples.language_model import main as example  # noqa: E402
 from recoup.memory.figures import COLORS, QUIET, finish, rendered  # noqa: E402
-from tests.awd_lstm_beside import Beside  # noqa: E402
-from tests.awd_lstm_by_hand import numbers_of  # noqa: E402
+from tests.awd_lstm_by_hand import Beside, numbers_of  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "language_model_exact_cpu.json"
 PICTURE = ROOT / "docs" / "images" / "exact.png"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import subprocess
 import sys
@@ -42,23 +43,22 @@ def own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Warnings of Lightning about itself, such as of a folder that holds checkpoints."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # of Lightning about itself, as of a folder with checkpoints
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
         yield
+    torch.set_num_threads(num_threads)
 
 
 class Run:
     """Commands of an example, and what a run of it left on the disk."""
 
-    def __init__(self, main, tiny, name):
-        self.main, self.tiny, self.name = main, tiny, name
+    def __init__(self, main, tiny, name, folder):
+        self.main, self.tiny, self.name, self._folder = main, tiny, name, folder
+
+    @functools.cached_property
+    def finished(self):
+        """The folder of a run of one epoch, which tests share."""
+        return self.fit(epochs=1, out=self._folder)
 
     def fit(self, *options, epochs=2, out="run"):
         """Train; return the folder of the run."""
@@ -86,14 +86,15 @@ class Run:
         return self.main([command, "-c", f"{folder}/config.yaml", f"--ckpt_path={path}", *options])
 
 
-@pytest.fixture
-def flows():
-    return Run(flow.main, FLOW, "flow")
+@pytest.fixture(scope="session")
+def flows(tmp_path_factory):
+    return Run(flow.main, FLOW, "flow", tmp_path_factory.mktemp("flows"))
 
 
-@pytest.fixture
-def texts(text):
-    return Run(language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"], "language_model")
+@pytest.fixture(scope="session")
+def texts(text, tmp_path_factory):
+    folder, tiny = tmp_path_factory.mktemp("texts"), [*LANGUAGE_MODEL, f"--data.path={text}"]
+    return Run(language_model.main, tiny, "language_model", folder)
 
 
 @pytest.fixture(params=["flows", "texts"])
