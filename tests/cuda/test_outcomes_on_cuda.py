@@ -11,10 +11,7 @@ import recoup
 from recoup._core.sketch import difference, numbers_of, sketch_of, tolerance_of
 from recoup.errors import ReplayError
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
     torch.int64, torch.int32, torch.uint8, torch.bool,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import recoup
 from tests.planned_zoo import transformers_or_skip
 from tests.programs.programs import (
     VOCABULARY,
@@ -94,48 +93,3 @@ def test_columns_of_two_lengths_have_plans_of_their_own(tmp_path):
     options = {"num_forwards": 2, "replan": True, "skips": 1}
     found = assert_same_training(of_two, of_two(), (least + most) // 2, **options)
     assert max(found.peaks[1:]) <= (least + most) // 2
-
-
-def batch(num: int, seed: int) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, len(VOCABULARY), (num, 16), generator=draw)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def gradients(model: Any, loss: Any) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("has_dropout", [False, True])
-def test_embeddings_in_mini_batches(tmp_path, has_dropout):
-    """Any loss of all embeddings, at the bytes of the cached one, which runs each as often."""
-    model = embedding_model(tmp_path).train(has_dropout)
-    columns = [batch(32, seed) for seed in (1, 2)]
-    calls = []
-    model[0].register_forward_pre_hook(lambda module, args: calls.append(1))
-
-    def embed(ids: Any, mask: Any) -> Any:
-        return model({"input_ids": ids, "attention_mask": mask})["sentence_embedding"]
-
-    def loss_of(embed: Any) -> Any:
-        return whole(model).compute_loss_from_embeddings(
-            [embed(*c.values()) for c in columns], None
-        )
-
-    tiled = recoup.tiled(embed, dim=0, tiles=8)
-    gradients(model, lambda: loss_of(tiled))  # what it looks at once
-    calls.clear()
-    found = gradients(model, lambda: loss_of(tiled))
-    assert len(calls) == 2 * 2 * 8
-    if not has_dropout:
-        for got, want in zip(found, gradients(model, lambda: loss_of(embed)), strict=True):
-            assert float((got - want).norm()) <= 1e-4 * float(want.norm())
-        return
-    theirs = cached(model)
-    peaks = [
-        recoup.measure(functools.partial(gradients, model, loss), repeats=0).peak_bytes
-        for loss in (lambda: theirs([dict(c) for c in columns], None), lambda: loss_of(tiled))
-    ]
-    assert peaks[1] <= peaks[0]

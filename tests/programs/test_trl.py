@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from recoup.errors import BudgetError
 from tests.programs.programs import (
     Trained,
     assert_same_training,
@@ -136,9 +135,3 @@ def test_training_resumes(tmp_path):
     again = train(tmp_path, sft, callback, resume=str(tmp_path / "checkpoint-2"), **saved)
     assert again.losses == wanted.losses[2:]
     assert torch.equal(again.weights, wanted.weights)
-
-
-def test_a_budget_that_is_too_small_says_what_takes_the_bytes(tmp_path):
-    """TRL's own head runs in tiles of its own, which `tiles=True` leaves alone."""
-    with pytest.raises(BudgetError, match="the least that a step of this model was seen to take"):
-        train(tmp_path, sft, budget(1000, tiles=True))
