@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import spectral_norm
 
 import recoup
 from tests.deciding import Grouped, Router, is_second_run
@@ -127,13 +126,7 @@ def inplace() -> list[nn.Module]:
 CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
     "mlp": lambda: ([dense() for _ in range(7)], leaf(4, 6)),
     "convolutions and norms": lambda: ([conv_norm() for _ in range(6)], leaf(3, 3, 4, 4)),
-    "norms of all kinds": lambda: (
-        [nn.BatchNorm1d(6, momentum=None), nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6),
-         nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 6)],
-        leaf(4, 6),
-    ),
     "dropout": lambda: ([dense(0.5) for _ in range(7)], leaf(4, 6)),
-    "dropout alone": lambda: ([nn.Dropout(0.5) for _ in range(6)], leaf(4, 6)),
     "draws itself": lambda: (
         [Fn(draws_itself, nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(6)], leaf(4, 6)
     ),
@@ -166,9 +159,7 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
         leaf(4, 6),
     ),
     "saved twice": lambda: ([asks_twice() for _ in range(6)], leaf(4, 6)),
-    "identities": lambda: ([nn.Identity(), dense(), nn.Identity(), nn.Flatten()], leaf(4, 6)),
     "one": lambda: ([dense(0.2)], leaf(4, 6)),
-    "two": lambda: ([dense(0.2), dense(0.2)], leaf(4, 6)),
     "a hundred": lambda: (
         [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(100)], leaf(4, 6)
     ),
@@ -213,12 +204,12 @@ def sequence(layer: nn.Module) -> nn.Module:
     return Fn(run, layer)
 
 
-def caught(x: Tensor, linear: nn.Module, *, ends: bool) -> Tensor:
+def caught(x: Tensor, linear: nn.Module) -> Tensor:
     """Code that tries a faster kernel, say, and may do without."""
     try:
         y = linear(x.sin())
     except Exception:  # noqa: BLE001
-        y = x.detach() if ends else linear(x.sin())
+        y = x.detach()
     return y * 2
 
 
@@ -252,13 +243,6 @@ def draws_around_a_gradient(x: Tensor, linear: nn.Module) -> Tensor:
         z = F.dropout(linear(F.dropout(x)).tanh())
         (found,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
     return z + F.dropout(found) * found.sin()
-
-
-def downhill(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
-    """A step that nothing differentiates through."""
-    z = x.detach().requires_grad_()
-    energy(z).sum().backward(inputs=[z])
-    return after((x.sin() - 0.1 * z.grad).tanh())
 
 
 def offloaded(x: Tensor, module: nn.Module) -> Tensor:
@@ -328,33 +312,21 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "float16": lambda: autocast(torch.float16),
     "wide": lambda: nn.Sequential(nn.Linear(6, 4096), nn.LayerNorm(4096), nn.Linear(4096, 6)),
     "index": lambda: Fn(scattered),
-    "bags": lambda: Fn(
-        lambda x, bag: x + bag(torch.arange(24, device=x.device).view(12, 2) % 9),
-        nn.EmbeddingBag(9, 6),
-    ),
     "rrelu": lambda: nn.Sequential(nn.Linear(6, 600), nn.RReLU()),
     "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
-    "alpha dropout": lambda: nn.Sequential(
-        nn.AlphaDropout(0.3), nn.SELU(), nn.FeatureAlphaDropout()
-    ),
-    "dropout1d": lambda: nn.Sequential(sequence(nn.Dropout1d()), nn.Tanh()),
     "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
     "spectral norm": lambda: spectral_norm(nn.Linear(6, 6)),
-    "weight norm": lambda: weight_norm(nn.Linear(6, 6)),
     "fake quantization": lambda: Fn(
         quantized, nn.Linear(6, 6), FusedMovingAvgObsFakeQuantize(), default_fused_wt_fake_quant()
     ),
     "lstm": lambda: sequence(nn.LSTM(6, 6, 2, dropout=0.4, batch_first=True)),
-    "gru": lambda: sequence(nn.GRU(6, 6, 2, dropout=0.4, bidirectional=True)),
     "attention": lambda: sequence(nn.MultiheadAttention(6, 2, dropout=0.3)),
-    "encoder": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12, 0.3)),
     "encoder in evaluation": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12)).eval(),
     "router": lambda: Router(6),
     "router, expert by expert": lambda: Grouped(6),
     "rows by a draw": lambda: Fn(routed),
     "in place": lambda: Fn(changed_in_place, nn.LeakyReLU(0.1, inplace=True)),
-    "caught": lambda: Fn(partial(caught, ends=False), nn.Linear(6, 6)),
-    "caught, and it ends": lambda: Fn(partial(caught, ends=True), nn.Linear(6, 6)),
+    "caught": lambda: Fn(caught, nn.Linear(6, 6)),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
     "late buffer": Registering,
@@ -362,7 +334,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "force": lambda: Fn(force, energy(), nn.Linear(6, 6)),
     "force of its input": lambda: Fn(force_of_its_input, energy(), nn.Linear(6, 6)),
     "draws around a gradient": lambda: Fn(draws_around_a_gradient, nn.Linear(6, 6)),
-    "downhill": lambda: Fn(downhill, energy(), nn.Linear(6, 6)),
     "checkpoint": lambda: Fn(lambda x, module: recoup.checkpoint(module, x), dense(0.5)),
     "offloading": lambda: Fn(offloaded, nn.Sequential(dense(0.5), nn.RReLU(), nn.Tanh())),
     "noise": lambda: recoup.weight_noise(nn.Linear(6, 6), std=0.1),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -83,25 +81,6 @@ def test_a_weight_that_is_not_aligned():
     assert torch.equal(draws.noised(w[3:], 3, 0.4), expected[1])
 
 
-def correlation(a, b):
-    """In standard deviations of what independent numbers give."""
-    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
-    return (a @ b / (a.norm() * b.norm()) * math.sqrt(a.numel())).item()
-
-
-@pytest.mark.parametrize("draw", [lambda n, seed: mask((n,), seed, 0.5), normals])
-def test_entries_and_seeds_do_not_depend_on_each_other(draw):
-    numel = 2**20
-    found = draw(numel, 17)
-    for lag in (1, 2, 3, 4, 8, 512, 1024, 2048, 4096, 2**19):
-        assert abs(correlation(found[:-lag], found[lag:])) < 4.5, lag
-        assert abs(correlation(found[:-lag].square(), found[lag:].square())) < 4.5, lag
-    for seed in (0, 16, 18, 17 + 2**32, 17 + 2**62):
-        other = draw(numel, seed)
-        assert abs(correlation(found, other)) < 4.5
-        assert abs(correlation(found[1:], other[:-1])) < 4.5
-
-
 def test_no_random_state_moves():
     w = weight((2**16,))
     cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
@@ -133,10 +112,3 @@ def test_the_share_of_dropped_entries_is_p(p):
 
 def test_noise_is_gaussian():
     assert are_gaussian(normals(2**22, 2).cpu())
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_draws_run_where_the_weight_is():
-    w = weight((5000,))
-    other = w.to("cuda:1")
-    assert torch.equal(draws.dropped(other, 1, 0.5).to(CUDA), draws.dropped(w, 1, 0.5))
