@@ -23,7 +23,7 @@ from text import UNKNOWN, joined, read_parts, tokenized, vocabulary_of
 from torch.nn import functional as F
 
 import recoup
-from tests.awd_lstm_by_hand import Beside, numbers_of
+from benchmarks.awd_lstm_by_hand import Beside, numbers_of
 from tests.examples.conftest import EXAMPLES, LINES, QUIET, logged_in, same, weights
 
 CONFIGS = sorted((EXAMPLES / "configs" / "language_model").glob("*.yaml"))
