@@ -182,12 +182,8 @@ LAYERS: dict[str, Kind] = {
     "linear 3-D": Kind(lambda: nn.Linear(128, 96), given((2, 3, 128))),
     "linear, in a loop": Kind(lambda: Runs(nn.Linear(96, 96), repeated), given((3, 96))),
     "x @ w.t()": Kind(lambda: Uses(lambda x, w: x @ w.t(), 96, 128), given((3, 128))),
-    "w.t() @ x": Kind(lambda: Uses(lambda x, w: w.t() @ x, 128, 96), given((128, 3))),
     "einsum": Kind(
         lambda: Uses(lambda x, w: torch.einsum("bi,oi->bo", x, w), 96, 128), given((3, 128))
-    ),
-    "baddbmm": Kind(
-        lambda: Uses(lambda x, w: torch.baddbmm(x[:, :, :1], x, w), 2, 128, 48), given((2, 3, 128))
     ),
     "conv1d": Kind(lambda: nn.Conv1d(40, 48, 5), given((2, 40, 9))),
     "conv2d": Kind(lambda: nn.Conv2d(40, 48, 3, padding=1), given((2, 40, 4, 4))),
