@@ -6,7 +6,6 @@ a moment (when it changes). `verdict` runs it beside plain torch with the same e
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import itertools
 import os
@@ -27,7 +26,6 @@ import recoup
 # --- sources: a value is 0.7 in the first run, or drawn, and another one later --------------------
 
 LEVEL: Any = None
-VARIABLE = contextvars.ContextVar("level")
 ENVIRONMENT = "RECOUP_TEST_LEVEL"
 
 # What a place holds: the first value, the second, and the number that forward makes of it.
@@ -35,7 +33,6 @@ VALUES = {
     "number": (0.7, 1.3, float),
     "function": (lambda *_: 0.7, lambda *_: 1.3, lambda f: f()),
     "list": ([0.7], [1.3], lambda items: items[-1]),
-    "size": (torch.Size([7]), torch.Size([13]), lambda s: s.numel() / 10),
     "numpy array": (np.array([0.7]), np.array([1.3]), lambda a: a.max()),
     "tensor": (torch.tensor(0.7), torch.tensor(1.3), lambda t: t),
 }
@@ -51,7 +48,6 @@ def closed_over():
 HOLDERS = {
     "closure cell": closed_over(),
     "global": (lambda _, v: globals().update(LEVEL=v), lambda _: LEVEL),
-    "context variable": (lambda _, v: VARIABLE.set(v), lambda _: VARIABLE.get()),
     "attribute": (lambda m, v: setattr(m, "held", v), lambda m: m.held),
     "list item": (lambda m, v: m.items.__setitem__(0, v), lambda m: m.items[0]),
     "class attribute": (lambda m, v: setattr(type(m), "shared", v), lambda m: m.shared),
@@ -96,6 +92,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
         lambda _: torch.autocast("cpu", torch.bfloat16),
     ),
 }
+# What changes a hooked submodule, a parameter, a buffer, and a dropout.
 SUBMODULE = {
     "hook": lambda m: m.sub.register_forward_hook(double),
     "hook removed": lambda m: m.handle.remove(),
@@ -111,7 +108,6 @@ PARAMETER = {
     "data": lambda m: m.k.data.mul_(2),
     "data replaced": lambda m: setattr(m.k, "data", m.k.data * 2),
     "numpy view": lambda m: np.multiply(m.k.data.numpy(), 2, out=m.k.data.numpy()),
-    "foreach": lambda m: torch._foreach_mul_([m.k.data], 2.0),
     "parameter replaced": lambda m: setattr(m, "k", nn.Parameter(m.k.detach() * 2)),
     "requires_grad": lambda m: m.k.requires_grad_(False),
     "SGD": step(torch.optim.SGD),
@@ -119,7 +115,6 @@ PARAMETER = {
 }
 BUFFER = {
     "buffer": lambda m: m.state.mul_(2),
-    "buffer's data": lambda m: m.state.data.mul_(2),
     "buffer replaced": lambda m: setattr(m, "state", m.state * 2),
 }
 DROPOUT = {

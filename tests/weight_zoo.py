@@ -133,12 +133,6 @@ def attending(layer: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
     return layer(x, key, value, need_weights=False)[0]
 
 
-def weighted(bag: nn.Module, ids: Tensor) -> Tensor:
-    """Bags of an embedding with a weight for each entry."""
-    dtype = next(bag.parameters()).dtype
-    return bag(ids, per_sample_weights=torch.full((3, 4), 0.5, dtype=dtype, requires_grad=True))
-
-
 def without_mkldnn(layer: nn.Module, x: Tensor) -> Any:
     """A layer with mkldnn turned off, in forward."""
     with torch.backends.mkldnn.flags(enabled=False):
@@ -191,9 +185,6 @@ LAYERS: dict[str, Kind] = {
     "embedding": Kind(lambda: nn.Embedding(200, 80), _words),
     "embedding, sparse": Kind(lambda: nn.Embedding(200, 80, sparse=True), _words),
     "embedding bag, sum": Kind(lambda: nn.EmbeddingBag(200, 80, mode="sum"), _words),
-    "embedding bag, weighted": Kind(
-        lambda: Runs(nn.EmbeddingBag(200, 80, mode="sum"), weighted), _words
-    ),
     "bilinear": Kind(lambda: nn.Bilinear(24, 20, 28), given((3, 24), (3, 20))),
     "lstm": Kind(lambda: nn.LSTM(48, 56), _SEQUENCE, _RNN),
     "lstm, mkldnn off": Kind(lambda: Runs(nn.LSTM(48, 56), without_mkldnn), _SEQUENCE, _RNN),
@@ -205,7 +196,6 @@ LAYERS: dict[str, Kind] = {
     "gru": Kind(lambda: nn.GRU(48, 56), _SEQUENCE, _RNN),
     "lstm cell": Kind(lambda: nn.LSTMCell(48, 56), given((3, 48)), _RNN),
     "gru cell": Kind(lambda: nn.GRUCell(48, 56), given((3, 48)), _RNN),
-    "rnn cell": Kind(lambda: nn.RNNCell(96, 112), given((3, 96)), _RNN),
     "lstm cell, in a loop": Kind(lambda: Runs(nn.LSTMCell(48, 56), looped), _SEQUENCE, _RNN),
     "attention to itself": Kind(
         lambda: Runs(nn.MultiheadAttention(64, 4), attending), given((5, 2, 64)), r".*weight"

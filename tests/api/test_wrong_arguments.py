@@ -97,21 +97,6 @@ def backward_within(context: Any) -> None:
         MODEL(x()).sum().backward()
 
 
-def of_scaler() -> dict[str, Any]:
-    """What unscales the gradients of a store."""
-    _scaled.append(recoup.GradStore(MODEL.parameters()))
-    scaler = torch.amp.GradScaler("cpu")
-    _scaled[-1].backward(MODEL(x()).sum(), scaler=scaler)
-    return {"scaler": scaler, "optimizers": optimizer(MODEL)}
-
-
-_scaled: list[recoup.GradStore] = []
-
-
-def unscaled(scaler: Any, *optimizers: Any) -> None:
-    _scaled.pop().unscale_(scaler, *optimizers)
-
-
 def after_backward() -> Iterable[torch.Tensor]:
     made = model()
     made(x()).sum().backward()
@@ -312,7 +297,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Given]] = {
     "tiled": (then(recoup.tiled, lambda fn: fn(x())), lambda: {"fn": nn.Tanh(), "dim": 0}),
     "tiled_loss": (then(recoup.tiled_loss, lambda fn: fn(x())),
                    lambda: {"fn": lambda rows: rows.square().mean(), "dim": 0}),
-    "GradStore.unscale_": (unscaled, of_scaler),
     "GradStore.collecting": (then(of_store("collecting"), backward_within),
                              lambda: {"params": MODEL.parameters()}),
     "Residuals.total_bytes": (recoup.residuals(lambda: MODEL(x())).total_bytes, dict),
@@ -330,7 +314,6 @@ SAID = {
     **{f"{name}.y": "x" for name in OF_LAYERS - {"Squeeze.inverse"}},
     "weights.apply.where": "pattern",
     "DriftGuard.otherwise": "drift",
-    "GradStore.unscale_.optimizers": "optimizer",
 }
 
 
