@@ -40,7 +40,6 @@ def noisy(a):
 
 
 def ran(body, context):
-    """What a step leaves, and the bytes that it holds between its passes."""
     a, x = leaves()
     torch.manual_seed(5)
     torch.rand(3)
@@ -104,8 +103,6 @@ def views(w):
 
 
 class Exp(torch.autograd.Function):
-    """Saves what it is given and what it returns."""
-
     @staticmethod
     def forward(ctx, x):
         y = x.exp()

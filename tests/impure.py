@@ -192,8 +192,6 @@ class Place(nn.Module):
 
 
 class Join(nn.Module):
-    """Saves what a region returned."""
-
     def forward(self, outputs):
         return sum(t.sin() for t in (outputs if isinstance(outputs, tuple) else [outputs]))
 
@@ -251,7 +249,6 @@ class Case(NamedTuple):
         return ", ".join([" ".join(self.source).strip(), *self[1:]])
 
     def parts(self):
-        """How the source is set up, read and changed."""
         name, kind = self.source
         if name in OTHERS:
             return lambda _: None, *OTHERS[name]
@@ -260,7 +257,6 @@ class Case(NamedTuple):
 
 
 def run(case, way, changes=True):
-    """The gradients of a step in one way, or the error."""
     setup, read, change = case.parts()
     with ExitStack() as undo:
         undo.enter_context(mock.patch.dict(os.environ))
@@ -310,7 +306,6 @@ def verdict(case, changes=True):
 
 
 def draw_cases(number_a_group, seed=7):
-    """Cases of every holder and of every other source."""
     dice = random.Random(seed)
     groups = [[(holder, kind) for kind in VALUES] for holder in HOLDERS]
     groups += [[(name, "")] for name in OTHERS]

@@ -29,8 +29,6 @@ from tests.oracle import assert_same_tensor, hooks_in_force, loss_of_all, tensor
 
 
 class Called(nn.Module):
-    """Modules in a row, called in some way."""
-
     def __init__(self, call, modules):
         super().__init__()
         self.call, self.stages = call, nn.Sequential(*modules)
@@ -78,7 +76,6 @@ def tape_first_keep_later(n):
 
 
 def planned(n):
-    """The schedule for stages of unlike costs, under the tightest budget."""
     if n > 12:
         return "sqrt"
     costs = [schedules.Cost(1.0 + i % 3, 2 + i % 2, 3 + 5 * (i % 3)) for i in range(n)]
@@ -142,7 +139,6 @@ def called(way, *modules):
 
 
 def left_by(model, x):
-    """The gradients of the input and the parameters, and the buffers, as they are now."""
     found = [x.grad] if isinstance(x, torch.Tensor) else []
     found += [*(p.grad for p in model.parameters()), *model.buffers()]
     return [each if each is None else each.detach().clone() for each in found]
@@ -216,7 +212,6 @@ def gradient_of_the_gradient(model, x):
 
 
 def hooks_of_others(model, x):
-    """Of parameters, tensors and modules."""
     fired, stages = [], [*getattr(model, "stages", model).children()] or [model]
     for place, p in enumerate(model.parameters()):
         p.register_hook(lambda _, place=place: fired.append(place))
@@ -360,7 +355,6 @@ def replacing(kind):
 
 
 def lent_to_the_forward(model, x):
-    """Other parameters and buffers, which the model has for the forward alone."""
     lent = {n: (1.5 * p).detach().requires_grad_() for n, p in model.named_parameters()}
     buffers = {name: buffer * 2 for name, buffer in model.named_buffers()}
     loss_of_all(functional_call(model, lent | buffers, (x,))).backward()
@@ -378,7 +372,6 @@ def within(checkpoint, **options):
 
 
 def cloning():
-    """Hooks that keep a copy of all that they are given."""
     return saved_tensors_hooks(torch.clone, torch.clone)
 
 

@@ -28,8 +28,6 @@ def leaf(*size: int) -> Tensor:
 
 
 class Fn(nn.Module):
-    """A function of its input and of modules."""
-
     def __init__(self, fn: Callable[..., Any], *parts: nn.Module) -> None:
         super().__init__()
         self.fn, self.parts = fn, nn.ModuleList(parts)
@@ -39,7 +37,6 @@ class Fn(nn.Module):
 
 
 def to_tuple(x: Tensor, linear: nn.Module) -> Any:
-    """From a tensor to a nest of tensors, an integer and None."""
     y = linear(x).tanh()
     return {"pair": (y, [x * 2, None]), "index": torch.arange(3, device=x.device), "number": 7}
 
@@ -54,18 +51,15 @@ def through_dict(state: Any, linear: nn.Module) -> Any:
 
 
 def from_dict(state: Any) -> Tensor:
-    """From a nest back to a tensor."""
     y, (x, _) = state["pair"]
     return (y * x).sin()[:, state["index"]]
 
 
 def recurrent(state: Any, gru: nn.Module) -> Any:
-    """A GRU on ``(sequence, hidden)`` that returns both."""
     return gru(*state) if isinstance(state, tuple) else gru(state)
 
 
 def with_unused() -> nn.Module:
-    """A frozen parameter and one that is never used."""
     made = Fn(lambda x, linear, _: linear(x).tanh(), nn.Linear(6, 6), nn.Linear(1, 3))
     made.parts[0].bias.requires_grad_(False)
     return made
@@ -195,8 +189,6 @@ def changed_in_place(x: Tensor, relu: nn.Module) -> Tensor:
 
 
 def sequence(layer: nn.Module) -> nn.Module:
-    """A layer of sequences, of 3 with 4 steps."""
-
     def run(x: Tensor, layer: nn.Module) -> Tensor:
         found = layer(*[x.view(3, 4, 6)] * (3 if isinstance(layer, nn.MultiheadAttention) else 1))
         return (found[0] if isinstance(found, tuple) else found).reshape(12, -1)
@@ -214,7 +206,6 @@ def caught(x: Tensor, linear: nn.Module) -> Tensor:
 
 
 def energy() -> nn.Module:
-    """A number for each row, with a norm and a draw."""
     return nn.Sequential(
         nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), Fn(torch.sin),
         nn.Linear(6, 1),
@@ -302,7 +293,6 @@ class CountsTokens(nn.Module):
 
 
 def routed(x: Tensor) -> Tensor:
-    """Rows that depend on a draw."""
     rows = torch.rand(len(x), device=x.device).gt(0.3).nonzero().squeeze(-1)
     return x.index_add(0, rows, F.dropout(x[rows].sin(), 0.5))
 

@@ -46,7 +46,6 @@ def test_the_tests_that_pages_name_exist():
 
 
 def test_links_of_the_site_that_lead_nowhere(tmp_path):
-    """What `make docs` finds."""
     (tmp_path / "api").mkdir()
     (tmp_path / "picture.png").write_bytes(b"")
     (tmp_path / "api" / "plans.html").write_text('<h1 id="plans">Plans</h1><a href="../no.html">')

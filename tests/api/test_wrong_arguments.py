@@ -78,8 +78,6 @@ def flow() -> flows.Flow:
 
 
 def then(call: Callable[..., Any], use: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A call whose result is used, with the signature of the call alone."""
-
     def called(*args: Any, **given: Any) -> Any:
         return use(call(*args, **given))
 
@@ -149,7 +147,6 @@ HOMES = [recoup, invertible, schedules, memory]
 
 
 def named(name: str) -> Callable[..., Any]:
-    """What is public under a name, in one of the packages."""
     (home, *_) = (home for home in HOMES if hasattr(home, name.partition(".")[0]))
     return operator.attrgetter(name)(home)
 

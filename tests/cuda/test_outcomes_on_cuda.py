@@ -33,8 +33,6 @@ def test_one_entry_is_seen(size, dtype):
 
 
 class Impure(nn.Module):
-    """A block that computes something else when it runs again."""
-
     def __init__(self, way):
         super().__init__()
         self.way, self.num_runs, self.linear = way, 0, nn.Linear(64, 64)

@@ -50,8 +50,6 @@ def own_folder(monkeypatch, tmp_path):
 
 
 class Run:
-    """Commands of an example, and what a run of it left on the disk."""
-
     def __init__(self, main, tiny, name, folder):
         self.main, self.tiny, self.name, self._folder = main, tiny, name, folder
 
@@ -61,13 +59,11 @@ class Run:
         return self.fit(epochs=1, out=self._folder)
 
     def fit(self, *options, epochs=2, out="run"):
-        """Train; return the folder of the run."""
         place = [f"--trainer.logger.save_dir={out}", f"--trainer.max_epochs={epochs}"]
         self.cli = self.main(["fit", *self.tiny, *QUIET, *place, *options])
         return Path(self.cli.trainer.log_dir)
 
     def started(self, *options):
-        """Train in a process of its own."""
         command = [sys.executable, str(EXAMPLES / f"{self.name}.py"), "fit", *self.tiny, *QUIET]
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -116,11 +112,9 @@ def weights(folder, checkpoint="last"):
 
 
 def same(one, other):
-    """Whether two dicts of tensors are equal, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 def logged_in(folder, name):
-    """The values of a metric in ``metrics.csv``, one for each epoch."""
     with Path(folder, "metrics.csv").open(newline="") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]

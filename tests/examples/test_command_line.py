@@ -26,7 +26,6 @@ def left_by(folder):
 
 
 def assert_equal(one, other):
-    """Hold what two runs left against each other, tensors bit for bit."""
     (found, form), (wanted, of_other) = (tree_flatten(left_by(each)) for each in (one, other))
     assert form == of_other
     for a, b in zip(found, wanted, strict=True):
@@ -124,8 +123,6 @@ def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatc
 
 
 class Evil:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
         return Path.touch, (Path("executed"),)
 

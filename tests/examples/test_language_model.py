@@ -260,7 +260,6 @@ SMALL = [
 
 
 def beside(folder, preset, *options):
-    """Train a preset by the example, and by hand beside it."""
     for name, lines in (("train", LINES * 2), ("valid", LINES[::3]), ("test", LINES[:9])):
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     config = EXAMPLES / "configs" / "language_model" / f"{preset}.yaml"

@@ -35,7 +35,6 @@ def text(num_words: int, seed: int) -> str:
 
 
 def llama(num_layers: int = 4) -> Any:
-    """A Llama of 32 units, with dropout."""
     transformers = transformers_or_skip()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": num_layers}
