@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import recoup
 from tests.deciding import Grouped, Router, is_second_run
@@ -121,6 +121,7 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
     "mlp": lambda: ([dense() for _ in range(7)], leaf(4, 6)),
     "convolutions and norms": lambda: ([conv_norm() for _ in range(6)], leaf(3, 3, 4, 4)),
     "dropout": lambda: ([dense(0.5) for _ in range(7)], leaf(4, 6)),
+    "dropout alone": lambda: ([nn.Dropout(0.5) for _ in range(6)], leaf(4, 6)),
     "draws itself": lambda: (
         [Fn(draws_itself, nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(6)], leaf(4, 6)
     ),
@@ -153,7 +154,9 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
         leaf(4, 6),
     ),
     "saved twice": lambda: ([asks_twice() for _ in range(6)], leaf(4, 6)),
+    "identities": lambda: ([nn.Identity(), dense(), nn.Identity(), nn.Flatten()], leaf(4, 6)),
     "one": lambda: ([dense(0.2)], leaf(4, 6)),
+    "two": lambda: ([dense(0.2), dense(0.2)], leaf(4, 6)),
     "a hundred": lambda: (
         [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(100)], leaf(4, 6)
     ),
@@ -304,13 +307,19 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "index": lambda: Fn(scattered),
     "rrelu": lambda: nn.Sequential(nn.Linear(6, 600), nn.RReLU()),
     "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
+    "alpha dropout": lambda: nn.Sequential(
+        nn.AlphaDropout(0.3), nn.SELU(), nn.FeatureAlphaDropout()
+    ),
+    "dropout1d": lambda: nn.Sequential(sequence(nn.Dropout1d()), nn.Tanh()),
     "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
     "spectral norm": lambda: spectral_norm(nn.Linear(6, 6)),
+    "weight norm": lambda: weight_norm(nn.Linear(6, 6)),
     "fake quantization": lambda: Fn(
         quantized, nn.Linear(6, 6), FusedMovingAvgObsFakeQuantize(), default_fused_wt_fake_quant()
     ),
     "lstm": lambda: sequence(nn.LSTM(6, 6, 2, dropout=0.4, batch_first=True)),
     "attention": lambda: sequence(nn.MultiheadAttention(6, 2, dropout=0.3)),
+    "encoder": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12, 0.3)),
     "encoder in evaluation": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12)).eval(),
     "router": lambda: Router(6),
     "router, expert by expert": lambda: Grouped(6),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cuda
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SHAPES = ((), (0,), (1,), (3,), (5,), (16,), (64, 64), (4095,), (4097,), (2**20 + 5,), (1024, 1024))
+SHAPES = ((), (0,), (3,), (64, 64), (4097,), (2**20 + 5,))
 SEEDS = (0, 7, 2**32 + 1, 2**63 - 1)
 
 
@@ -36,7 +36,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 65535 / 65536, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_scales_or_is_added_to_any_weight_alike(name, shape, dtype, p):
     draw, start, combine = DRAWS[name]

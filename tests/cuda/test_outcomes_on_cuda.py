@@ -19,7 +19,7 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 17, 64, 65, 4096, 34_817, 1_000_003, 2**23 + 5])
+@pytest.mark.parametrize("size", [1, 65, 34_817, 2**23 + 5])
 def test_one_entry_is_seen(size, dtype):
     torch.manual_seed(0)
     first = (100 * torch.randn(size, dtype=torch.float64, device="cuda")).to(dtype)
