@@ -206,20 +206,22 @@ def adapters(**options: Any) -> Any:
     return peft.LoraConfig(r=4, target_modules=targets, **options)
 
 
-CASES: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = [
-    (sft, dict),
-    (sft, lambda: {"num_words": 24, "packing": True}),
-    (sft, lambda: {"peft": adapters()}),
-    (sft, lambda: {"num_words": 24, "packing": True, "peft": adapters(use_dora=True)}),
-    (dpo, dict),
-    (dpo, lambda: {"peft": adapters()}),
-    (grpo, dict),
-    (grpo, lambda: {"peft": adapters()}),
-]
+PACKED = {"num_words": 24, "packing": True}
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "SFT": (sft, dict),
+    "SFT, packed": (sft, lambda: PACKED),
+    "SFT, LoRA": (sft, lambda: {"peft": adapters()}),
+    "SFT, packed, DoRA": (sft, lambda: PACKED | {"peft": adapters(use_dora=True)}),
+    "DPO": (dpo, dict),
+    "DPO, LoRA": (dpo, lambda: {"peft": adapters()}),
+    "GRPO": (grpo, dict),
+    "GRPO, LoRA": (grpo, lambda: {"peft": adapters()}),
+}
 
 
-@pytest.mark.parametrize(("program", "options"), CASES)
-def test_the_same_training_within_the_budget(tmp_path, program, options):
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_training_within_the_budget(tmp_path, case):
+    program, options = CASES[case]
     training = functools.partial(train, program, tmp_path, **options())
     num_bytes = half_of(training)
     found = assert_same_training(training, num_bytes)
