@@ -39,8 +39,9 @@ def training_table(found: dict) -> str:
     head = "preset | in | steps | example and by hand | rounding alone | perplexity"
     last = found["runs"][-1]
     sentence = (
-        "The example beside the same training written out by hand (`tests/awd_lstm_by_hand.py`: "
-        "the cell by its gates, one step of time after the other), with the same first weights, "
+        "The example beside the same training written out by hand "
+        "(`benchmarks/awd_lstm_by_hand.py`: the cell by its gates, one step of time after the "
+        "other), with the same first weights, "
         "lengths of windows and masks: the largest relative differences of a loss. Steps of a "
         "rate of 20 magnify rounding tenfold in ten to twenty steps: a third training, whose first "
         "weights are one rounding error off, parts from the one by hand in the same way."

@@ -20,14 +20,13 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # the training by hand is that of the tests
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+from awd_lstm_by_hand import Beside, numbers_of  # noqa: E402
 from run import conditions  # noqa: E402
 
 from examples.language_model import main as example  # noqa: E402
 from recoup.memory.figures import COLORS, QUIET, finish, rendered  # noqa: E402
-from tests.awd_lstm_beside import Beside  # noqa: E402
-from tests.awd_lstm_by_hand import numbers_of  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "language_model_exact_cpu.json"
 PICTURE = ROOT / "docs" / "images" / "exact.png"

@@ -13,7 +13,6 @@ NUM_EXPERTS = 8
 
 
 def is_second_run() -> bool:
-    """Whether backward runs: what runs then is a second run."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -69,7 +68,6 @@ class Grouped(Router):
 
 
 def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """The gradients of the input and of all parameters."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
     run(x).square().sum().backward()
@@ -78,7 +76,6 @@ def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> l
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest relative error of a gradient."""
     return max(
         float((a - b).norm() / b.norm().clamp(min=1e-12))
         for a, b in zip(found, expected, strict=True)

@@ -42,7 +42,6 @@ def state_of_torch() -> dict[str, Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of a nested value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -54,8 +53,6 @@ def loss_of_all(output: Any) -> Tensor:
 
 @dataclass
 class Step:
-    """What one step of a model left behind."""
-
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
@@ -122,7 +119,6 @@ def assert_same_tensor(
 
 
 def assert_same_tensors(got: dict, want: dict, rtol: float = 0.0):
-    """Compare tensors by name."""
     assert list(got) == list(want)
     present = [v for v in want.values() if v is not None and v.is_floating_point() and v.numel()]
     least = 1e-3 * max((float(value.double().abs().max()) for value in present), default=1.0)
@@ -153,5 +149,4 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, *names):
-        """How many operators with these names ran."""
         return sum(map(self.names.count, names))

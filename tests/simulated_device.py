@@ -199,14 +199,12 @@ def _held(tensor):
 
 
 def _changed(value, change):
-    """A nested value, with `change` applied to each leaf."""
     if isinstance(value, (tuple, list)):
         return type(value)([_changed(each, change) for each in value])
     return change(value)
 
 
 def _run(func, *args, **kwargs):
-    """Run an operator."""
     name, module.time = func.overloadpacket.__name__, module.time + 1
     if name in ("as_strided", "set_"):
         return func.redispatch(CPU, *args, **kwargs)
@@ -259,7 +257,6 @@ def _run(func, *args, **kwargs):
 
 @contextmanager
 def _drawing():
-    """Let kernels of the CPU draw from the generator of the device."""
     before = torch.get_rng_state()
     torch.set_rng_state(generator.get_state())
     yield

@@ -21,27 +21,14 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
-from recoup.schedules import (
-    Advance,
-    Cost,
-    Drop,
-    Keep,
-    Load,
-    Reverse,
-    Schedule,
-    Tape,
-    constant,
-    optimal,
-    revolve,
-)
+from recoup import schedules
+from recoup.schedules import Schedule, constant
 from tests.oracle import assert_same_tensor, hooks_in_force, loss_of_all, tensors
 
 # -- ways ------------------------------------------------------------------------------------------
 
 
 class Called(nn.Module):
-    """Modules in a row, called in some way."""
-
     def __init__(self, call, modules):
         super().__init__()
         self.call, self.stages = call, nn.Sequential(*modules)
@@ -76,27 +63,23 @@ def offloading(stages, x):
 
 def tape_first_keep_later(n):
     """Tape a third in the sweep, then keep and advance, then tape the end."""
-    first, last = n // 3, n - 1
+    s, first, last = schedules, n // 3, n - 1
     if n == 1:
-        return Schedule(n, (Tape(0), Reverse(0)))
-    actions = [Tape(i) for i in range(first)]
+        return Schedule(n, (s.Tape(0), s.Reverse(0)))
+    actions = [s.Tape(i) for i in range(first)]
     if first < last:
-        actions += [Keep(first), Advance(first, last)]
-    actions += [Tape(last), Reverse(last)]
+        actions += [s.Keep(first), s.Advance(first, last)]
+    actions += [s.Tape(last), s.Reverse(last)]
     if first < last:
-        actions += [Load(first), Drop(first), *(Tape(i) for i in range(first, last))]
-    return Schedule(n, (*actions, *(Reverse(i) for i in reversed(range(last)))))
+        actions += [s.Load(first), s.Drop(first), *(s.Tape(i) for i in range(first, last))]
+    return Schedule(n, (*actions, *(s.Reverse(i) for i in reversed(range(last)))))
 
 
 def planned(n):
-    """The schedule for stages of unlike costs, under the tightest budget."""
-    costs = [Cost(1.0 + i % 3, 2 + i % 2, 3 + 5 * (i % 3)) for i in range(min(n, 12))]
     if n > 12:
         return "sqrt"
-    for budget in range(200):
-        with suppress(recoup.errors.ScheduleError):
-            return optimal(costs, budget)
-    raise AssertionError
+    costs = [schedules.Cost(1.0 + i % 3, 2 + i % 2, 3 + 5 * (i % 3)) for i in range(n)]
+    return schedules.optimal(costs, schedules.frontier(costs)[0].peak_bytes)
 
 
 MEMORY = {
@@ -106,7 +89,7 @@ MEMORY = {
     "1 slot": lambda n: 1,
     "3 slots": lambda n: 3,
     "linear": lambda n: "linear",
-    "revolve": lambda n: revolve(n, 2),
+    "revolve": lambda n: schedules.revolve(n, 2),
     "tape first, keep later": tape_first_keep_later,
     "planned": planned,
     "keep every third": lambda n: constant(
@@ -156,7 +139,6 @@ def called(way, *modules):
 
 
 def left_by(model, x):
-    """The gradients of the input and the parameters, and the buffers, as they are now."""
     found = [x.grad] if isinstance(x, torch.Tensor) else []
     found += [*(p.grad for p in model.parameters()), *model.buffers()]
     return [each if each is None else each.detach().clone() for each in found]
@@ -230,7 +212,6 @@ def gradient_of_the_gradient(model, x):
 
 
 def hooks_of_others(model, x):
-    """Of parameters, tensors and modules."""
     fired, stages = [], [*getattr(model, "stages", model).children()] or [model]
     for place, p in enumerate(model.parameters()):
         p.register_hook(lambda _, place=place: fired.append(place))
@@ -270,6 +251,11 @@ def in_evaluation(model, x):
     return found
 
 
+def in_threads(work, given):
+    with ThreadPoolExecutor(4) as threads:
+        return [gradient for each in threads.map(work, given) for gradient in each]
+
+
 def threads_that_share_a_graph(model, x):
     """In evaluation: draws that threads repeat at once disturb each other, which is an error."""
     value = tensors(model.eval()(x))[0]
@@ -278,20 +264,14 @@ def threads_that_share_a_graph(model, x):
     def work(loss):
         return [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(3)]
 
-    with ThreadPoolExecutor(4) as threads:
-        return [gradient for each in threads.map(work, losses) for gradient in each]
+    return in_threads(work, losses)
 
 
 def threads_with_a_graph_each(model, x):
     """In evaluation: what they draw would come in any order."""
     model.eval()
     inputs = [(x.detach() * place).requires_grad_() for place in range(1, 5)]
-
-    def work(given):
-        return [gradients(model(given), model, given) for _ in range(3)][-1]
-
-    with ThreadPoolExecutor(4) as threads:
-        return [gradient for each in threads.map(work, inputs) for gradient in each]
+    return in_threads(lambda x: [gradients(model(x), model, x) for _ in range(3)][-1], inputs)
 
 
 def a_copy(model, x):
@@ -375,7 +355,6 @@ def replacing(kind):
 
 
 def lent_to_the_forward(model, x):
-    """Other parameters and buffers, which the model has for the forward alone."""
     lent = {n: (1.5 * p).detach().requires_grad_() for n, p in model.named_parameters()}
     buffers = {name: buffer * 2 for name, buffer in model.named_buffers()}
     loss_of_all(functional_call(model, lent | buffers, (x,))).backward()
@@ -393,7 +372,6 @@ def within(checkpoint, **options):
 
 
 def cloning():
-    """Hooks that keep a copy of all that they are given."""
     return saved_tensors_hooks(torch.clone, torch.clone)
 
 

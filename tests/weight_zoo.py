@@ -21,8 +21,6 @@ from tests.oracle import assert_same_tensors, hooks_in_force, loss_of_all, tenso
 
 
 class Uses(nn.Module):
-    """A weight in an operator of the user's own."""
-
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor], *size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(*size) / size[-1] ** 0.5)
@@ -33,8 +31,6 @@ class Uses(nn.Module):
 
 
 class Reads(nn.Module):
-    """A forward that returns its weight."""
-
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
@@ -60,13 +56,11 @@ class Tied(nn.Module):
 
 
 def used(module: nn.Module, name: str = "weight") -> Tensor:
-    """The weight that a step uses."""
     with recoup.weights.step(module), torch.no_grad():
         return getattr(module, name) * 1
 
 
 def trained(module: nn.Module, x: Tensor) -> nn.Module:
-    """A module after a step of SGD."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     loss_of_all(module(x)).backward()
     optimizer.step()
@@ -75,7 +69,6 @@ def trained(module: nn.Module, x: Tensor) -> nn.Module:
 
 
 def replaced(module: nn.Module) -> nn.Module:
-    """A module whose parameters are others."""
     for part in module.modules():
         for key, value in list(part._parameters.items()):
             other = None if value is None else nn.Parameter(torch.rand_like(value))
@@ -87,7 +80,6 @@ def replaced(module: nn.Module) -> nn.Module:
 
 
 def loaded(module: nn.Module, **how: Any) -> nn.Module:
-    """A module that has loaded a state of other values."""
     state = {
         name: torch.rand_like(value) if value.is_floating_point() else value.clone()
         for name, value in module.state_dict().items()
@@ -108,12 +100,10 @@ class Runs(nn.Module):
 
 
 def packed(layer: nn.Module, x: Tensor) -> Tensor:
-    """Sequences of several lengths."""
     return layer(pack_padded_sequence(x, torch.tensor([5, 3, 2])))[0].data
 
 
 def looped(cell: nn.Module, x: Tensor) -> Tensor:
-    """A cell at each step of a sequence."""
     state = None
     for step in x:
         state = cell(step, state)
@@ -121,32 +111,22 @@ def looped(cell: nn.Module, x: Tensor) -> Tensor:
 
 
 def repeated(layer: nn.Module, x: Tensor) -> Tensor:
-    """A layer on its own output."""
     for _ in range(4):
         x = layer(x).tanh()
     return x
 
 
 def attending(layer: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
-    """Attention of a sequence to itself, or to two others."""
     key, value = others or (x, x)
     return layer(x, key, value, need_weights=False)[0]
 
 
-def weighted(bag: nn.Module, ids: Tensor) -> Tensor:
-    """Bags of an embedding with a weight for each entry."""
-    dtype = next(bag.parameters()).dtype
-    return bag(ids, per_sample_weights=torch.full((3, 4), 0.5, dtype=dtype, requires_grad=True))
-
-
 def without_mkldnn(layer: nn.Module, x: Tensor) -> Any:
-    """A layer with mkldnn turned off, in forward."""
     with torch.backends.mkldnn.flags(enabled=False):
         return layer(x)
 
 
 def first_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """The first of the outputs of a layer."""
     return layer(x)[0]
 
 
@@ -165,7 +145,6 @@ class Kind(NamedTuple):
 
 
 def given(*sizes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """What makes inputs of these sizes."""
     return lambda: tuple(torch.randn(size, requires_grad=True) for size in sizes)
 
 
@@ -182,12 +161,8 @@ LAYERS: dict[str, Kind] = {
     "linear 3-D": Kind(lambda: nn.Linear(128, 96), given((2, 3, 128))),
     "linear, in a loop": Kind(lambda: Runs(nn.Linear(96, 96), repeated), given((3, 96))),
     "x @ w.t()": Kind(lambda: Uses(lambda x, w: x @ w.t(), 96, 128), given((3, 128))),
-    "w.t() @ x": Kind(lambda: Uses(lambda x, w: w.t() @ x, 128, 96), given((128, 3))),
     "einsum": Kind(
         lambda: Uses(lambda x, w: torch.einsum("bi,oi->bo", x, w), 96, 128), given((3, 128))
-    ),
-    "baddbmm": Kind(
-        lambda: Uses(lambda x, w: torch.baddbmm(x[:, :, :1], x, w), 2, 128, 48), given((2, 3, 128))
     ),
     "conv1d": Kind(lambda: nn.Conv1d(40, 48, 5), given((2, 40, 9))),
     "conv2d": Kind(lambda: nn.Conv2d(40, 48, 3, padding=1), given((2, 40, 4, 4))),
@@ -195,9 +170,6 @@ LAYERS: dict[str, Kind] = {
     "embedding": Kind(lambda: nn.Embedding(200, 80), _words),
     "embedding, sparse": Kind(lambda: nn.Embedding(200, 80, sparse=True), _words),
     "embedding bag, sum": Kind(lambda: nn.EmbeddingBag(200, 80, mode="sum"), _words),
-    "embedding bag, weighted": Kind(
-        lambda: Runs(nn.EmbeddingBag(200, 80, mode="sum"), weighted), _words
-    ),
     "bilinear": Kind(lambda: nn.Bilinear(24, 20, 28), given((3, 24), (3, 20))),
     "lstm": Kind(lambda: nn.LSTM(48, 56), _SEQUENCE, _RNN),
     "lstm, mkldnn off": Kind(lambda: Runs(nn.LSTM(48, 56), without_mkldnn), _SEQUENCE, _RNN),
@@ -209,7 +181,6 @@ LAYERS: dict[str, Kind] = {
     "gru": Kind(lambda: nn.GRU(48, 56), _SEQUENCE, _RNN),
     "lstm cell": Kind(lambda: nn.LSTMCell(48, 56), given((3, 48)), _RNN),
     "gru cell": Kind(lambda: nn.GRUCell(48, 56), given((3, 48)), _RNN),
-    "rnn cell": Kind(lambda: nn.RNNCell(96, 112), given((3, 96)), _RNN),
     "lstm cell, in a loop": Kind(lambda: Runs(nn.LSTMCell(48, 56), looped), _SEQUENCE, _RNN),
     "attention to itself": Kind(
         lambda: Runs(nn.MultiheadAttention(64, 4), attending), given((5, 2, 64)), r".*weight"
@@ -249,7 +220,6 @@ def built(
 
 
 def around(precision: str) -> AbstractContextManager[Any]:
-    """What is around a forward in this precision."""
     return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
 
 
@@ -257,8 +227,6 @@ def around(precision: str) -> AbstractContextManager[Any]:
 
 
 class Way(NamedTuple):
-    """What is applied to weights: the arguments of each kind that is."""
-
     norm: dict[str, Any] | None = None
     dropout: dict[str, Any] | None = None
     noise: dict[str, Any] | None = None
@@ -278,13 +246,10 @@ class Way(NamedTuple):
 
 
 def multiplied(weight: Tensor, draw: recoup.weights.Draw) -> Tensor:
-    """A function of a user's."""
     return weight * (1 + 0.1 * draw.normal())
 
 
 class Scaled(nn.Module):
-    """A function of a weight with a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.drop = nn.Parameter(torch.tensor(0.5)), nn.Dropout()
@@ -309,7 +274,6 @@ MORE = OURS | {
 
 
 def matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
-    """The parameters that a pattern means."""
     return [p for name, p in module.named_parameters() if re.fullmatch(pattern, name)]
 
 
@@ -317,7 +281,6 @@ def matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
 
 
 def by_name(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters by each of their names."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
@@ -363,7 +326,6 @@ def materialised(way: Way, plain: nn.Module, pattern: str, raw: dict[str, Any]) 
 
 
 def product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
-    """What a weight norm makes, as torch does."""
     return torch._weight_norm(weight, norms, dim) if weight.dim() else weight * norms / weight.abs()
 
 
@@ -386,7 +348,6 @@ class Materialised(nn.Module):
 
 
 def one_step(run: nn.Module, parameters: dict[str, Any], *inputs: Any) -> dict[str, Any]:
-    """A step: the output, and the gradients of the inputs and of the parameters."""
     output = run(*inputs)
     loss_of_all(output).backward()
     named = {str(place): x for place, x in enumerate(tensors(inputs))} | parameters
@@ -431,5 +392,4 @@ def compare(
 
 
 def dense(x: Tensor) -> Tensor:
-    """A tensor without sparse parts."""
     return x.to_dense() if x.is_sparse else x

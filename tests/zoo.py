@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ def leaf(*size: int) -> Tensor:
 
 
 class Fn(nn.Module):
-    """A function of its input and of modules."""
-
     def __init__(self, fn: Callable[..., Any], *parts: nn.Module) -> None:
         super().__init__()
         self.fn, self.parts = fn, nn.ModuleList(parts)
@@ -40,7 +37,6 @@ class Fn(nn.Module):
 
 
 def to_tuple(x: Tensor, linear: nn.Module) -> Any:
-    """From a tensor to a nest of tensors, an integer and None."""
     y = linear(x).tanh()
     return {"pair": (y, [x * 2, None]), "index": torch.arange(3, device=x.device), "number": 7}
 
@@ -55,18 +51,15 @@ def through_dict(state: Any, linear: nn.Module) -> Any:
 
 
 def from_dict(state: Any) -> Tensor:
-    """From a nest back to a tensor."""
     y, (x, _) = state["pair"]
     return (y * x).sin()[:, state["index"]]
 
 
 def recurrent(state: Any, gru: nn.Module) -> Any:
-    """A GRU on ``(sequence, hidden)`` that returns both."""
     return gru(*state) if isinstance(state, tuple) else gru(state)
 
 
 def with_unused() -> nn.Module:
-    """A frozen parameter and one that is never used."""
     made = Fn(lambda x, linear, _: linear(x).tanh(), nn.Linear(6, 6), nn.Linear(1, 3))
     made.parts[0].bias.requires_grad_(False)
     return made
@@ -127,11 +120,6 @@ def inplace() -> list[nn.Module]:
 CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
     "mlp": lambda: ([dense() for _ in range(7)], leaf(4, 6)),
     "convolutions and norms": lambda: ([conv_norm() for _ in range(6)], leaf(3, 3, 4, 4)),
-    "norms of all kinds": lambda: (
-        [nn.BatchNorm1d(6, momentum=None), nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6),
-         nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 6)],
-        leaf(4, 6),
-    ),
     "dropout": lambda: ([dense(0.5) for _ in range(7)], leaf(4, 6)),
     "dropout alone": lambda: ([nn.Dropout(0.5) for _ in range(6)], leaf(4, 6)),
     "draws itself": lambda: (
@@ -204,8 +192,6 @@ def changed_in_place(x: Tensor, relu: nn.Module) -> Tensor:
 
 
 def sequence(layer: nn.Module) -> nn.Module:
-    """A layer of sequences, of 3 with 4 steps."""
-
     def run(x: Tensor, layer: nn.Module) -> Tensor:
         found = layer(*[x.view(3, 4, 6)] * (3 if isinstance(layer, nn.MultiheadAttention) else 1))
         return (found[0] if isinstance(found, tuple) else found).reshape(12, -1)
@@ -213,17 +199,16 @@ def sequence(layer: nn.Module) -> nn.Module:
     return Fn(run, layer)
 
 
-def caught(x: Tensor, linear: nn.Module, *, ends: bool) -> Tensor:
+def caught(x: Tensor, linear: nn.Module) -> Tensor:
     """Code that tries a faster kernel, say, and may do without."""
     try:
         y = linear(x.sin())
     except Exception:  # noqa: BLE001
-        y = x.detach() if ends else linear(x.sin())
+        y = x.detach()
     return y * 2
 
 
 def energy() -> nn.Module:
-    """A number for each row, with a norm and a draw."""
     return nn.Sequential(
         nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), Fn(torch.sin),
         nn.Linear(6, 1),
@@ -252,13 +237,6 @@ def draws_around_a_gradient(x: Tensor, linear: nn.Module) -> Tensor:
         z = F.dropout(linear(F.dropout(x)).tanh())
         (found,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
     return z + F.dropout(found) * found.sin()
-
-
-def downhill(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
-    """A step that nothing differentiates through."""
-    z = x.detach().requires_grad_()
-    energy(z).sum().backward(inputs=[z])
-    return after((x.sin() - 0.1 * z.grad).tanh())
 
 
 def offloaded(x: Tensor, module: nn.Module) -> Tensor:
@@ -318,7 +296,6 @@ class CountsTokens(nn.Module):
 
 
 def routed(x: Tensor) -> Tensor:
-    """Rows that depend on a draw."""
     rows = torch.rand(len(x), device=x.device).gt(0.3).nonzero().squeeze(-1)
     return x.index_add(0, rows, F.dropout(x[rows].sin(), 0.5))
 
@@ -328,10 +305,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "float16": lambda: autocast(torch.float16),
     "wide": lambda: nn.Sequential(nn.Linear(6, 4096), nn.LayerNorm(4096), nn.Linear(4096, 6)),
     "index": lambda: Fn(scattered),
-    "bags": lambda: Fn(
-        lambda x, bag: x + bag(torch.arange(24, device=x.device).view(12, 2) % 9),
-        nn.EmbeddingBag(9, 6),
-    ),
     "rrelu": lambda: nn.Sequential(nn.Linear(6, 600), nn.RReLU()),
     "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
     "alpha dropout": lambda: nn.Sequential(
@@ -345,7 +318,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
         quantized, nn.Linear(6, 6), FusedMovingAvgObsFakeQuantize(), default_fused_wt_fake_quant()
     ),
     "lstm": lambda: sequence(nn.LSTM(6, 6, 2, dropout=0.4, batch_first=True)),
-    "gru": lambda: sequence(nn.GRU(6, 6, 2, dropout=0.4, bidirectional=True)),
     "attention": lambda: sequence(nn.MultiheadAttention(6, 2, dropout=0.3)),
     "encoder": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12, 0.3)),
     "encoder in evaluation": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12)).eval(),
@@ -353,8 +325,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "router, expert by expert": lambda: Grouped(6),
     "rows by a draw": lambda: Fn(routed),
     "in place": lambda: Fn(changed_in_place, nn.LeakyReLU(0.1, inplace=True)),
-    "caught": lambda: Fn(partial(caught, ends=False), nn.Linear(6, 6)),
-    "caught, and it ends": lambda: Fn(partial(caught, ends=True), nn.Linear(6, 6)),
+    "caught": lambda: Fn(caught, nn.Linear(6, 6)),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
     "late buffer": Registering,
@@ -362,7 +333,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "force": lambda: Fn(force, energy(), nn.Linear(6, 6)),
     "force of its input": lambda: Fn(force_of_its_input, energy(), nn.Linear(6, 6)),
     "draws around a gradient": lambda: Fn(draws_around_a_gradient, nn.Linear(6, 6)),
-    "downhill": lambda: Fn(downhill, energy(), nn.Linear(6, 6)),
     "checkpoint": lambda: Fn(lambda x, module: recoup.checkpoint(module, x), dense(0.5)),
     "offloading": lambda: Fn(offloaded, nn.Sequential(dense(0.5), nn.RReLU(), nn.Tanh())),
     "noise": lambda: recoup.weight_noise(nn.Linear(6, 6), std=0.1),

@@ -45,18 +45,7 @@ def test_the_tests_that_pages_name_exist():
         assert list((ROOT / "tests").rglob(name)), name
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
-def test_tutorials_are_programs(page):
-    """`make docs` runs them, as notebooks that MyST reads."""
-    text = page.read_text(encoding="utf-8")
-    cells = re.findall(r"^```\{code-cell\} python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert text.count("```{code-cell}") == len(cells)
-    assert not cells or text.startswith("---\nfile_format: mystnb\n")
-    compile("\n".join(cells), page.name, "exec")
-
-
 def test_links_of_the_site_that_lead_nowhere(tmp_path):
-    """What `make docs` finds."""
     (tmp_path / "api").mkdir()
     (tmp_path / "picture.png").write_bytes(b"")
     (tmp_path / "api" / "plans.html").write_text('<h1 id="plans">Plans</h1><a href="../no.html">')

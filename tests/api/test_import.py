@@ -49,18 +49,12 @@ def test_every_module_is_found_by_its_dotted_name():
     assert hidden == []
 
 
-@pytest.fixture(scope="module")
-def states():
+def test_import_changes_nothing_and_brings_no_other_package():
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
-    return json.loads(run.stdout)
-
-
-def test_import_changes_nothing_and_brings_no_other_package(states):
-    before, after = states
+    assert (run.returncode, run.stderr) == (0, "")
+    before, after = json.loads(run.stdout)
     new = set(after.pop("packages")) - set(before.pop("packages"))
     assert new - set(sys.stdlib_module_names) == {"recoup"}
     assert after == before

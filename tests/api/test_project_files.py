@@ -30,23 +30,11 @@ def steps_of(name):
     return [step for job in jobs_of(name).values() for step in job["steps"]]
 
 
-def pinned(constraints, package):
-    return re.search(rf"^{package}==(.+)$", text_of(constraints), re.MULTILINE)[1]
-
-
 @in_a_repository
 def test_every_python_that_is_named_is_tested():
     named = [each.rpartition(" :: ")[2] for each in PROJECT["classifiers"] if ":: 3." in each]
     assert jobs_of("tests.yml")["test"]["strategy"]["matrix"]["python"] == named
     assert PROJECT["requires-python"] == f">={named[0]}"
-
-
-@in_a_repository
-def test_jobs_name_the_torch_that_they_install():
-    jobs = jobs_of("tests.yml")
-    newest, oldest = (pinned(f"constraints{part}.txt", "torch") for part in ("", "-oldest"))
-    assert f"torch {newest.rpartition('.')[0]}" in jobs["test"]["name"]
-    assert f"torch {oldest.rpartition('.')[0]} " in jobs["oldest"]["name"]
 
 
 @in_a_repository
@@ -76,14 +64,6 @@ def test_pre_commit_runs_the_ruff_of_the_check():
     hooks = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
     (rev,) = (each["rev"] for each in hooks if each["repo"].endswith("/ruff-pre-commit"))
     assert f"ruff=={rev.removeprefix('v')}" in PROJECT["optional-dependencies"]["dev"]
-
-
-@in_a_repository
-def test_templates_of_issues_ask_for_what_the_command_prints():
-    forms = [yaml.safe_load(text_of(path)) for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml")]
-    asked = [field for form in forms for field in form.get("body", ())]
-    assert any("recoup --version" in field["attributes"]["description"] for field in asked)
-    assert len({(field["id"], field["attributes"]["label"]) for field in asked}) == len(asked)
 
 
 def test_the_citation_has_the_version():

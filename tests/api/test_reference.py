@@ -27,7 +27,6 @@ PACKAGES = [recoup, recoup.gradients, recoup.memory, *(getattr(recoup, m) for m 
 
 
 def object_of(entry):
-    """The object that a dotted name leads to: a module, or what is in one."""
     module, _, name = entry.rpartition(".")
     found = getattr(importlib.import_module(module or entry), name, None)
     return importlib.import_module(entry) if found is None else found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,10 +21,10 @@ import torch
 from torch import nn
 
 import recoup
-from recoup import flows, invertible, schedules, weights
+from recoup import flows, invertible, memory, schedules, weights
 from recoup.integrations.lightning import MemoryBudget as LightningBudget
 from recoup.integrations.transformers import MemoryBudget as TransformersBudget
-from recoup.memory import Curve, Point, format_bytes, load_builder, parse_bytes
+from recoup.memory import Curve, Point
 
 VALUES: dict[str, Any] = {
     "None": None,
@@ -77,8 +78,6 @@ def flow() -> flows.Flow:
 
 
 def then(call: Callable[..., Any], use: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A call whose result is used, with the signature of the call alone."""
-
     def called(*args: Any, **given: Any) -> Any:
         return use(call(*args, **given))
 
@@ -94,21 +93,6 @@ def enter(context: Any) -> None:
 def backward_within(context: Any) -> None:
     with context:
         MODEL(x()).sum().backward()
-
-
-def of_scaler() -> dict[str, Any]:
-    """What unscales the gradients of a store."""
-    _scaled.append(recoup.GradStore(MODEL.parameters()))
-    scaler = torch.amp.GradScaler("cpu")
-    _scaled[-1].backward(MODEL(x()).sum(), scaler=scaler)
-    return {"scaler": scaler, "optimizers": optimizer(MODEL)}
-
-
-_scaled: list[recoup.GradStore] = []
-
-
-def unscaled(scaler: Any, *optimizers: Any) -> None:
-    _scaled.pop().unscale_(scaler, *optimizers)
 
 
 def after_backward() -> Iterable[torch.Tensor]:
@@ -157,173 +141,163 @@ TIMELINE = recoup.timeline(MODEL, x())
 LINE = TIMELINE.lines[0]
 FRONTIER = recoup.plan(MODEL, x())
 COST = schedules.Cost(1.0, 4, 8)
-OF_VECTORS = {"shape": (4,), "levels": None, "width": 4}
-OF_IMAGES = {"shape": (1, 4, 4), "levels": 17, "num_levels": 1, "num_steps": 1, "width": 4}
-Calls = dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]]
+DRAW = weights.Draw(x(), 5)
+Given = Callable[[], dict[str, Any]]
+HOMES = [recoup, invertible, schedules, memory]
 
-# Each public function, and what makes arguments with which it succeeds.
-CALLS: Calls = {
-    "checkpoint": (recoup.checkpoint, lambda: {"fn": torch.sin, "args": x()}),
-    "recompute": (recoup.recompute, lambda: {"fn_or_module": torch.sin, "compare": True}),
-    "recomputing": (then(recoup.recomputing, enter), dict),
-    "Recompute": (recoup.Recompute, lambda: {"fn": torch.sin}),
-    "recompute_": (recoup.recompute_, lambda: {"model": model(), "types": nn.Tanh}),
-    "Sequential": (recoup.Sequential, lambda: {"modules": linear()}),
-    "offloading": (then(recoup.offloading, enter), dict),
+
+def named(name: str) -> Callable[..., Any]:
+    (home, *_) = (home for home in HOMES if hasattr(home, name.partition(".")[0]))
+    return operator.attrgetter(name)(home)
+
+
+# Arguments with which each public function succeeds.
+PLAIN: dict[str, Given] = {
+    "checkpoint": lambda: {"fn": torch.sin, "args": x()},
+    "recompute": lambda: {"fn_or_module": torch.sin, "compare": True},
+    "Recompute": lambda: {"fn": torch.sin},
+    "recompute_": lambda: {"model": model(), "types": nn.Tanh},
+    "Sequential": lambda: {"modules": linear()},
+    "measure": lambda: {"fn": lambda: MODEL(x())},
+    "residuals": lambda: {"fn": lambda: MODEL(x())},
+    "timeline": lambda: {"model": model(), "example_args": x()},
+    "format_bytes": lambda: {"num_bytes": 5},
+    "parse_bytes": lambda: {"value": "5 MiB"},
+    "load_builder": lambda: {"name": "os.path:join"},
+    "plan": lambda: {"model": model(), "example_args": x(), "budget": "1 MiB"},
+    "largest": lambda: {
+        "build_batch": lambda n: torch.randn(n, 4), "model": model(), "budget": "4 KiB", "most": 1,
+    },
+    "applied_plans": lambda: {"model": model()},
+    "estimate": lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"},
+    "curve": lambda: {
+        "build": "tests.api.curved:step_of", "depths": [1], "memories": ["sqrt"], "repeats": 0,
+    },
+    "GradStore": lambda: {"params": MODEL.parameters()},
+    "GradStore.from_backward": lambda: {
+        "outputs": MODEL(x()).sum(), "params": MODEL.parameters(),
+    },
+    "GradStore.from_grad": lambda: {"params": after_backward()},
+    "step": lambda: {"optimizer": optimizer(MODEL), "stores": collected()},
+    "segments_backward": lambda: {
+        "segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected(),
+    },
+    "weight_dropout": lambda: {"module": model()},
+    "weight_noise": lambda: {"module": model()},
+    "weight_norm": lambda: {"module": model()},
+    "weights.apply": lambda: {"module": model(), "fn": lambda w, draw: w},
+    "weights.applied": lambda: {"module": noisy()},
+    "weights.freeze_dropped": lambda: {
+        "optimizer": optimizer(dropped := noisy()), "module": dropped,
+    },
+    "weights.kl_divergence": lambda: {"module": noisy(), "prior_std": 1.0},
+    "weights.remove": lambda: {"module": noisy()},
+    "weights.set_step": lambda: {"module": noisy(), "step": 1},
+    "weights.to_plain_names": lambda: {"state_dict": model().state_dict()},
+    "weights.twin": lambda: {"module": noisy()},
+    "weights.update": lambda: {"module": noisy(), "p": 0.1},
+    "flows.NICE": lambda: {"shape": (4,), "levels": None, "width": 4},
+    **dict.fromkeys(
+        ("flows.RealNVP", "flows.Glow", "flows.FlowPlusPlus", "flows.IResNet"),
+        lambda: {"shape": (1, 4, 4), "levels": 17, "num_levels": 1, "num_steps": 1, "width": 4},
+    ),
+    "flows.Flow": lambda: {"chain": halves(), "shape": (4,)},
+    "flows.ConvNetwork": lambda: {"in_channels": 2, "out_channels": 2, "width": 4},
+    "flows.DenseNetwork": lambda: {"in_features": 2, "out_features": 2, "width": 4},
+    "flows.Logistic": lambda: {"loc": 0.0, "scale": 1.0},
+    "flows.fit": lambda: {
+        "flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False,
+    },
+    "AdditiveCoupling": lambda: {"network": nn.Linear(2, 2), "exact": True},
+    "AffineCoupling": lambda: {"network": nn.Linear(2, 4)},
+    "MixtureCoupling": lambda: {"network": nn.Linear(2, 52)},
+    "Chain": lambda: {"modules": invertible.Flip()},
+    "Dequantize": lambda: {"levels": 17},
+    "VariationalDequantize": lambda: {"levels": 17, "chain": halves()},
+    "Flatten": lambda: {"shape": (4,)},
+    **dict.fromkeys(("ActNorm", "InvertibleConv1x1", "InvertibleConv1x1LU"),
+                    lambda: {"num_channels": 4}),
+    **dict.fromkeys(("DriftGuard", "Flip", "LipSwish", "Logit", "Split", "Squeeze"), dict),
+    "DriftGuard.of": lambda: {"drift": "raise"},
+    "InvertibleResidual": lambda: {"network": invertible.LipschitzLinear(4, 4)},
+    "LipschitzConv2d": lambda: {"in_channels": 2, "out_channels": 2, "kernel_size": 3},
+    "LipschitzLinear": lambda: {"in_features": 2, "out_features": 2},
+    "Normalize": lambda: {"mean": 0.5, "std": 0.5},
+    "Permute": lambda: {"permutation": [1, 0]},
+    "check_invertible": lambda: {"module": invertible.Flip(), "x": torch.randn(2, 4)},
+    **{f"schedules.{name}": lambda: {"n": 4} for name in ("linear", "sqrt", "log", "offloaded")},
+    **{f"schedules.{name}": lambda: {"n": 4, "slots": 2}
+       for name in ("binomial", "revolve", "num_advances", "num_sweeps")},
+    "schedules.beta": lambda: {"slots": 2, "sweeps": 2},
+    "schedules.constant": lambda: {"ways": 4},
+    "schedules.frontier": lambda: {"costs": [COST] * 3},
+    "schedules.optimal": lambda: {"costs": [COST] * 3, "budget": 100},
+    "schedules.simulate": lambda: {"schedule": schedules.sqrt(4)},
+    "schedules.trace": lambda: {"schedule": schedules.sqrt(3), "costs": [COST] * 3},
+    "Cost": lambda: {"seconds": 1.0, "state_bytes": 4, "tape_bytes": 8},
+    "Results": lambda: {"num_bytes": 4, "seconds": 1.0},
+    "SelectiveTape": lambda: {"tape_bytes": 4, "seconds": 1.0},
+    "Schedule": lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions},
+}  # fmt: skip
+# Those of a context succeed where it is entered, those of a method on an object.
+WITHIN: dict[str, Given] = {
+    "recomputing": dict,
+    "offloading": dict,
+    "weights.disabled": lambda: {"module": noisy()},
+    "weights.enabled": lambda: {"module": noisy()},
+    "weights.same_draw": dict,
+    "weights.step": lambda: {"module": noisy()},
+}
+OF_STORES: dict[str, Given] = {
+    "add_": lambda: {"param": MODEL[0].weight, "grad": torch.ones(4, 4)},
+    "backward": lambda: {"outputs": MODEL(x()).sum()},
+    "clip_norm_": lambda: {"max_norm": 1.0},
+    "cosine": lambda: {"other": collected()},
+    "dot": lambda: {"other": collected()},
+    "extend_": lambda: {"others": collected()},
+    "filter": lambda: {"params": [MODEL[0].weight]},
+    "load_state_dict": lambda: {"state_dict": collected().state_dict(MODEL), "module": MODEL},
+    "named": lambda: {"module": MODEL},
+    "norm": dict,
+    "scale_": lambda: {"factor": 0.5},
+    "split": lambda: {"groups": optimizer(MODEL)},
+    "state_dict": lambda: {"module": MODEL},
+    "step": lambda: {"optimizer": optimizer(MODEL)},
+    "to": lambda: {"device": "cpu"},
+}
+METHODS: dict[tuple[Any, str], Given] = {
+    (FLOW, "log_prob"): lambda: {"x": x()},
+    (FLOW, "sample"): lambda: {"n": 2},
+    (FLOW, "interpolate"): lambda: {"x0": x(), "x1": x(), "steps": 3},
+    (FLOW, "reconstruct"): lambda: {"x": x()},
+    (FLOW, "forward"): lambda: {"x": x()},
+    (FLOW, "inverse"): lambda: {"latents": FLOW(x())[0]},
+    (FLOW, "bits_per_dim"): lambda: {"x": x()},
+    (FLOW, "parts"): lambda: {"x": x()},
+    (CURVE, "of"): lambda: {"memory": "sqrt"},
+    (CURVE, "figure"): lambda: {"path": NOWHERE / "some.svg"},
+    (TIMELINE, "page"): lambda: {"path": NOWHERE / "some.html"},
+    **{(LINE, name): lambda: {"phase": "backward"} for name in ("peak", "levels", "starts")},
+    (FRONTIER, "plan"): lambda: {"budget": "1 MiB"},
+    (DRAW, "normal"): lambda: {"shape": (2,)},
+    (DRAW, "uniform"): lambda: {"shape": (2,)},
+    (DRAW, "bernoulli"): lambda: {"p": 0.5, "shape": (2,)},
+    (COST, "tape"): lambda: {"variant": 0},
+}
+CALLS: dict[str, tuple[Callable[..., Any], Given]] = {
+    **{name: (named(name), make) for name, make in PLAIN.items()},
+    **{name: (then(named(name), enter), make) for name, make in WITHIN.items()},
+    **{f"GradStore.{name}": (of_store(name), make) for name, make in OF_STORES.items()},
+    **{f"{type(each).__name__}.{name}": (getattr(each, name), make)
+       for (each, name), make in METHODS.items()},
+    **{f"{type(layer).__name__}.{way}": (getattr(layer, way), lambda y=y, at=at: {at: y()})
+       for layer, y in LAYERS for way, at in (("forward", "x"), ("inverse", "y"))},
     "tiled": (then(recoup.tiled, lambda fn: fn(x())), lambda: {"fn": nn.Tanh(), "dim": 0}),
     "tiled_loss": (then(recoup.tiled_loss, lambda fn: fn(x())),
-        lambda: {"fn": lambda rows: rows.square().mean(), "dim": 0}),
-    "measure": (recoup.measure, lambda: {"fn": lambda: MODEL(x())}),
-    "residuals": (recoup.residuals, lambda: {"fn": lambda: MODEL(x())}),
-    "timeline": (recoup.timeline, lambda: {"model": model(), "example_args": x()}),
-    "format_bytes": (format_bytes, lambda: {"num_bytes": 5}),
-    "parse_bytes": (parse_bytes, lambda: {"value": "5 MiB"}),
-    "load_builder": (load_builder, lambda: {"name": "os.path:join"}),
-    "plan": (recoup.plan, lambda: {"model": model(), "example_args": x(), "budget": "1 MiB"}),
-    "largest": (
-        recoup.largest,
-        lambda: {"build_batch": lambda n: torch.randn(n, 4), "model": model(), "budget": "4 KiB",
-                 "most": 1},
-    ),
-    "applied_plans": (recoup.applied_plans, lambda: {"model": model()}),
-    "GradStore": (recoup.GradStore, lambda: {"params": MODEL.parameters()}),
-    "GradStore.from_backward": (recoup.GradStore.from_backward,
-        lambda: {"outputs": MODEL(x()).sum(), "params": MODEL.parameters()}),
-    "GradStore.from_grad": (recoup.GradStore.from_grad, lambda: {"params": after_backward()}),
-    **{
-        f"GradStore.{name}": (of_store(name), make)
-        for name, make in {
-            "add_": lambda: {"param": MODEL[0].weight, "grad": torch.ones(4, 4)},
-            "backward": lambda: {"outputs": MODEL(x()).sum()},
-            "clip_norm_": lambda: {"max_norm": 1.0},
-            "cosine": lambda: {"other": collected()},
-            "dot": lambda: {"other": collected()},
-            "extend_": lambda: {"others": collected()},
-            "filter": lambda: {"params": [MODEL[0].weight]},
-            "load_state_dict": lambda: {
-                "state_dict": collected().state_dict(MODEL), "module": MODEL,
-            },
-            "named": lambda: {"module": MODEL},
-            "norm": dict,
-            "scale_": lambda: {"factor": 0.5},
-            "split": lambda: {"groups": optimizer(MODEL)},
-            "state_dict": lambda: {"module": MODEL},
-            "step": lambda: {"optimizer": optimizer(MODEL)},
-            "to": lambda: {"device": "cpu"},
-        }.items()
-    },
-    "GradStore.unscale_": (unscaled, of_scaler),
-    "step": (recoup.step, lambda: {"optimizer": optimizer(MODEL), "stores": collected()}),
-    "segments_backward": (recoup.segments_backward,
-        lambda: {"segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected()}),
-    "weight_dropout": (recoup.weight_dropout, lambda: {"module": model()}),
-    "weight_noise": (recoup.weight_noise, lambda: {"module": model()}),
-    "weight_norm": (recoup.weight_norm, lambda: {"module": model()}),
-    "weights.apply": (weights.apply, lambda: {"module": model(), "fn": lambda w, draw: w}),
-    "weights.applied": (weights.applied, lambda: {"module": noisy()}),
-    "weights.disabled": (then(weights.disabled, enter), lambda: {"module": noisy()}),
-    "weights.enabled": (then(weights.enabled, enter), lambda: {"module": noisy()}),
-    "weights.freeze_dropped": (weights.freeze_dropped,
-        lambda: {"optimizer": optimizer(dropped := noisy()), "module": dropped}),
-    "weights.kl_divergence": (weights.kl_divergence, lambda: {"module": noisy(), "prior_std": 1.0}),
-    "weights.remove": (weights.remove, lambda: {"module": noisy()}),
-    "weights.same_draw": (then(weights.same_draw, enter), dict),
-    "weights.set_step": (weights.set_step, lambda: {"module": noisy(), "step": 1}),
-    "weights.step": (then(weights.step, enter), lambda: {"module": noisy()}),
-    "weights.to_plain_names": (weights.to_plain_names,
-        lambda: {"state_dict": model().state_dict()}),
-    "weights.twin": (weights.twin, lambda: {"module": noisy()}),
-    "weights.update": (weights.update, lambda: {"module": noisy(), "p": 0.1}),
-    "flows.NICE": (flows.NICE, lambda: {**OF_VECTORS}),
-    "flows.RealNVP": (flows.RealNVP, lambda: {**OF_IMAGES}),
-    "flows.Glow": (flows.Glow, lambda: {**OF_IMAGES}),
-    "flows.FlowPlusPlus": (flows.FlowPlusPlus, lambda: {**OF_IMAGES}),
-    "flows.IResNet": (flows.IResNet, lambda: {**OF_IMAGES}),
-    "flows.Flow": (flows.Flow, lambda: {"chain": halves(), "shape": (4,)}),
-    "flows.ConvNetwork": (flows.ConvNetwork,
-        lambda: {"in_channels": 2, "out_channels": 2, "width": 4}),
-    "flows.DenseNetwork": (flows.DenseNetwork,
-        lambda: {"in_features": 2, "out_features": 2, "width": 4}),
-    "flows.Logistic": (flows.Logistic, lambda: {"loc": 0.0, "scale": 1.0}),
-    "flows.fit": (flows.fit,
-        lambda: {"flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False}),
-    "Flow.log_prob": (FLOW.log_prob, lambda: {"x": x()}),
-    "Flow.sample": (FLOW.sample, lambda: {"n": 2}),
-    "Flow.interpolate": (FLOW.interpolate, lambda: {"x0": x(), "x1": x(), "steps": 3}),
-    "Flow.reconstruct": (FLOW.reconstruct, lambda: {"x": x()}),
-    "ActNorm": (invertible.ActNorm, lambda: {"num_channels": 4}),
-    "AdditiveCoupling": (invertible.AdditiveCoupling,
-        lambda: {"network": nn.Linear(2, 2), "exact": True}),
-    "AffineCoupling": (invertible.AffineCoupling, lambda: {"network": nn.Linear(2, 4)}),
-    "MixtureCoupling": (invertible.MixtureCoupling, lambda: {"network": nn.Linear(2, 52)}),
-    "Chain": (invertible.Chain, lambda: {"modules": invertible.Flip()}),
-    "Dequantize": (invertible.Dequantize, lambda: {"levels": 17}),
-    "VariationalDequantize": (invertible.VariationalDequantize,
-        lambda: {"levels": 17, "chain": halves()}),
-    "DriftGuard": (invertible.DriftGuard, dict),
-    "Flatten": (invertible.Flatten, lambda: {"shape": (4,)}),
-    "Flip": (invertible.Flip, dict),
-    "InvertibleConv1x1": (invertible.InvertibleConv1x1, lambda: {"num_channels": 4}),
-    "InvertibleConv1x1LU": (invertible.InvertibleConv1x1LU, lambda: {"num_channels": 4}),
-    "InvertibleResidual": (invertible.InvertibleResidual,
-        lambda: {"network": invertible.LipschitzLinear(4, 4)}),
-    "LipSwish": (invertible.LipSwish, dict),
-    "LipschitzConv2d": (invertible.LipschitzConv2d,
-        lambda: {"in_channels": 2, "out_channels": 2, "kernel_size": 3}),
-    "LipschitzLinear": (invertible.LipschitzLinear, lambda: {"in_features": 2, "out_features": 2}),
-    "Logit": (invertible.Logit, dict),
-    "Normalize": (invertible.Normalize, lambda: {"mean": 0.5, "std": 0.5}),
-    "Permute": (invertible.Permute, lambda: {"permutation": [1, 0]}),
-    "Split": (invertible.Split, dict),
-    "Squeeze": (invertible.Squeeze, dict),
-    "check_invertible": (invertible.check_invertible,
-        lambda: {"module": invertible.Flip(), "x": torch.randn(2, 4)}),
-    **{f"schedules.{name}": (getattr(schedules, name), lambda: {"n": 4})
-       for name in ("linear", "sqrt", "log", "offloaded")},
-    **{f"schedules.{name}": (getattr(schedules, name), lambda: {"n": 4, "slots": 2})
-       for name in ("binomial", "revolve", "num_advances", "num_sweeps")},
-    "schedules.beta": (schedules.beta, lambda: {"slots": 2, "sweeps": 2}),
-    "schedules.constant": (schedules.constant, lambda: {"ways": 4}),
-    "schedules.frontier": (schedules.frontier, lambda: {"costs": [COST] * 3}),
-    "schedules.optimal": (schedules.optimal, lambda: {"costs": [COST] * 3, "budget": 100}),
-    "schedules.simulate": (schedules.simulate, lambda: {"schedule": schedules.sqrt(4)}),
-    "schedules.trace": (schedules.trace,
-        lambda: {"schedule": schedules.sqrt(3), "costs": [COST] * 3}),
-    "estimate": (recoup.estimate, lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"}),
-    "curve": (
-        recoup.curve,
-        lambda: {"build": "tests.api.curved:step_of", "depths": [1],
-                 "memories": ["sqrt"], "repeats": 0},
-    ),
-    "Curve.of": (CURVE.of, lambda: {"memory": "sqrt"}),
-    "Curve.figure": (CURVE.figure, lambda: {"path": NOWHERE / "some.svg"}),
-    "StepTimeline.page": (TIMELINE.page, lambda: {"path": NOWHERE / "some.html"}),
-    "Residuals.total_bytes": (recoup.residuals(lambda: MODEL(x())).total_bytes, dict),
-    "StepLine.peak": (LINE.peak, lambda: {"phase": "backward"}),
-    "StepLine.levels": (LINE.levels, lambda: {"phase": "backward"}),
-    "StepLine.starts": (LINE.starts, lambda: {"phase": "backward"}),
-    "Frontier.plan": (FRONTIER.plan, lambda: {"budget": "1 MiB"}),
+                   lambda: {"fn": lambda rows: rows.square().mean(), "dim": 0}),
     "GradStore.collecting": (then(of_store("collecting"), backward_within),
-        lambda: {"params": MODEL.parameters()}),
-    "Draw.normal": (weights.Draw(x(), 5).normal, lambda: {"shape": (2,)}),
-    "Draw.uniform": (weights.Draw(x(), 5).uniform, lambda: {"shape": (2,)}),
-    "Draw.bernoulli": (weights.Draw(x(), 5).bernoulli, lambda: {"p": 0.5, "shape": (2,)}),
-    "Flow.forward": (FLOW.forward, lambda: {"x": x()}),
-    "Flow.inverse": (FLOW.inverse, lambda: {"latents": FLOW(x())[0]}),
-    "Flow.bits_per_dim": (FLOW.bits_per_dim, lambda: {"x": x()}),
-    "Flow.parts": (FLOW.parts, lambda: {"x": x()}),
-    "DriftGuard.of": (invertible.DriftGuard.of, lambda: {"drift": "raise"}),
-    **{
-        f"{type(layer).__name__}.{way}": (getattr(layer, way), lambda y=y, at=at: {at: y()})
-        for layer, y in LAYERS
-        for way, at in (("forward", "x"), ("inverse", "y"))
-    },
-    "Cost": (schedules.Cost, lambda: {"seconds": 1.0, "state_bytes": 4, "tape_bytes": 8}),
-    "Cost.tape": (COST.tape, lambda: {"variant": 0}),
-    "SelectiveTape": (schedules.SelectiveTape, lambda: {"tape_bytes": 4, "seconds": 1.0}),
-    "Results": (schedules.Results, lambda: {"num_bytes": 4, "seconds": 1.0}),
-    "Schedule": (schedules.Schedule,
-        lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions}),
+                             lambda: {"params": MODEL.parameters()}),
+    "Residuals.total_bytes": (recoup.residuals(lambda: MODEL(x())).total_bytes, dict),
     "lightning.MemoryBudget": (LightningBudget, lambda: {"budget": "1 MiB"}),
     "transformers.MemoryBudget": (TransformersBudget, lambda: {"budget": "1 MiB"}),
 }  # fmt: skip
@@ -338,7 +312,6 @@ SAID = {
     **{f"{name}.y": "x" for name in OF_LAYERS - {"Squeeze.inverse"}},
     "weights.apply.where": "pattern",
     "DriftGuard.otherwise": "drift",
-    "GradStore.unscale_.optimizers": "optimizer",
 }
 
 

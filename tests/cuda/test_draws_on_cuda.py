@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from recoup.weights import draws
+from tests.chance import are_gaussian, has_share
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SHAPES = ((), (0,), (1,), (3,), (5,), (16,), (64, 64), (4095,), (4097,), (2**20 + 5,), (1024, 1024))
+SHAPES = ((), (0,), (3,), (64, 64), (4097,), (2**20 + 5,))
 SEEDS = (0, 7, 2**32 + 1, 2**63 - 1)
 
 
@@ -40,7 +36,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 65535 / 65536, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_scales_or_is_added_to_any_weight_alike(name, shape, dtype, p):
     draw, start, combine = DRAWS[name]
@@ -85,25 +81,6 @@ def test_a_weight_that_is_not_aligned():
     assert torch.equal(draws.noised(w[3:], 3, 0.4), expected[1])
 
 
-def correlation(a, b):
-    """In standard deviations of what independent numbers give."""
-    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
-    return (a @ b / (a.norm() * b.norm()) * math.sqrt(a.numel())).item()
-
-
-@pytest.mark.parametrize("draw", [lambda n, seed: mask((n,), seed, 0.5), normals])
-def test_entries_and_seeds_do_not_depend_on_each_other(draw):
-    numel = 2**20
-    found = draw(numel, 17)
-    for lag in (1, 2, 3, 4, 8, 512, 1024, 2048, 4096, 2**19):
-        assert abs(correlation(found[:-lag], found[lag:])) < 4.5, lag
-        assert abs(correlation(found[:-lag].square(), found[lag:].square())) < 4.5, lag
-    for seed in (0, 16, 18, 17 + 2**32, 17 + 2**62):
-        other = draw(numel, seed)
-        assert abs(correlation(found, other)) < 4.5
-        assert abs(correlation(found[1:], other[:-1])) < 4.5
-
-
 def test_no_random_state_moves():
     w = weight((2**16,))
     cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
@@ -130,24 +107,8 @@ def test_no_mask_of_the_whole_weight_is_made():
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9])
 def test_the_share_of_dropped_entries_is_p(p):
-    numel, exact = 2**22, round(p * 65536) / 65536
-    num_dropped = (mask((numel,), 3, p) == 0).sum().item()
-    assert abs(num_dropped - numel * exact) < 4.5 * math.sqrt(numel * exact * (1 - exact))
+    assert has_share(mask((2**22,), 3, p) == 0, round(p * 65536) / 65536)
 
 
 def test_noise_is_gaussian():
-    numel = 2**22
-    x = normals(numel, 2).double()  # the mean of seed 1 is off by 4.2 of its deviations
-    assert abs(x.mean()) < 4 / math.sqrt(numel)
-    assert abs(x.square().mean() - 1) < 4 * math.sqrt(2 / numel)
-    assert abs(x.pow(4).mean() - 3) < 4 * math.sqrt(96 / numel)
-    found = torch.special.ndtr(x.sort().values)
-    steps = torch.arange(1, numel + 1, dtype=torch.float64, device=CUDA) / numel
-    assert (steps - found).abs().max().item() * math.sqrt(numel) < 1.95
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_draws_run_where_the_weight_is():
-    w = weight((5000,))
-    other = w.to("cuda:1")
-    assert torch.equal(draws.dropped(other, 1, 0.5).to(CUDA), draws.dropped(w, 1, 0.5))
+    assert are_gaussian(normals(2**22, 2).cpu())

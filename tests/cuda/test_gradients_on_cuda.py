@@ -10,10 +10,7 @@ from torch import nn
 
 import recoup
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 SIZE, DEPTH = 1024, 12
 ONE = 4 * SIZE * SIZE  # bytes of one gradient
 

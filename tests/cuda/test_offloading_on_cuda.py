@@ -10,7 +10,7 @@ from torch import nn
 
 import recoup
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.cuda
 WIDE = 1024
 
 

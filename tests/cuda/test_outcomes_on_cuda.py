@@ -11,10 +11,7 @@ import recoup
 from recoup._core.sketch import difference, numbers_of, sketch_of, tolerance_of
 from recoup.errors import ReplayError
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
     torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -22,7 +19,7 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 17, 64, 65, 4096, 34_817, 1_000_003, 2**23 + 5])
+@pytest.mark.parametrize("size", [1, 65, 34_817, 2**23 + 5])
 def test_one_entry_is_seen(size, dtype):
     torch.manual_seed(0)
     first = (100 * torch.randn(size, dtype=torch.float64, device="cuda")).to(dtype)
@@ -36,8 +33,6 @@ def test_one_entry_is_seen(size, dtype):
 
 
 class Impure(nn.Module):
-    """A block that computes something else when it runs again."""
-
     def __init__(self, way):
         super().__init__()
         self.way, self.num_runs, self.linear = way, 0, nn.Linear(64, 64)

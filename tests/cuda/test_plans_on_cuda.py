@@ -11,10 +11,7 @@ from recoup.planning import options
 from recoup.schedules import Offload
 from tests.planned_zoo import MODELS, Case
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 WIDE = 2048  # so that activations are larger than what libraries allocate
 
 

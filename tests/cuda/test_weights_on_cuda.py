@@ -9,10 +9,7 @@ from torch import nn
 import recoup
 from tests.weight_zoo import MORE, compare
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 LAYERS = {
     "linear": (lambda: nn.Linear(256, 256), (8, 256), "weight"),
     "conv": (lambda: nn.Conv2d(64, 64, 3, padding=1), (2, 64, 8, 8), "weight"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import subprocess
 import sys
@@ -42,32 +43,27 @@ def own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with warnings.catch_warnings():  # of Lightning about itself, as of a folder with checkpoints
+        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+        yield
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    """Warnings of Lightning about itself, such as of a folder that holds checkpoints."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
-        yield
-
-
 class Run:
-    """Commands of an example, and what a run of it left on the disk."""
+    def __init__(self, main, tiny, name, folder):
+        self.main, self.tiny, self.name, self._folder = main, tiny, name, folder
 
-    def __init__(self, main, tiny, name):
-        self.main, self.tiny, self.name = main, tiny, name
+    @functools.cached_property
+    def finished(self):
+        """The folder of a run of one epoch, which tests share."""
+        return self.fit(epochs=1, out=self._folder)
 
     def fit(self, *options, epochs=2, out="run"):
-        """Train; return the folder of the run."""
         place = [f"--trainer.logger.save_dir={out}", f"--trainer.max_epochs={epochs}"]
         self.cli = self.main(["fit", *self.tiny, *QUIET, *place, *options])
         return Path(self.cli.trainer.log_dir)
 
     def started(self, *options):
-        """Train in a process of its own."""
         command = [sys.executable, str(EXAMPLES / f"{self.name}.py"), "fit", *self.tiny, *QUIET]
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -86,14 +82,15 @@ class Run:
         return self.main([command, "-c", f"{folder}/config.yaml", f"--ckpt_path={path}", *options])
 
 
-@pytest.fixture
-def flows():
-    return Run(flow.main, FLOW, "flow")
+@pytest.fixture(scope="session")
+def flows(tmp_path_factory):
+    return Run(flow.main, FLOW, "flow", tmp_path_factory.mktemp("flows"))
 
 
-@pytest.fixture
-def texts(text):
-    return Run(language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"], "language_model")
+@pytest.fixture(scope="session")
+def texts(text, tmp_path_factory):
+    folder, tiny = tmp_path_factory.mktemp("texts"), [*LANGUAGE_MODEL, f"--data.path={text}"]
+    return Run(language_model.main, tiny, "language_model", folder)
 
 
 @pytest.fixture(params=["flows", "texts"])
@@ -115,11 +112,9 @@ def weights(folder, checkpoint="last"):
 
 
 def same(one, other):
-    """Whether two dicts of tensors are equal, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 def logged_in(folder, name):
-    """The values of a metric in ``metrics.csv``, one for each epoch."""
     with Path(folder, "metrics.csv").open(newline="") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]

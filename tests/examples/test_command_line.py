@@ -26,7 +26,6 @@ def left_by(folder):
 
 
 def assert_equal(one, other):
-    """Hold what two runs left against each other, tensors bit for bit."""
     (found, form), (wanted, of_other) = (tree_flatten(left_by(each)) for each in (one, other))
     assert form == of_other
     for a, b in zip(found, wanted, strict=True):
@@ -50,7 +49,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(example, request):
 
 
 MODES = {  # and how far weights are from those of linear memory
-    "flows": {"sqrt": 0.0, "2": 0.0, "100 MiB": 0.0, "constant": None},
+    "flows": {"2": 0.0, "constant": None},
     "texts": {"sqrt": 1e-3, "200 KiB": 1e-3},
 }
 
@@ -124,8 +123,6 @@ def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatc
 
 
 class Evil:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
         return Path.touch, (Path("executed"),)
 
@@ -134,9 +131,15 @@ def changed(contents, **changes):
     torch.save(contents | changes, "some.ckpt")
 
 
+def half_of(contents):
+    torch.save(contents, "some.ckpt")
+    Path("some.ckpt").write_bytes(Path("some.ckpt").read_bytes()[:5000])
+
+
 def flipped(contents):
-    data = bytearray(Path("good.ckpt").read_bytes())
-    with zipfile.ZipFile("good.ckpt") as archive:
+    torch.save(contents, "some.ckpt")
+    data = bytearray(Path("some.ckpt").read_bytes())
+    with zipfile.ZipFile("some.ckpt") as archive:
         largest = max(archive.infolist(), key=lambda each: each.file_size)
     data[largest.header_offset + 200 + largest.file_size // 2] ^= 1
     Path("some.ckpt").write_bytes(data)
@@ -148,56 +151,40 @@ def mid_epoch(contents):
 
 
 CANNOT = "`--ckpt_path` is some.ckpt, which cannot be read as a checkpoint of tensors and numbers"
+CODE = "code beside"  # is refused in every command, whatever the user says of it
 BROKEN = {
-    "code in the weights": (lambda contents: changed(contents, state_dict=Evil()), CANNOT),
-    "code beside": (lambda contents: changed(contents, more=Evil()), CANNOT),
+    CODE: (lambda contents: changed(contents, more=Evil()), CANNOT),
     "a module": (lambda contents: changed(contents, more=torch.nn.Linear(2, 2)), CANNOT),
     "a pickle": (lambda contents: Path("some.ckpt").write_bytes(pickle.dumps(Evil())), CANNOT),
-    "half of it": (
-        lambda contents: Path("some.ckpt").write_bytes(Path("good.ckpt").read_bytes()[:5000]),
-        CANNOT,
-    ),
+    "half of it": (half_of, CANNOT),
     "a flipped bit": (flipped, "is damaged"),
-    "a text": (lambda contents: Path("some.ckpt").write_text("text"), CANNOT),
     "nothing": (lambda contents: None, "No such file"),
-    "a tensor": (lambda contents: torch.save(torch.ones(2), "some.ckpt"), CANNOT),
     "weights alone": (lambda contents: torch.save(contents["state_dict"], "some.ckpt"), CANNOT),
     "within an epoch": (mid_epoch, "written within an epoch"),
 }
-
-
-CASES = [
-    *(("flows", "fit", name) for name in BROKEN),
-    *((example, command, "code beside")
-      for example in ("flows", "texts") for command in ("test", "predict")),
-    ("texts", "fit", "code beside"),
-]  # fmt: skip
+CASES = [("flows", "fit", name) for name in BROKEN if name != CODE]
+CASES += [(kind, do, CODE) for kind in ("flows", "texts") for do in ("fit", "test", "predict")]
 
 
 @pytest.mark.parametrize(("example", "command", "name"), CASES, indirect=["example"])
 def test_a_hostile_or_damaged_file_is_refused(example, command, name):
-    """Whatever the user says of code in it."""
-    folder = example.fit(epochs=1)
-    Path("good.ckpt").write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
-    make, message = BROKEN[name]
-    make(torch.load("good.ckpt", weights_only=True))
-    before = sorted(Path("run").rglob("*"))
+    folder, (make, message) = example.finished, BROKEN[name]
+    make(last(folder))
+    before = sorted(folder.parent.rglob("*"))
     options = ["-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt"]
-    if name == "code beside":
-        options.append("--weights_only=false")
+    options += ["--weights_only=false"] if name == CODE else []
     with pytest.raises(ValueError, match=re.escape(message)):
         example.main([command, *options])
     assert not Path("executed").exists()
-    assert sorted(Path("run").rglob("*")) == before
+    assert sorted(folder.parent.rglob("*")) == before
 
 
 def test_a_checkpoint_chooses_no_settings(example):
     """Lightning would take the settings, and the classes, of the model from it."""
-    folder = example.fit(epochs=1)
-    contents = last(folder)
+    folder = example.finished
     evil = {"_class_path": "pathlib.Path", "_instantiator": "pathlib.Path.touch", "seed": 5}
     evil |= {"flow": {"class_path": "recoup.flows.NICE"}, "hidden_size": 10**9}
-    changed(contents, hyper_parameters=evil, datamodule_hyper_parameters=evil)
+    changed(last(folder), hyper_parameters=evil, datamodule_hyper_parameters=evil)
     run = example.use("test", folder, checkpoint="some.ckpt")
     assert same(run.model.state_dict(), weights(folder))
     assert run.model.hparams.get("seed", 0) == 0
@@ -230,36 +217,29 @@ OTHERS = "the z is y than the x .\n" * 30 + "a b c\n" * 30
     ("example", "option", "words"),
     [
         ("flows", "--model.flow.num_steps=2", "state_dict"),
-        ("flows", "--model.flow=NICE", "state_dict"),
         ("texts", "--data.path=others.txt", "state_dict|other tokens"),
         ("texts", "--data.path=renamed.txt", r"trained on other tokens than those of renamed\.txt"),
     ],
     indirect=["example"],
 )
 def test_a_checkpoint_of_another_model_is_refused(example, option, words, text):
-    folder = example.fit(epochs=1)
     Path("others.txt").write_text(OTHERS.replace("z", "q"))
     Path("renamed.txt").write_text(Path(text).read_text().replace("than", "then"))
     with pytest.raises((RuntimeError, ValueError), match=words):
-        example.use("predict" if "renamed" in option else "test", folder, option)
+        example.use("predict" if "renamed" in option else "test", example.finished, option)
 
 
 @pytest.mark.parametrize(
     ("example", "option", "said"),
     [
         ("flows", "--model.flow.num_stepz=3", "num_stepz"),
-        ("flows", "--model.flow=Glou", "Glou"),
-        ("flows", "--data.batch_size=many", "data.batch_size"),
-        ("flows", "--config=nowhere.yaml", "nowhere.yaml"),
-        ("texts", "--model.num_layerz=3", "num_layerz"),
         ("texts", "--model.averaging=sometimes", "model.averaging"),
     ],
     indirect=["example"],
 )
 def test_a_wrong_option_is_named(example, capsys, option, said):
-    with pytest.raises(SystemExit) as ending:
+    with pytest.raises(SystemExit):
         example.fit(option)
-    assert ending.value.code == 2
     assert said in capsys.readouterr().err
     assert not Path("run").exists()
 

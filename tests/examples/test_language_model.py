@@ -23,8 +23,7 @@ from text import UNKNOWN, joined, read_parts, tokenized, vocabulary_of
 from torch.nn import functional as F
 
 import recoup
-from tests.awd_lstm_beside import Beside
-from tests.awd_lstm_by_hand import numbers_of
+from benchmarks.awd_lstm_by_hand import Beside, numbers_of
 from tests.examples.conftest import EXAMPLES, LINES, QUIET, logged_in, same, weights
 
 CONFIGS = sorted((EXAMPLES / "configs" / "language_model").glob("*.yaml"))
@@ -99,7 +98,7 @@ def test_the_trigger_does_not_count_the_latest_losses():
         assert not trainer.should_stop
 
 
-def test_the_weights_of_a_checkpoint_are_the_average(texts):
+def test_the_weights_of_a_checkpoint_are_the_average(texts, monkeypatch):
     seen = []
 
     class Seen(torch.optim.SGD):
@@ -107,11 +106,9 @@ def test_the_weights_of_a_checkpoint_are_the_average(texts):
             super().step(closure)
             seen.append([p.detach().clone() for p in self.param_groups[0]["params"]])
 
-    original, torch.optim.SGD = torch.optim.SGD, Seen
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim, "SGD", Seen)
         folder = texts.fit("--model.averaging=always", epochs=2)
-    finally:
-        torch.optim.SGD = original
     averages = [torch.stack(each).mean(0) for each in zip(*seen, strict=True)]
     names = [name for name, _ in texts.cli.model.named_parameters()]
     found = weights(folder)
@@ -128,9 +125,9 @@ def test_the_weights_of_a_checkpoint_are_the_average(texts):
 
 
 def test_finetuning_begins_with_the_weights_of_a_checkpoint(texts):
-    folder = texts.fit()
+    folder = texts.finished
     options = [f"--model.init_from={folder}/checkpoints/best.ckpt", "--model.averaging=always"]
-    texts.fit(*options, "--model.learning_rate=0", epochs=1, out="tuned")
+    texts.fit(*options, "--model.learning_rate=0", epochs=1)
     assert same(texts.cli.model.state_dict(), weights(folder, "best"))
 
 
@@ -247,11 +244,9 @@ def test_precision_of_16_bits(texts):
     training._trainer = SimpleNamespace(precision="16-mixed")
     with pytest.raises(ValueError, match="Give bf16-mixed"):
         training.on_fit_start()
-    metrics = {}
-    for precision in ("32-true", "bf16-mixed"):
-        texts.fit(f"--trainer.precision={precision}", epochs=1, out=precision)
-        metrics[precision] = float(texts.cli.trainer.callback_metrics["val_perplexity"])
-    assert metrics["bf16-mixed"] == pytest.approx(metrics["32-true"], rel=0.05)
+    folder = texts.fit("--trainer.precision=bf16-mixed", epochs=1)
+    found, wanted = (logged_in(each, "val_perplexity") for each in (folder, texts.finished))
+    assert found == pytest.approx(wanted, rel=0.05)
 
 
 # -- the same training, written out by hand --------------------------------------------------------
@@ -264,26 +259,19 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def beside(tmp_path):
-    """Train a preset by the example, and by hand beside it."""
-
-    def call(preset, *options):
-        folder = tmp_path / "text"
-        folder.mkdir()
-        for name, lines in (("train", LINES * 2), ("valid", LINES[::3]), ("test", LINES[:9])):
-            (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        config = EXAMPLES / "configs" / "language_model" / f"{preset}.yaml"
-        start = ("-c", str(config), f"--data.path={folder}", "--trainer.precision=64-true")
-        run = main([*start, *QUIET, *SMALL, *options], run=False)
-        number = {token: n for n, token in enumerate(run.datamodule.vocabulary)}
-        texts = [numbers_of(Path(folder, f"{part}.txt"), number) for part in ("train", "valid")]
-        training = Beside(*texts, (3, 2))
-        run.trainer.callbacks.append(training)
-        run.trainer.fit(run.model, run.datamodule)
-        return training
-
-    return call
+def beside(folder, preset, *options):
+    for name, lines in (("train", LINES * 2), ("valid", LINES[::3]), ("test", LINES[:9])):
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    config = EXAMPLES / "configs" / "language_model" / f"{preset}.yaml"
+    start = ("-c", str(config), f"--data.path={folder}", "--trainer.precision=64-true")
+    run = main([*start, *QUIET, *SMALL, *options], run=False)
+    number = {token: n for n, token in enumerate(run.datamodule.vocabulary)}
+    training = Beside(
+        *(numbers_of(folder / f"{n}.txt", number) for n in ("train", "valid")), (3, 2)
+    )
+    run.trainer.callbacks.append(training)
+    run.trainer.fit(run.model, run.datamodule)
+    return training
 
 
 @pytest.mark.parametrize(
@@ -295,8 +283,8 @@ def beside(tmp_path):
         pytest.param("awd-lstm-wt2", "sqrt", marks=pytest.mark.slow),
     ],
 )
-def test_a_training_of_a_preset_is_the_one_by_hand(beside, preset, memory):
-    by_hand = beside(preset, "--trainer.max_epochs=1", f"--model.memory={memory}")
+def test_a_training_of_a_preset_is_the_one_by_hand(tmp_path, preset, memory):
+    by_hand = beside(tmp_path, preset, "--trainer.max_epochs=1", f"--model.memory={memory}")
     assert len(by_hand.losses) > 15
     assert by_hand.loss_error < 1e-10
     assert by_hand.gradient_error < 1e-10
@@ -304,11 +292,10 @@ def test_a_training_of_a_preset_is_the_one_by_hand(beside, preset, memory):
 
 
 @pytest.mark.slow
-def test_the_average_is_the_one_by_hand(beside):
-    by_hand = beside(
-        "tiny", "--trainer.max_epochs=6", "--model.num_patient=0", "--model.learning_rate=10"
-    )
+def test_the_average_is_the_one_by_hand(tmp_path):
+    options = ["--trainer.max_epochs=6", "--model.num_patient=0", "--model.learning_rate=10"]
+    by_hand = beside(tmp_path, "tiny", *options)
     num_steps = len(by_hand.losses) // 6
-    assert by_hand.by_hand.num_averaged in range(num_steps, 6 * num_steps)
+    assert by_hand.num_averaged in range(num_steps, 6 * num_steps)
     assert by_hand.loss_error < 1e-10
     assert by_hand.perplexity_error < 1e-10

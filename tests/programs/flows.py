@@ -15,8 +15,6 @@ DIM, CONTEXT, BATCH = 4, 3, 8
 
 
 class Built(NamedTuple):
-    """A flow, and its log-probabilities of ``(x, context)``."""
-
     flow: nn.Module
     log_prob: Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -119,8 +117,6 @@ def of_normflows(flow: Any, x: Tensor, context: Tensor) -> Tensor:
 
 
 class ConditionalBase(nn.Module):
-    """A normal distribution whose mean is a function of the context."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mean = nn.Linear(CONTEXT, DIM)

@@ -48,7 +48,6 @@ def int8_weights() -> Any:
 
 
 def with_layers(config: Any) -> Any:
-    """A Llama whose layers are quantized in some way, and a batch."""
     model = llama()
     torchao("quantization").quantize_(model.model.layers, config)
     return model, tokens()
@@ -111,7 +110,6 @@ PROGRAMS = [
 
 
 def train(model: nn.Module, batch: Any) -> tuple[list[float], list[int]]:
-    """The loss and the bytes of each of three steps."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     torch.manual_seed(4)
     losses, peaks = [], []
