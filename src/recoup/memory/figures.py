@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from recoup._arguments import check_type
-from recoup.memory.points import Point
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -41,23 +40,20 @@ def check_format(suffix: str) -> None:
         )
 
 
-def render(points: Mapping[str | int, Sequence[Point]], suffix: str) -> bytes:
-    """Draw a curve, and return the content of the file.
+_Points = Mapping[str | int, Sequence[Any]]  # of a curve, by memory mode, in order of depth
 
-    Args:
-        points: the points of each memory mode, in order of depth.
-        suffix: the suffix of the file, such as ".png".
-    """
-    everything = [point for each in points.values() for point in each]
-    timed = all(point.seconds is not None for point in everything)
-    longest = max((point.seconds or 0.0 for point in everything), default=0.0)
-    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
+
+def render(points: _Points, suffix: str) -> bytes:
+    """Draw a curve, and return the content of a file that ends in `suffix`."""
+    seconds = [point.seconds for each in points.values() for point in each]
+    timed = None not in seconds
+    scale, unit = (1.0, "s") if timed and max(seconds, default=0.0) >= 1 else (1e3, "ms")
 
     def draw(panels: Sequence[Any]) -> None:
-        _panel(panels[0], points, lambda at: at.peak_bytes / 2**20, "Peak memory of a step", "MiB")
+        title = "Peak memory of a step (MiB)"
+        _panel(panels[0], points, lambda at: at.peak_bytes / 2**20, title)
         if timed:
-            title = "Time of a step"
-            _panel(panels[1], points, lambda at: scale * (at.seconds or 0.0), title, unit)
+            _panel(panels[1], points, lambda at: scale * at.seconds, f"Time of a step ({unit})")
 
     size = (11.0, 4.0) if timed else (6.0, 4.0)
     return rendered(draw, suffix, size, num_panels=2 if timed else 1)
@@ -70,13 +66,9 @@ def rendered(
     *,
     num_panels: int,
 ) -> bytes:
-    """Return the content of a picture file.
+    """Return the content of a picture file, of a size in inches, that ends in `suffix`.
 
-    Args:
-        draw: a function that draws on a sequence of axes, one for each panel, side by side.
-        suffix: the suffix of the file, such as ".png".
-        size: the size in inches.
-        num_panels: the number of panels.
+    `draw` is given a sequence of axes, one for each panel, side by side.
     """
     check_format(suffix)
     require_matplotlib()
@@ -106,13 +98,7 @@ def finish(axes: Any, title: str, below: str) -> None:
     axes.spines["bottom"].set_color(QUIET)
 
 
-def _panel(
-    axes: Any,
-    points: Mapping[str | int, Sequence[Point]],
-    value: Callable[[Point], float],
-    title: str,
-    unit: str,
-) -> None:
+def _panel(axes: Any, points: _Points, value: Callable[[Any], float], title: str) -> None:
     others = iter(_OTHERS)
     top, deepest = 0.0, 0
     for index, (memory, line) in enumerate(points.items()):
@@ -143,7 +129,7 @@ def _panel(
         alignment="left",
     )  # fmt: skip
     legend.get_title().set(color=QUIET, fontsize=9)
-    finish(axes, f"{title} ({unit})", "Depth (blocks)")
+    finish(axes, title, "Depth (blocks)")
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
 
 from recoup.memory.size import format_bytes
 from recoup.memory.step_recorder import PHASES, StepLine
@@ -37,15 +36,7 @@ def check_page(suffix: str) -> None:
 def page_of(
     title: str, summary: str, lines: Sequence[StepLine], budget_bytes: int | None, plan: str
 ) -> str:
-    """Return the page as HTML.
-
-    Args:
-        title: the title.
-        summary: the sentence beneath it.
-        lines: the lines, one or two; the second one is the planned step.
-        budget_bytes: the budget; None for none.
-        plan: the text of the plan; "" for none.
-    """
+    """Return the page as HTML, of one line or two; the second one is the planned step."""
     picture = _Picture(lines, budget_bytes or 0)
     top = _drawn(picture.height)
     template = files("recoup.memory").joinpath("timeline_page.html").read_text("utf-8")
@@ -69,12 +60,7 @@ def page_of(
 
 
 class _Drawn:
-    """A line as it is drawn (See Rule 2).
-
-    Args:
-        line: the line.
-        widths: of forward and of backward, in events.
-    """
+    """A line as it is drawn, in the widths of forward and of backward, in events (See Rule 2)."""
 
     def __init__(self, line: StepLine, widths: Sequence[int]) -> None:
         self.line = line
@@ -97,12 +83,7 @@ class _Drawn:
 
 
 class _Picture:
-    """The lines in one picture.
-
-    Args:
-        lines: the lines.
-        budget_bytes: the budget; it is drawn if it is not far above the lines.
-    """
+    """The lines in one picture, and the budget, if it is not far above them."""
 
     def __init__(self, lines: Sequence[StepLine], budget_bytes: int) -> None:
         self.widths = [max(1, *(len(line.levels(phase)) for line in lines)) for phase in PHASES]
@@ -136,9 +117,8 @@ class _Picture:
             found.append(self._label("bound halo", self.width, self.budget_bytes, text))
         for place, each in enumerate(self.lines):
             x, line = each.peak_place, each.line
-            found.append(
-                f'<i class="point line{place}" style="{self._place(x, line.peak_bytes)}"></i>'
-            )
+            at = self._place(x, line.peak_bytes)
+            found.append(f'<i class="point line{place}" style="{at}"></i>')
             # Above the point of the first line, below that of the second, towards the middle.
             shift = f"translate({-100 if x > self.width / 2 else 0}%, {100 * place}%)"
             text = f"{line.name} {format_bytes(line.peak_bytes)}"
@@ -165,27 +145,21 @@ def _table(lines: Sequence[StepLine]) -> str:
     rows = [f'<tr><th scope="col">phase</th>{head}</tr>']
     for phase in PHASES:
         peaks = [line.peak(phase) for line in lines]
-        cells = "".join(
-            "<td>-</td>"
-            if peak is None
-            else f"<td>{escape(str(peak))}<br>{peak.num_bytes:,} bytes</td>"
+        cells = [
+            "-" if peak is None else f"{escape(str(peak))}<br>{peak.num_bytes:,} bytes"
             for peak in peaks
-        )
-        rows.append(f'<tr><th scope="row">{phase}</th>{cells}</tr>')
+        ]
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f'<tr><th scope="row">{phase}</th>{columns}</tr>')
     return "\n".join(rows)
 
 
 def _data(drawn: Sequence[_Drawn]) -> str:
     """Return what ran at each event, for the script (See Rule 3)."""
-    found: list[dict[str, Any]] = [
-        {
-            "name": each.line.name,
-            "before": each.line.baseline_bytes,
-            "causes": list(each.causes),
-            "starts": each.starts,
-            "cause": each.cause,
-        }
+    found = [
+        {"name": each.line.name, "before": each.line.baseline_bytes, "causes": list(each.causes),
+         "starts": each.starts, "cause": each.cause}
         for each in drawn
-    ]
+    ]  # fmt: skip
     text = json.dumps(found, separators=(",", ":"))  # ASCII alone
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
