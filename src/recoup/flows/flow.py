@@ -15,12 +15,7 @@ from torch.nn import functional
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
 from recoup._core.tensors import check_tensors
-from recoup.flows.latents import (
-    Base,
-    Latents,
-    as_latents,
-    as_tuple,
-)
+from recoup.flows.latents import Base, Latents, as_latents, as_tuple
 from recoup.flows.networks import check_labels
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.invertible.chain import HasChain

@@ -25,15 +25,9 @@ from torch.distributions import Transform
 from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapters import (
-    adapt,
-    conditions_of,
-    is_taken_apart,
-    layers_of,
-)
+from recoup.invertible.adapters import adapt, conditions_of, is_taken_apart, layers_of, parts_of
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
-from recoup.invertible.known_layers import parts_of
 from recoup.schedules.memory import Memory
 
 

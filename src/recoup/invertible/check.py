@@ -27,7 +27,7 @@ from recoup._core.module_marks import Direction, check_pair
 from recoup._core.tensors import check_tensors
 from recoup.invertible.chain import Chain
 from recoup.invertible.channels import ActNorm
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.contract import InvertibleModule, as_tuple
 
 _MODES = ("sqrt", "constant")  # each compared with "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension
@@ -215,7 +215,7 @@ def _run(module: InvertibleModule, direction: Direction, value: Any, contexts: C
     call = module if direction == "forward" else module.inverse
     returned = with_seed(lambda: call(value, *contexts), _SEED)
     num_early = module.num_early if direction == "forward" else 0
-    num_samples = len(_parts(value)[0])
+    num_samples = len(as_tuple(value)[0])
     return check_pair(returned, num_samples, direction, type(module).__name__, num_early=num_early)
 
 
@@ -275,9 +275,9 @@ def _log_dets(
     def gradients_of_inverse() -> Pairs:
         y, _, jacobian = forward(x)
         latent = _flat(y).detach().requires_grad_()
-        sizes = [part[0].numel() for part in _parts(y)]
+        sizes = [part[0].numel() for part in as_tuple(y)]
         pieces = cast("Sequence[Tensor]", latent.split(sizes, dim=1))
-        parts = [piece.view_as(part) for piece, part in zip(pieces, _parts(y), strict=True)]
+        parts = [piece.view_as(part) for piece, part in zip(pieces, as_tuple(y), strict=True)]
         given = tuple(parts) if isinstance(y, tuple) else parts[0]
         _, stated = _run(module, "inverse", given, contexts)
         off = (_flat(y) - latent).unsqueeze(2)  # zeros, with derivatives
@@ -349,8 +349,4 @@ def _log_abs_det(jacobian: Tensor) -> Tensor:
 
 def _flat(y: Any) -> Tensor:
     """Join an output, or a tuple of them, into one tensor of shape ``(N, D)``."""
-    return torch.cat([part.flatten(1) for part in _parts(y)], dim=1)
-
-
-def _parts(y: Any) -> tuple[Tensor, ...]:
-    return (y,) if isinstance(y, Tensor) else tuple(y)
+    return torch.cat([part.flatten(1) for part in as_tuple(y)], dim=1)

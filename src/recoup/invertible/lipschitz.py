@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -187,11 +187,9 @@ class LipschitzConv2d(_Lipschitz, nn.Conv2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_whole(in_channels=in_channels, out_channels=out_channels)
-        for each in kernel_size if isinstance(kernel_size, tuple) else (kernel_size,):
-            check_whole(kernel_size=each)
-        for each in padding if isinstance(padding, tuple) else (padding,):
-            if each not in ("same", "valid"):
-                check_whole(0, padding=each)
+        check_whole(**_of_sides("kernel_size", kernel_size))
+        if padding not in ("same", "valid"):
+            check_whole(0, **_of_sides("padding", padding))
         check_flag(bias=bias)
         check_within(0, 1, 0.9, coefficient=coefficient)
         check_place(device, dtype)
@@ -247,6 +245,13 @@ class LipSwish(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation to `x` of any shape."""
         return x * torch.sigmoid(x * functional.softplus(self.raw_beta)) / 1.1
+
+
+def _of_sides(name: str, given: Any) -> dict[str, Any]:
+    """Return the two numbers of a tuple by their names, and anything else by the one name."""
+    if not isinstance(given, tuple) or len(cast("tuple[Any, ...]", given)) != 2:
+        return {name: given}
+    return {f"{name}[{at}]": each for at, each in enumerate(cast("tuple[Any, ...]", given))}
 
 
 def _matrix_norm(matrix: Tensor) -> Tensor:

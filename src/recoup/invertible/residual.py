@@ -32,7 +32,7 @@ from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import Pair, pair_in_force, saving
 from recoup._core.settings import without_autocast
-from recoup._core.tensors import check_modules
+from recoup._core.tensors import check_modules, check_tensors
 from recoup.errors import ConvergenceError
 from recoup.invertible.channels import wide
 from recoup.invertible.contract import InvertibleModule, check_within
@@ -55,6 +55,7 @@ def _not_compiled(method: Callable[[Any, Tensor], Returned]) -> Callable[[Any, T
 
     @wraps(method)
     def called(self: Any, x: Tensor) -> Returned:
+        check_tensors(x=x)
         return (uncompiled(method) if is_watched() else method)(self, x)
 
     return called
