@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributions import Normal
 
 from recoup.flows import Logistic
-from recoup.flows.latents import as_tuple
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -19,6 +18,7 @@ from recoup.invertible import (
     LipschitzConv2d,
     VariationalDequantize,
 )
+from recoup.invertible.contract import as_tuple
 from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
     BUILDERS,

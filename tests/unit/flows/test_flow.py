@@ -13,15 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from recoup.flows import Flow, Logistic, RealNVP
-from recoup.invertible import (
-    ActNorm,
-    AffineCoupling,
-    Chain,
-    Dequantize,
-    Flip,
-    Split,
-    Squeeze,
-)
+from recoup.invertible import ActNorm, AffineCoupling, Chain, Dequantize, Flip, Split, Squeeze
 from tests.unit.flows.models import SMALL, built, filled
 
 
