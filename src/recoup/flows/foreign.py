@@ -41,10 +41,9 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
     copies and pickles of the flow.
 
     Kept is what a `Chain` of this `memory` keeps: under "constant" its output, its input, and the
-    inputs of layers that are recomputed, which a warning names: autoregressive ones, whose inverse
-    takes a pass for each dimension (MAF and NSF of zuko), and those that `recoup.invertible.adapt`
-    does not know. Backward pays the inverse and the elementwise part of each layer, and runs its
-    networks once.
+    inputs of layers that are recomputed, which a warning names: autoregressive ones (MAF and NSF of
+    zuko), and those that `recoup.invertible.adapt` does not know. Backward pays the inverse and the
+    elementwise part of each layer, and runs its networks once.
 
     Args:
         model: a flow, or any module that has flows within (a density estimator of sbi).
@@ -164,10 +163,7 @@ class _Chains:
 class _Method:
     """A method of a composition, in whose place it is called (See Rule 1).
 
-    Args:
-        whole: the composition.
-        name: the name of the method.
-        chains: its layers: one sequence, or one for each scale.
+    Its layers are one sequence, or one for each scale.
     """
 
     names: tuple[str, ...] = ("forward",)
@@ -259,13 +255,7 @@ class _OfZuko(_Method):
 
 
 class _ChainedTransform(Transform):
-    """A composed transform of zuko whose layers run as a chain.
-
-    Args:
-        method: makes it.
-        context: the context of the layers.
-        is_inverse: whether it is the way from latent to data.
-    """
+    """A composed transform of zuko whose layers run as a chain, under a context."""
 
     bijective = True
 
@@ -391,16 +381,10 @@ def _chains_for(whole: Any, memory: Memory, guard: DriftGuard) -> list[_Chains]:
 
 def _leaves_of(layers: list[Any]) -> Iterator[Any]:
     for each in layers:
-        parts = parts_of(each)
-        if parts and is_taken_apart(each):
-            yield from _leaves_of(parts)
-        else:
-            yield each
+        parts = parts_of(each) if is_taken_apart(each) else []
+        yield from _leaves_of(parts) if parts else (each,)
 
 
 def _flat(chain: Chain) -> Iterator[InvertibleModule]:
     for each in chain:
-        if isinstance(each, Chain):
-            yield from _flat(each)
-        else:
-            yield each
+        yield from _flat(each) if isinstance(each, Chain) else (each,)

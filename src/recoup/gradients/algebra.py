@@ -12,8 +12,7 @@ from torch import Tensor
 from recoup._arguments import check_flag, check_type
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import are_finite, check_fits, dot, norm, scaled
-from recoup.gradients.container import Container
-from recoup.gradients.targets import number_in, weight_in
+from recoup.gradients.container import Container, number_in, weight_in
 
 
 class Algebra(Container):
@@ -257,7 +256,7 @@ def _factor_in(given: object, argument: str) -> float | Tensor:
     if isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex():
         return given.reshape(())
     needed = (
-        "a single real number that scales all gradients. To scale them one by one, change "
+        "a single finite number that scales all gradients. To scale them one by one, change "
         "`store[param]` in place"
     )
-    return number_in(needed, lambda number: not math.isnan(number), **{argument: given})
+    return number_in(needed, math.isfinite, **{argument: given})

@@ -25,8 +25,7 @@ from recoup._arguments import check_flag, check_type
 from recoup._core.tensors import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, is_sharded
-from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.targets import number_in, refuse_any
+from recoup.gradients.container import UNSCALED, Container, device_of, number_in, refuse_any
 
 _UNORDERED = (
     "The processes can only agree on an order of gradients that all declare alike: make the store "
@@ -213,10 +212,7 @@ def _checked(name: str, gradient: Tensor) -> Tensor:
 
 
 def _all_reduce(store: Container, group: Any) -> None:
-    """Average the gradients of a store over the processes of `group`.
-
-    Its weight is averaged alike, and its scale becomes that of the processes with gradients.
-    """
+    """Average the gradients of a store, and its weight, over the processes of `group`."""
     if not (dist.is_available() and dist.is_initialized()):
         raise GradientError(
             "There are no processes to reduce over. Call torch.distributed.init_process_group, or "

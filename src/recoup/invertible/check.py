@@ -108,10 +108,9 @@ def check_invertible(
     The check works on double-precision copies: `module`, its gradients, its training mode, a
     data-dependent start still to come, and the random stream do not change. Inverse and
     log-determinant are checked in evaluation mode, gradients of memory modes in the mode the module
-    is in. The Jacobian comes from autograd, for the first two samples, at one backward pass a
-    dimension. A correct value is not enough for training: the gradient of each log-determinant with
-    respect to the input, the context and every parameter is compared with that of ``slogdet`` of
-    the Jacobian, which takes second derivatives of the module.
+    is in. Each log-determinant, and its gradients for the input, the context and every parameter,
+    are compared with ``slogdet`` of autograd's Jacobian, for the first two samples, at one backward
+    pass a dimension and by second derivatives of the module.
 
     Args:
         module: The module to check; a `Chain` is also run in the other memory modes.
@@ -142,6 +141,8 @@ def check_invertible(
         )
     check_whole(max_dims=max_dims)
     check_real(tolerance=tolerance)
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"`tolerance` is {tolerance}, but must be at least 0 and finite.")
     dims = math.prod(x.shape[1:])
     if x.dim() < 2 or x.shape[0] == 0 or dims == 0:
         raise ValueError(f"`x` has shape {tuple(x.shape)}, but a batch (N, ...) is needed, N >= 1.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -181,6 +182,8 @@ def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tupl
     check_type(Schedule, "a Schedule", schedule=schedule)
     require_costs(costs)
     check_real(first=first)
+    if not 0 <= first < math.inf:
+        raise ValueError(f"`first` is {first}, but must be at least 0 and finite.")
     _require_length("costs", len(costs), schedule.num_stages)
     walk = Walk(costs)
     moments: list[Moment] = []

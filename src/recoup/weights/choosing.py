@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
+from recoup._arguments import check_type
 from recoup._core.module_marks import is_gathered
 from recoup._core.stand_ins import check_has_own_forward
 from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Reparametrization
+from recoup.weights.weight import ParametrizedWeight
 
 ANY_WEIGHT = r"(.*[._])?weight(_[^.]*)?"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,19 +34,22 @@ class Named(NamedTuple):
 
 
 def matching(module: nn.Module, where: Where, argument: str = "pattern") -> list[Named]:
-    """Return the parameters that `where` chooses, those of a shared module once.
-
-    Args:
-        module: the tree.
-        where: a regular expression that matches the whole of a qualified name, a type of modules
-            (whose weights are chosen), a function from a qualified name, the parameter and the
-            module that owns it to a bool, or a list of these.
-        argument: the name of `where` in error messages.
-
-    Raises:
-        ValueError: when `where`, or an entry of it, is none of these or chooses nothing.
-    """
+    """Return the parameters that `where` chooses, those of a shared module once."""
     return [each for each, _ in _chosen(module, where, argument)]
+
+
+def reparametrized(
+    module: nn.Module, where: Where, argument: str
+) -> list[tuple[Named, ParametrizedWeight]]:
+    """Return the reparametrized weights that `where` chooses, or raise if there are none."""
+    chosen = matching(module, where, argument)
+    found = [(e, weights_of(e.owner)[e.key]) for e in chosen if e.key in weights_of(e.owner)]
+    if not found:
+        raise ValueError(
+            f"`{argument}` {where!r} matches no parameter of {type(module).__name__} to which "
+            "anything is applied. See recoup.weights.applied(module)."
+        )
+    return found
 
 
 def suited(module: nn.Module, where: Where) -> list[Named]:
@@ -86,13 +91,12 @@ def _unfit(each: Named) -> str | None:
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
     """Return what `where` chooses, and whether it means just that parameter."""
     check_is_module(module)
-    for part in module.modules():
-        if type(part).__name__ == "RFModuleAsPTModule":
-            raise ValueError(
-                "`module` is what RETURNN makes of a model of its frontend, whose layers read "
-                "their own parameters, and not those of the module: nothing would be noisy. Use "
-                "recoup.recomputing() within the model (docs/from-returnn.md)."
-            )
+    if any(type(part).__name__ == "RFModuleAsPTModule" for part in module.modules()):
+        raise ValueError(
+            "`module` is what RETURNN makes of a model of its frontend, whose layers read their "
+            "own parameters, and not those of the module: nothing would be noisy. Use "
+            "recoup.recomputing() within the model (docs/from-returnn.md)."
+        )
     candidates = [*named(module)]
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
     found: dict[Named, bool] = {}
@@ -170,9 +174,7 @@ def named(module: nn.Module) -> Iterator[Named]:
 
 def check_is_module(module: object) -> None:
     """Raise if `module` is not a module."""
-    if not isinstance(module, nn.Module):
-        got = module.__name__ if isinstance(module, type) else type(module).__name__
-        raise ValueError(f"`module` is {got}, but must be an nn.Module (an instance, not a class).")
+    check_type(nn.Module, "an nn.Module (an instance, not a class)", module=module)
 
 
 _sharing: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]

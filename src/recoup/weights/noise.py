@@ -20,8 +20,8 @@ from recoup._arguments import is_real, shown
 from recoup._core.call import Call, run_again
 from recoup._core.saved_tensors import is_transformed, untransformed
 from recoup.weights import draws
-from recoup.weights.application import apply_to, reparametrized
-from recoup.weights.choosing import ANY_WEIGHT, Where
+from recoup.weights.application import apply_to
+from recoup.weights.choosing import ANY_WEIGHT, Where, reparametrized
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -51,11 +51,7 @@ def weight_noise(
 
     Args:
         module: the module, or a tree of modules. A forward of it is a step, which has one draw.
-        pattern: chooses parameters: a regular expression for the whole of their qualified names, a
-            type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
-            list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only. By default, all weights: names in which
-            "weight" is a word.
+        pattern: chooses parameters, as `pattern` of `weight_dropout` does; by default, all weights.
         std: the standard deviation of the noise, in the units of the weight. A number, a 0-dim
             tensor, or a function from the number of steps in training so far (see `set_step`) to a
             number. Or an `nn.Parameter` of any shape that can be broadcast to each weight, which is
@@ -97,14 +93,7 @@ _LEARNED = ("tensor", "row", "weight")
 
 
 class WeightNoise(Reparametrization):
-    """Weight noise: adds Gaussian noise to a weight.
-
-    Args:
-        application: the call that applied it.
-        std: as for `weight_noise`.
-        mode: as for `weight_noise`.
-        learned: as for `weight_noise`.
-    """
+    """Weight noise: adds Gaussian noise to a weight."""
 
     kind = "weight_noise"
     order = 2
@@ -217,9 +206,8 @@ def kl_divergence(
     tensor. Nothing is drawn, and the mode of `module` does not matter.
 
     A weight with a norm counts as normalized; dropout and functions are left out. A deviation
-    counts by its absolute value, a schedule has its value at the present step, and a deviation of 0
-    has an infinite divergence. A parameter with several names counts once, unless its uses have
-    several deviations.
+    counts by its absolute value, a schedule by that at the present step; one of 0 has an infinite
+    divergence. A parameter with several names counts once, unless its uses have several deviations.
 
     Kept: a few numbers a weight; the divergence of weights in half precision is computed in
     float32. Backward computes the divergence again, and makes the gradient of each weight.
@@ -292,10 +280,7 @@ def _check_prior(name: str, value: Any, above: float, needed: str) -> None:
 
 
 def _divergence_of(
-    mean: Tensor,
-    std: Tensor | float,
-    prior_std: float | Tensor | None,
-    prior_mean: float | Tensor,
+    mean: Tensor, std: Tensor | float, prior_std: float | Tensor | None, prior_mean: float | Tensor
 ) -> Tensor:
     num = mean.numel()
     like = partial(

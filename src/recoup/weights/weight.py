@@ -38,8 +38,16 @@ from recoup._core.devices import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
 from recoup.errors import RecoupError, ReplayError
 from recoup.weights.compiled import new_handle
-from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
-from recoup.weights.steps import Override, SameDraw, Step, local
+from recoup.weights.reparametrization import (
+    Application,
+    Drawn,
+    Operands,
+    Override,
+    Reparametrization,
+    SameDraw,
+    Step,
+    local,
+)
 
 # The draws of a read, how many seeds they took from the stream, and the version of the raw weight.
 _Recorded = tuple[tuple[Drawn, ...], int, int]
@@ -49,11 +57,8 @@ _MOST = 512  # places in the random stream that are remembered
 class ParametrizedWeight:
     """A parameter under one of its names: each use of a shared parameter has its own.
 
-    Args:
-        key: its name in the module that owns it.
-        path: its qualified name, on which its draws depend.
-        name: its name in errors.
-        steps: its reparametrizations; they run in their own order, not in that of the calls.
+    Its draws depend on `path`, its qualified name. Its reparametrizations run in their own order,
+    not in that of the calls.
     """
 
     def __init__(
