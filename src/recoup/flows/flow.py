@@ -208,10 +208,8 @@ class Flow(HasChain):
         check_real(temperature=temperature)
         if generator is not None:
             check_type(torch.Generator, "a torch.Generator", generator=generator)
-        drawn = [
-            self.base.sample((n, *shape), temperature, generator)
-            for shape in self._shapes_of_latents()
-        ]
+        sizes = [(n, *shape) for shape in self._shapes_of_latents()]
+        drawn = [self.base.sample(size, temperature, generator) for size in sizes]
         return self.inverse(as_latents(drawn), labels)
 
     @torch.no_grad()

@@ -152,7 +152,6 @@ class _Chains:
         return self._to_latent
 
     def to_data(self) -> Chain:
-        """Return the chain in the other direction."""
         forth = self.to_latent()
         if self._to_data is None:
             layers = [Backwards(each) for each in _flat(forth)][::-1]
@@ -179,7 +178,6 @@ class _Method:
         return self.run(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the library's own method."""
         return getattr(type(self.whole), self.name)(self.whole, *args, **kwargs)
 
 
@@ -259,20 +257,16 @@ class _ChainedTransform(Transform):
 
     bijective = True
 
-    def __init__(
-        self, method: _OfZuko, context: Tensor | None, *, is_inverse: bool = False
-    ) -> None:
+    def __init__(self, method: _OfZuko, context: Tensor | None, is_inverse: bool = False) -> None:
         super().__init__()
         self._method, self._context, self._is_inverse = method, context, is_inverse
 
     @property
     def domain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values that it takes."""
         return self._ends[self._is_inverse]
 
     @property
     def codomain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values that it gives."""
         return self._ends[not self._is_inverse]
 
     @property
@@ -286,23 +280,19 @@ class _ChainedTransform(Transform):
 
     @property
     def plain(self) -> Any:
-        """The transform of the library."""
         plain = self._method.plain(self._context)
         return plain.inv if self._is_inverse else plain
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else a composed transform has."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.plain, name)
 
     @property
     def inv(self) -> _ChainedTransform:
-        """The way back."""
         return _ChainedTransform(self._method, self._context, is_inverse=not self._is_inverse)
 
     def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the value and the log-determinant."""
         if not torch.is_grad_enabled() or is_transformed():
             return self.plain.call_and_ladj(x)
         chains = self._method.chains[0]
@@ -312,8 +302,10 @@ class _ChainedTransform(Transform):
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
         num_rows = 0 if context is None else context.dim() - num_batch  # dimensions of each row
         is_per_sample = num_batch > 0 and num_rows > 0
-        if num_rows > 1 and context is not None and _may_be_broadcast(batch, context.shape[:-1]):
-            return self.plain.call_and_ladj(x)  # rows of several dimensions, or of several batches
+        if num_rows > 1 and context is not None:
+            ends = zip(reversed(batch), reversed(context.shape[:-1]), strict=False)
+            if all(1 in pair or pair[0] == pair[1] for pair in ends):
+                return self.plain.call_and_ladj(x)  # rows of several dimensions, or batches
         if context is not None and is_per_sample and context.shape[:num_batch] == batch:
             context = context.reshape(batch.numel(), *context.shape[num_batch:])
         elif context is not None:
@@ -329,16 +321,13 @@ class _ChainedTransform(Transform):
         return self.inv._call(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the log-determinant."""
         return self.call_and_ladj(x)[1]
 
     def forward_shape(self, shape: Any) -> Any:
-        """Return the shape of the value."""
         with torch.no_grad():
             return self.plain.forward_shape(shape)
 
     def inverse_shape(self, shape: Any) -> Any:
-        """Return the shape of what has this value."""
         with torch.no_grad():
             return self.plain.inverse_shape(shape)
 
@@ -353,11 +342,6 @@ _KINDS: dict[str, type[_Method]] = {
     "FrEIA.framework.sequence_inn.SequenceINN": _OfFrEIA,
     "FrEIA.framework.graph_inn.GraphINN": _OfFrEIA,
 }
-
-
-def _may_be_broadcast(*shapes: torch.Size) -> bool:
-    ends = zip(*(reversed(shape) for shape in shapes), strict=False)
-    return all(1 in pair or pair[0] == pair[1] for pair in ends)
 
 
 def _is_multiscale(whole: nn.Module) -> bool:

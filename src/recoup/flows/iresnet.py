@@ -117,9 +117,8 @@ class IResNet(Flow):
                     ),
                 ]
         stages += [invertible.ActNorm(size)]
-        super().__init__(
-            invertible.Chain(*stages, memory=memory), shape=shape, levels=levels, base=base
-        )
+        chain = invertible.Chain(*stages, memory=memory)
+        super().__init__(chain, shape=shape, levels=levels, base=base)
 
 
 def _network(

@@ -164,9 +164,8 @@ class _ResidualBlock(nn.Sequential):
     draws_only_in_modules: ClassVar[bool] = True
 
     def __init__(self, width: int) -> None:
-        super().__init__(
-            nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 1)
-        )
+        first, second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 1)
+        super().__init__(first, nn.ReLU(), second)
 
     def forward(self, input: Tensor) -> Tensor:
         return input + cast("Tensor", super().forward(input))
@@ -277,9 +276,8 @@ def check_labels(labels: object, num_classes: int, num_samples: int, name: str =
         is_whole = not (labels.is_floating_point() or labels.is_complex())
         is_whole &= labels.dtype != torch.bool and labels.shape == (num_samples,)
     if not isinstance(labels, Tensor) or not is_whole:
-        raise ValueError(
-            f"`{name}` is {got}, but {needed} of shape ({num_samples},), one a sample."
-        )
+        needed = f"{needed} of shape ({num_samples},), one a sample"
+        raise ValueError(f"`{name}` is {got}, but {needed}.")
     # On CUDA this synchronises; without it a wrong label would be a fatal device error.
     if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(

@@ -55,9 +55,8 @@ def check_fits(gradient: Tensor, target: Tensor) -> None:
             got = f"is {kinds[0]} placed as {places[0]}"
             way_out = f"that is {kinds[1]} placed as {places[1]}, like the tensor"
     if got:
-        raise ValueError(
-            f"`grad`, the gradient of `param` ({described(target)}), {got}. Give one {way_out}."
-        )
+        of = described(target)
+        raise ValueError(f"`grad`, the gradient of `param` ({of}), {got}. Give one {way_out}.")
 
 
 def is_sharded(*tensors: Tensor) -> bool:

@@ -207,9 +207,7 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        max_norm = number_in(
-            "a number of at least 0", lambda number: number >= 0, max_norm=max_norm
-        )
+        max_norm = number_in("a number of at least 0", lambda it: it >= 0, max_norm=max_norm)
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -256,7 +254,7 @@ def _factor_in(given: object, argument: str) -> float | Tensor:
     if isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex():
         return given.reshape(())
     needed = (
-        "a single finite number that scales all gradients. To scale them one by one, change "
+        "a single real number, finite, that scales all gradients. To scale them one by one, change "
         "`store[param]` in place"
     )
     return number_in(needed, math.isfinite, **{argument: given})

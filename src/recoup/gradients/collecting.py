@@ -39,6 +39,7 @@ from recoup.gradients.container import Container
 
 Mode = Literal["auto", "grad", "harvest"]
 MODES = ("auto", "grad", "harvest")
+Collected = tuple[list[Tensor | None], int]  # gradients of inputs; how many targets got one
 _Grad = tuple[Tensor, Tensor | None, torch.dtype | None]  # a tensor, its `.grad` and `grad_dtype`
 
 
@@ -64,7 +65,7 @@ class Backward:
         return [*self.targets, *self.inputs]
 
 
-def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tensor | None], int]:
+def collect(store: Container, backward: Backward, mode: Mode) -> Collected:
     """Add the gradients of `backward` to the store; return those of its inputs, and the number."""
     wanted = backward.wanted
     if not wanted:  # all are frozen
@@ -93,7 +94,7 @@ def _unlike_a_parameter(targets: Iterable[Tensor]) -> str:
 # -- in torch.autograd.grad ------------------------------------------------------------------------
 
 
-def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Tensor | None], int]:
+def _by_grad(store: Container, backward: Backward, reason: str) -> Collected:
     """Run `backward` by `torch.autograd.grad`, for a `reason`."""
     wanted, num_targets, why_not = backward.wanted, len(backward.targets), ""
     leaves = [each for each in wanted if each.is_leaf]
@@ -131,9 +132,7 @@ def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Te
 # -- in `.grad` ------------------------------------------------------------------------------------
 
 
-def _in_grad(
-    store: Container, backward: Backward, *, is_plain: bool
-) -> tuple[list[Tensor | None], int]:
+def _in_grad(store: Container, backward: Backward, *, is_plain: bool) -> Collected:
     """Run `backward`, plainly or for the wanted tensors alone, while `.grad` is replaced."""
     wanted, (leaves, checkpoints) = backward.wanted, backward.ends
     is_plain = is_plain or store._may_be_reduced(wanted) or bool(checkpoints)

@@ -60,9 +60,7 @@ class Container(MutableMapping[Tensor, Tensor]):
 
     # -- sums ------------------------------------------------------------------------------
 
-    def _add(
-        self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
-    ) -> None:
+    def _add(self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool) -> None:
         """Add ``alpha * gradient`` to that of `target`, or raise and change nothing.
 
         The memory of `gradient` is handed over if it is ours.
@@ -331,9 +329,8 @@ def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
     """Return each tensor once, in order, from tensors or pairs of name and tensor."""
     if isinstance(given, Tensor | nn.Module | str) or not isinstance(given, Iterable):
         way_out = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
-        raise ValueError(
-            f"`{argument}` is {described(given)}, but must be tensors: give {way_out}."
-        )
+        got = described(given)
+        raise ValueError(f"`{argument}` is {got}, but must be tensors: give {way_out}.")
     found: dict[int, Tensor] = {}
     for each in cast("Iterable[Any]", given):
         tensor: Any = each

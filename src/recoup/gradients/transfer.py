@@ -106,9 +106,7 @@ class Transfer(Container):
                 neither a state nor a module; nothing is changed then.
         """
         way_out = ". Call load_state_dict(state_dict, module)"
-        check_type(
-            Mapping, f"a result of `store.state_dict(module)`{way_out}", state_dict=state_dict
-        )
+        check_type(Mapping, f"what `store.state_dict(module)` gave{way_out}", state_dict=state_dict)
         check_type(nn.Module, f"the module that its names refer to{way_out}", module=module)
         check_flag(strict=strict)
         lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]

@@ -78,13 +78,21 @@ class Chain(HasMemoryMode, InvertibleModule):
     ) -> None:
         super().__init__()
         for index, module in enumerate(modules):
+            name = f"`modules[{index}]` is a {type(module).__name__}, which"
             if not isinstance(module, InvertibleModule):
                 raise ValueError(
-                    f"`modules[{index}]` is a {type(module).__name__}, which is not an "
-                    "InvertibleModule. Derive from recoup.invertible.InvertibleModule, or put it "
-                    "in a recoup.Sequential, which takes any module."
+                    f"{name} is not an InvertibleModule. Derive from "
+                    "recoup.invertible.InvertibleModule, or put it in a recoup.Sequential, which "
+                    "takes any module."
                 )
-            _check_defined(index, module)
+            if getattr(module.forward, "is_missing", False):
+                raise ValueError(f"{name} does not define `forward`.")
+            if module.inverts_in_backward and not has_inverse(module):
+                raise NotInvertibleError(
+                    f"{name} does not define `inverse`. Define it; or, for a module that is used "
+                    "forward only (a density that is not sampled), set `inverts_in_backward = "
+                    'False` on its class: memory="constant" then recomputes it.'
+                )
             self.add_module(str(index), module)
         self._set_memory_mode(memory, drift)
 
@@ -92,19 +100,15 @@ class Chain(HasMemoryMode, InvertibleModule):
         num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
         if num_stages and not is_bytes(memory):
             schedule_for(memory, num_stages)
-        if memory == "constant":
-            self._say_what_recomputes()
-
-    def _say_what_recomputes(self) -> None:
         names = [name for name, module in self._named(flat=True) if not module.inverts_in_backward]
-        if names:
+        if names and memory == "constant":
             shown_names = ", ".join(f"`{name}`" for name in names[:3])
             warnings.warn(
-                f'Under memory="constant" {len(names)} of {len(list(self._named(flat=True)))} '
-                f"modules ({shown_names}{', ...' if len(names) > 3 else ''}) are recomputed from "
-                "their kept inputs: their inverses are iterations, which cost more and are not "
-                "exact. Memory grows by one input each.",
-                stacklevel=4,
+                f'Under memory="constant" {len(names)} of {num_stages} modules ({shown_names}'
+                f"{', ...' if len(names) > 3 else ''}) are recomputed from their kept inputs: "
+                "their inverses are iterations, which cost more and are not exact. Memory grows "
+                "by one input each.",
+                stacklevel=3,
             )
 
     def __len__(self) -> int:
@@ -338,7 +342,6 @@ class ModuleStage:
         self._num_early = module.num_early
 
     def forward(self, state: State) -> tuple[State, Tensor]:
-        """Return the next state and the log-determinant."""
         returned = self.module(state[0], *self._context(state))
         if not self._is_checked:  # a later run returns the same
             check_pair(returned, len(state[0]), "forward", self.name, num_early=self._num_early)
@@ -348,7 +351,6 @@ class ModuleStage:
         return (first, *state[1:], *early), log_det
 
     def invert(self, state: State) -> tuple[State, Tensor]:
-        """Return the state before the module, and the log-determinant of its inverse."""
         start = len(state) - self._num_early
         after = (state[0], *state[start:])
         y = after if self._is_split else _to_output(after)
@@ -357,7 +359,6 @@ class ModuleStage:
         return (x, *state[1:start]), log_det
 
     def inverse(self, state: State) -> State:
-        """Return the state before the module."""
         if self.is_adapted:  # its log-determinant may cost another run
             return (self.module.input_of(state[0], *self._context(state)), *state[1:])
         return self.invert(state)[0]
@@ -382,11 +383,9 @@ class StageGroup:
 
     @property
     def inverts_in_backward(self) -> bool:
-        """Whether backward inverts each of them."""
         return all(module.inverts_in_backward for module in self.modules)
 
     def forward(self, state: State) -> tuple[State, list[Tensor]]:
-        """Return the state after the last module, and the log-determinants of all."""
         log_dets: list[Tensor] = []
         for stage in self._stages:
             state, value = stage.forward(state)
@@ -394,7 +393,6 @@ class StageGroup:
         return state, log_dets
 
     def inverse(self, state: State) -> State:
-        """Return the state before the first module."""
         for stage in reversed(self._stages):
             state = stage.inverse(state)
         return state
@@ -421,7 +419,6 @@ def _one_of(units: Sequence[ModuleStage | StageGroup]) -> ModuleStage | StageGro
 
 
 def _state_of(x: Tensor, context: Tensor | None) -> State:
-    """Return the state before the first module."""
     return (x,) if context is None else (x, context)
 
 
@@ -436,16 +433,3 @@ def _to_state(y: Any) -> State:
         return (y,)
     *early, last = as_tuple(y)
     return (last, *early)
-
-
-def _check_defined(index: int, module: InvertibleModule) -> None:
-    """Raise unless a module defines both directions, or declares that it has forward only."""
-    name = f"`modules[{index}]` is a {type(module).__name__}, which"
-    if getattr(module.forward, "is_missing", False):
-        raise ValueError(f"{name} does not define `forward`.")
-    if module.inverts_in_backward and not has_inverse(module):
-        raise NotInvertibleError(
-            f"{name} does not define `inverse`. Define it; or, for a module that is used forward "
-            "only (a density that is not sampled), set `inverts_in_backward = False` on its class: "
-            'memory="constant" then recomputes it.'
-        )

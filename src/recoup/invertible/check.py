@@ -36,6 +36,8 @@ _SEED = 0
 Contexts = tuple[Tensor, ...]  # empty, or a context
 Pairs = dict[str, tuple[Tensor | None, Tensor | None]]  # actual and expected; None: no gradient
 
+Comparisons = dict[str, Callable[[], Pairs]]  # by their names
+
 _linalg: Any = torch.linalg  # torch does not type its functions
 
 
@@ -136,9 +138,8 @@ def check_invertible(
     check_type(InvertibleModule, "an InvertibleModule", module=module)
     check_tensors(x=x, **({} if context is None else {"context": context}))
     if context is not None and not getattr(module, "takes_context", False):
-        raise ValueError(
-            f"`context` is given, but {type(module).__name__} takes none. Leave it out."
-        )
+        name = type(module).__name__
+        raise ValueError(f"`context` is given, but {name} takes none. Leave it out.")
     check_whole(max_dims=max_dims)
     check_real(tolerance=tolerance)
     if not 0 <= tolerance < math.inf:
@@ -160,9 +161,8 @@ def check_invertible(
     try:
         check_pair(returned, len(x), "forward", name, num_early=module.num_early)
     except ValueError as error:  # without an output nothing can be compared
-        return InvertibleReport(
-            name, (Finding("what forward returns", math.inf, tolerance, str(error)),)
-        )
+        finding = Finding("what forward returns", math.inf, tolerance, str(error))
+        return InvertibleReport(name, (finding,))
     still = copy.deepcopy(started).eval()
     for part in still.modules():
         if isinstance(part, Chain):
@@ -202,9 +202,8 @@ def _error(actual: Tensor | None, expected: Tensor | None) -> float:
         there = expected if actual is None else actual
         return 0.0 if there is None else _error(there, torch.zeros_like(there))
     if actual.shape != expected.shape:
-        raise ValueError(
-            f"The result has shape {tuple(actual.shape)}, but must have {tuple(expected.shape)}."
-        )
+        got, needed = tuple(actual.shape), tuple(expected.shape)
+        raise ValueError(f"The result has shape {got}, but must have {needed}.")
     if expected.numel() == 0:
         return 0.0
     actual, expected = actual.detach(), expected.detach()
@@ -220,9 +219,7 @@ def _run(module: InvertibleModule, direction: Direction, value: Any, contexts: C
     return check_pair(returned, num_samples, direction, type(module).__name__, num_early=num_early)
 
 
-def _round_trips(
-    module: InvertibleModule, x: Tensor, contexts: Contexts
-) -> dict[str, Callable[[], Pairs]]:
+def _round_trips(module: InvertibleModule, x: Tensor, contexts: Contexts) -> Comparisons:
     with torch.no_grad():
         y, log_det = _run(module, "forward", x, contexts)
 
@@ -241,9 +238,7 @@ def _round_trips(
     }
 
 
-def _log_dets(
-    module: InvertibleModule, x: Tensor, contexts: Contexts
-) -> dict[str, Callable[[], Pairs]]:
+def _log_dets(module: InvertibleModule, x: Tensor, contexts: Contexts) -> Comparisons:
     """Compare with ``slogdet`` of autograd's Jacobian, for the first samples."""
     first = [each[:_MOST_SAMPLES].clone().requires_grad_() for each in (x, *contexts)]
     x, contexts = first[0], tuple(first[1:])
@@ -267,11 +262,11 @@ def _log_dets(
 
     def values() -> Pairs:
         _, stated, jacobian = forward(x)
-        return {"the log-det": (stated, _log_abs_det(jacobian))}
+        return {"the log-det": (stated, _linalg.slogdet(jacobian).logabsdet)}
 
     def gradients() -> Pairs:
         _, stated, jacobian = forward(x)
-        return _compared({"the input": x, **others}, stated, _log_abs_det(jacobian))
+        return _compared({"the input": x, **others}, stated, _linalg.slogdet(jacobian).logabsdet)
 
     def gradients_of_inverse() -> Pairs:
         y, _, jacobian = forward(x)
@@ -284,7 +279,8 @@ def _log_dets(
         off = (_flat(y) - latent).unsqueeze(2)  # zeros, with derivatives
         step: Tensor = _linalg.solve(jacobian.detach(), off)
         moved = x.detach() - step.view_as(x)
-        return _compared({"the input": latent, **others}, stated, -_log_abs_det(forward(moved)[2]))
+        true = -_linalg.slogdet(forward(moved)[2]).logabsdet
+        return _compared({"the input": latent, **others}, stated, true)
 
     return {
         "log-det and autograd's Jacobian": values,
@@ -338,14 +334,9 @@ def _compared(leaves: Mapping[str, Tensor], stated: Tensor, true: Tensor) -> Pai
 def _gradients_of(output: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     if not output.requires_grad:
         return dict.fromkeys(leaves)
-    found = torch.autograd.grad(
-        output.sum(), list(leaves.values()), retain_graph=True, allow_unused=True
-    )
+    options = {"retain_graph": True, "allow_unused": True}
+    found = torch.autograd.grad(output.sum(), list(leaves.values()), **options)
     return dict(zip(leaves, found, strict=True))
-
-
-def _log_abs_det(jacobian: Tensor) -> Tensor:
-    return _linalg.slogdet(jacobian).logabsdet
 
 
 def _flat(y: Any) -> Tensor:

@@ -136,16 +136,13 @@ class Adapted(InvertibleModule):
         return getattr(self.transform, "training", True) in self._started
 
     def has_seen_a_batch(self) -> None:
-        """Note that the layer has seen a batch."""
         self._started.add(getattr(self.transform, "training", True))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
         with lending(self._networks):
             return _pair(*self._run(x, context, back=False), x)
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map latent to data: ``y`` of shape ``(N, ...)`` to ``(x, log_det)``."""
         with lending(self._networks):
             return _pair(*self._run(y, context, back=True), y)
 
@@ -162,7 +159,6 @@ class Adapted(InvertibleModule):
         return self._run(y, context, back=True)[0]
 
     def extra_repr(self) -> str:
-        """Show what backward does with the layer."""
         return f"recomputed: {self.why_not}" if self.why_not else "inverted"
 
 
@@ -177,7 +173,6 @@ class Backwards(Adapted):
 
     @property
     def has_started(self) -> bool:
-        """Whether the layer has seen a batch in the mode that it is in."""
         return getattr(self.transform, "has_started", True)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
@@ -201,9 +196,8 @@ def check_within(low: float, high: float, usual: float, **given: float) -> None:
     for name, value in given.items():
         if not low < value < high:
             most = "" if high == math.inf else f" and below {high:g}"
-            raise ValueError(
-                f"`{name}` is {value}, but must be above {low:g}{most}; {usual:g} is usual."
-            )
+            needed = f"above {low:g}{most}; {usual:g} is usual"
+            raise ValueError(f"`{name}` is {value}, but must be {needed}.")
 
 
 def sizes_of(shape: Any) -> torch.Size:
@@ -268,9 +262,8 @@ def check_channels(x: Any, num_channels: int) -> None:
 def check_has_channels(x: Any, least: int, layer: str, way_out: str) -> None:
     """Raise ValueError unless `x` is a tensor of shape ``(N, C, ...)`` with so many channels."""
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < least:
-        raise ValueError(
-            f"{got(x)}, but {layer} needs (N, C, ...) with C of at least {least}. {way_out}"
-        )
+        needed = f"(N, C, ...) with C of at least {least}"
+        raise ValueError(f"{got(x)}, but {layer} needs {needed}. {way_out}")
 
 
 def names_of(value: object) -> list[str]:

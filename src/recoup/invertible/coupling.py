@@ -93,9 +93,12 @@ class Coupling(InvertibleModule):
 
     def _join(self, given: Tensor, changed: Tensor) -> Tensor:
         first, second = (given, changed) if self.condition == "first" else (changed, given)
-        if self.split == "checkerboard":
-            return _board(first, second)
-        return torch.cat((first, second), dim=1)
+        if self.split == "channels":
+            return torch.cat((first, second), dim=1)
+        n, c, h, half = first.shape
+        (a, e), (b, d) = (p.reshape(n, c, h // 2, 2, half).unbind(3) for p in (first, second))
+        upper, lower = torch.stack((a, b), dim=-1), torch.stack((d, e), dim=-1)
+        return torch.stack((upper, lower), dim=3).reshape(n, c, h, 2 * half)
 
     def _run(
         self,
@@ -314,7 +317,6 @@ class AffineCoupling(Coupling):
 
 
 def _takes_context(network: nn.Module | None) -> bool:
-    """Return whether the network of a coupling is called with a context beside its input."""
     return bool(getattr(network, "takes_context", False))
 
 
@@ -342,11 +344,3 @@ def _colours(x: Any) -> tuple[Tensor, Tensor]:
     (a, b), (d, e) = upper.unbind(-1), lower.unbind(-1)  # a b over d e: a and e are of one colour
     first, second = torch.stack((a, e), dim=3), torch.stack((b, d), dim=3)
     return first.reshape(n, c, h, w // 2), second.reshape(n, c, h, w // 2)
-
-
-def _board(first: Tensor, second: Tensor) -> Tensor:
-    """Undo `_colours`."""
-    n, c, h, half = first.shape
-    (a, e), (b, d) = (part.reshape(n, c, h // 2, 2, half).unbind(3) for part in (first, second))
-    upper, lower = torch.stack((a, b), dim=-1), torch.stack((d, e), dim=-1)
-    return torch.stack((upper, lower), dim=3).reshape(n, c, h, 2 * half)

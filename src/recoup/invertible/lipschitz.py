@@ -27,9 +27,8 @@ _FREQUENCIES = 8
 
 
 # The normalised weights of a call, by their layer and whether they have a gradient.
-_weights: ContextVar[dict[tuple[nn.Module, bool], Tensor] | None] = ContextVar(
-    "_weights", default=None
-)
+_Weights = dict[tuple[nn.Module, bool], Tensor]
+_weights: ContextVar[_Weights | None] = ContextVar("_weights", default=None)
 
 
 @contextmanager
@@ -65,10 +64,9 @@ class _Lipschitz(nn.Module):
 
     def _norm(self, weight: Tensor) -> Tensor:
         """Return the norm of what the layer does with `weight`, or a bound on it."""
-        return _matrix_norm(weight)
+        return _linalg.matrix_norm(weight, ord=2)
 
     def extra_repr(self) -> str:
-        """Show what the layer of torch shows, and the coefficient."""
         return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
 
@@ -217,7 +215,7 @@ class LipschitzConv2d(_Lipschitz, nn.Conv2d):
             1 / math.cos(math.pi * (size - 1) / (2 * num))
             for size, num in zip(kernel, grid, strict=True)
         )
-        return _matrix_norm(blocks.index_select(0, worst)).squeeze(0) * rise
+        return _linalg.matrix_norm(blocks.index_select(0, worst), ord=2).squeeze(0) * rise
 
 
 class LipSwish(nn.Module):
@@ -252,7 +250,3 @@ def _of_sides(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, tuple) or len(cast("tuple[Any, ...]", given)) != 2:
         return {name: given}
     return {f"{name}[{at}]": each for at, each in enumerate(cast("tuple[Any, ...]", given))}
-
-
-def _matrix_norm(matrix: Tensor) -> Tensor:
-    return _linalg.matrix_norm(matrix, ord=2)

@@ -219,7 +219,6 @@ class _Packed:
         self._unpack = unpack
 
     def get(self) -> Tensor:
-        """Return the tensor."""
         return self._unpack(self.packed)
 
 
@@ -252,7 +251,6 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Return a context in which saved tensors are recorded."""
         with (
             torch.enable_grad(),
             _uncompiled(),
@@ -286,7 +284,7 @@ class _Recorder(TorchFunctionMode):
     def _wrap_innermost(self) -> None:
         """Replace a pair of hooks that other code has pushed by one that wraps it (See Rule 1)."""
         pair = pair_in_force()
-        if pair is not None and not _is_ours(pair):
+        if pair is not None and getattr(pair[1], "__module__", "").partition(".")[0] != _PACKAGE:
             pop_pair()
             saving(partial(self._pack, pair), _unpack).__enter__()
 
@@ -383,10 +381,6 @@ def _way_of(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__).strip("_").partition(".")[0]
-
-
-def _is_ours(pair: Pair) -> bool:
-    return getattr(pair[1], "__module__", "").partition(".")[0] == _PACKAGE
 
 
 def _saver_above(frame: FrameType | None) -> str:

@@ -140,9 +140,8 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f'`device` is "{device}", which torch does not know. Give "cpu".'
-        ) from error
+        wrong = f'`device` is "{device}", which torch does not know. Give "cpu".'
+        raise ValueError(wrong) from error
     if not devices.is_available(where):
         raise ValueError(f'`device` is "{where}", but torch finds no such device here. Pass "cpu".')
     if devices.is_accelerator(where):
@@ -174,7 +173,6 @@ class Span:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at one time."""
         return self.peaks.allocated
 
 
@@ -196,7 +194,6 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at one time."""
         return self.peaks.allocated
 
     @property
@@ -278,7 +275,6 @@ class _DeviceCounter:
         devices.synchronize(self._device)
 
     def mark(self, take: Callable[[Peaks, int], None]) -> None:
-        """Let `take` get the peaks since the last mark and the bytes alive now."""
         now, before = devices.memory_counts(self._device), self._before
         reserved = now.peaks.reserved
         peaks = Peaks(

@@ -166,8 +166,6 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Generator[None]:
-        """Return a context in which the running modules are tracked."""
-
         @never_compiled
         def enter(module: nn.Module, inputs: Any) -> None:
             del inputs
@@ -195,7 +193,6 @@ class RunningModules:
 
     @property
     def path(self) -> ModulePath | None:
-        """The path of the innermost running module, or None."""
         return self._paths[id(self._running[-1])] if self._running else None
 
     def tensors(self) -> Iterable[Tensor]:
@@ -349,7 +346,6 @@ class StepRecorder:
 
     @property
     def peaks(self) -> Peaks:
-        """The peak of the step as it was requested, allocated and reserved."""
         return self._line.peaks
 
     def stretches(self, calls: Sequence[tuple[str, str]] = ()) -> tuple[Stretch, ...]:

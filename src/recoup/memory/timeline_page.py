@@ -145,11 +145,8 @@ def _table(lines: Sequence[StepLine]) -> str:
     rows = [f'<tr><th scope="col">phase</th>{head}</tr>']
     for phase in PHASES:
         peaks = [line.peak(phase) for line in lines]
-        cells = [
-            "-" if peak is None else f"{escape(str(peak))}<br>{peak.num_bytes:,} bytes"
-            for peak in peaks
-        ]
-        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        texts = [f"{escape(str(p))}<br>{p.num_bytes:,} bytes" if p else "-" for p in peaks]
+        columns = "".join(f"<td>{text}</td>" for text in texts)
         rows.append(f'<tr><th scope="row">{phase}</th>{columns}</tr>')
     return "\n".join(rows)
 

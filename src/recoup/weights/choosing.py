@@ -127,9 +127,7 @@ def _chooses(entry: Any, argument: str) -> Callable[[Named], bool]:
     if isinstance(given, type) and issubclass(given, nn.Module):
         kind = given
         is_weight = re.compile(ANY_WEIGHT).fullmatch
-        return lambda each: (
-            isinstance(each.owner, kind) and bool(is_weight(each.key)) and not _is_added(each)
-        )
+        return lambda e: isinstance(e.owner, kind) and bool(is_weight(e.key)) and not _is_added(e)
     if _is_function(entry):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:

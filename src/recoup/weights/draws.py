@@ -165,9 +165,8 @@ def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ())
     """Return the mask of `dropped`; None where it is more than a piece, or shared along axes."""
     if axes or weight.numel() > _PIECE or not weight.is_cpu:
         return None
-    return Mask(
-        weight.shape, weight.dtype, seed, rate_of(p, weight.dtype, type(weight) is FakeTensor)
-    )
+    dtype, is_fake = weight.dtype, type(weight) is FakeTensor
+    return Mask(weight.shape, dtype, seed, rate_of(p, dtype, is_fake))
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:

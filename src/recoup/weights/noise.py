@@ -283,9 +283,8 @@ def _divergence_of(
     mean: Tensor, std: Tensor | float, prior_std: float | Tensor | None, prior_mean: float | Tensor
 ) -> Tensor:
     num = mean.numel()
-    like = partial(
-        torch.as_tensor, dtype=torch.promote_types(mean.dtype, torch.float32), device=mean.device
-    )
+    dtype = torch.promote_types(mean.dtype, torch.float32)
+    like = partial(torch.as_tensor, dtype=dtype, device=mean.device)
     if num == 0:
         return like(0.0)
     std = like(std)
