@@ -139,8 +139,9 @@ def _loss_in(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
 
 
 def _named(segments: Iterable[object]) -> dict[str, Any]:
-    if isinstance(segments, Tensor) or not isinstance(segments, Iterable):
+    if isinstance(segments, Tensor):  # one without dimensions cannot be iterated over
         raise ValueError(f"`segments` is {described(segments)}, but must be a list: [segment].")
+    check_type(Iterable, "a sequence: give [segment]", segments=segments)
     named: dict[str, Any] = {}
     for index, segment in enumerate(segments):
         check_callable(**{f"segments[{index}]": segment})

@@ -191,19 +191,14 @@ def _by_target(
                 f"The gradient of `{name}` has shape {shape}, and the parameter "
                 f"{tuple(target.shape)}. Load the state of a model of the same sizes."
             )
-        found[target] = _checked(name, gradient)
+        found[target] = gradient.detach()
+        if gradient.layout is torch.sparse_coo:  # with wrong indices sums would write elsewhere
+            parts = gradient._indices(), gradient._values().detach(), gradient.shape
+            try:
+                found[target] = torch.sparse_coo_tensor(*parts, check_invariants=True)
+            except RuntimeError as error:
+                raise GradientError(f"The gradient of `{name}` is damaged: {error}") from error
     return found
-
-
-def _checked(name: str, gradient: Tensor) -> Tensor:
-    """Return a gradient of a file; sparse indices are checked, or sums would write elsewhere."""
-    if gradient.layout is not torch.sparse_coo:
-        return gradient.detach()
-    parts = gradient._indices(), gradient._values().detach(), gradient.shape
-    try:
-        return torch.sparse_coo_tensor(*parts, check_invariants=True)
-    except RuntimeError as error:
-        raise GradientError(f"The gradient of `{name}` is damaged: {error}") from error
 
 
 # -- reducing --------------------------------------------------------------------------------------

@@ -392,7 +392,8 @@ def _why_not_built(transform: Any) -> str:
         return _why_not_built(getattr(transform, _WRAPPERS[kind]))
     if kind not in _PARTS:
         return _UNKNOWN
-    return next(filter(None, map(_why_not_built, parts_of(transform))), "")
+    reasons = [_why_not_built(each) for each in parts_of(transform)]
+    return next((each for each in reasons if each), "")
 
 
 def _why_not_lazy(transform: Any) -> str:

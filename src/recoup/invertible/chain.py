@@ -161,7 +161,9 @@ class Chain(HasMemoryMode, InvertibleModule):
         if False in [stage.module.has_started for stage in stages if stage.is_adapted]:
             self._start(x, context)
         units = _joined(stages) if self._memory == "constant" else stages
-        links = {each.name: each.module if type(each) is ModuleStage else each for each in units}
+        links = {
+            each.name: each.module if isinstance(each, ModuleStage) else each for each in units
+        }
         invert = [each.inverts_in_backward for each in links.values()]
         ways: tuple[Way, ...] = tuple(["invert" if each else "recompute" for each in invert])
         executor = self._ready_executor(links, ways)

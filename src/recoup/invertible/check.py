@@ -334,7 +334,7 @@ def _compared(leaves: Mapping[str, Tensor], stated: Tensor, true: Tensor) -> Pai
 def _gradients_of(output: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     if not output.requires_grad:
         return dict.fromkeys(leaves)
-    options = {"retain_graph": True, "allow_unused": True}
+    options: Any = {"retain_graph": True, "allow_unused": True}
     found = torch.autograd.grad(output.sum(), list(leaves.values()), **options)
     return dict(zip(leaves, found, strict=True))
 

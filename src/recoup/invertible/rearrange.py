@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -188,7 +187,7 @@ class Permute(InvertibleModule):
             order = torch.tensor(list(permutation), dtype=torch.int64)
         else:
             check_whole(permutation=permutation)
-            order = torch.randperm(operator.index(permutation))
+            order = torch.randperm(int(cast("int", permutation)))
         if not order.numel() or order.sort().values.tolist() != list(range(order.numel())):
             raise ValueError(
                 f"`permutation` is {order.tolist()}, but must hold each number from 0 to its "

@@ -228,13 +228,9 @@ class Timeline:
 
 def most_of(spans: Sequence[Span]) -> Peaks:
     """Return the peaks of several spans together."""
-    found = [span.peaks for span in spans] or [NO_PEAKS]
-    reserved = [each.reserved for each in found if each.reserved is not None]
-    return Peaks(
-        max(each.requested for each in found),
-        max(each.allocated for each in found),
-        max(reserved, default=None),
-    )
+    requested, allocated, reserved = zip(*[span.peaks for span in spans] or [NO_PEAKS], strict=True)
+    known = [each for each in reserved if each is not None]
+    return Peaks(max(requested), max(allocated), max(known, default=None))
 
 
 def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:

@@ -30,9 +30,8 @@ from recoup._core.stand_ins import check_can_be_derived_from
 from recoup.weights.choosing import (
     Named,
     Where,
-    check,
     check_is_module,
-    check_is_not_written,
+    fit,
     named,
     note_sharing,
     reparametrized,
@@ -70,9 +69,7 @@ def apply_to(
         if tied == "same":
             step = shared.setdefault(id(each.parameter), step)
             step.is_tied = True  # a graph would take the seeds of one use only
-        check(step, each, module)
-        step.fit(each.owner, each.key, each.name)
-        check_is_not_written(step, each)
+        fit(step, each, module)
         steps.append(step)
     for step, each in zip(steps, found, strict=True):
         weights = attach(each.owner).weights
@@ -401,14 +398,15 @@ def twin(module: M) -> M:
     Source: https://github.com/dmlc/gluon-nlp/issues/1060.
     """
     check_is_module(module)
-    kinds = (DistributedDataParallel, DataParallel, torch.jit.ScriptModule)
-    for name, part in cast("Any", module).named_modules():
+    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel, torch.jit.ScriptModule)
+    parts: Iterator[tuple[str, Any]] = cast("Any", module).named_modules()
+    for name, part in parts:
+        kind = type(cast("object", part)).__name__
         if isinstance(part, kinds) or is_gathered(part):
             raise ValueError(
-                f"`module{f'.{name}' if name else ''}` is a {type(part).__name__}, which is not to "
-                "be there twice. Make the twin of the module within it, before it is wrapped, "
-                "sharded or scripted; a sharded model is evaluated between `model.eval()` and "
-                "`model.train()`."
+                f"`module{f'.{name}' if name else ''}` is a {kind}, which cannot be there twice. "
+                "Make the twin of the module within it, before it is wrapped, sharded or scripted; "
+                "a sharded model is evaluated between `model.eval()` and `model.train()`."
             )
     made = _copied(module)
     for part, other in zip(module.modules(), made.modules(), strict=True):

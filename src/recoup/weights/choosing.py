@@ -79,7 +79,8 @@ def _unfit(each: Named) -> str | None:
     """Return why nothing can be applied to a parameter, even if it is meant; None if it can."""
     if each.parameter.dtype not in _DTYPES:
         return f"is {each.parameter.dtype}, and must be of a floating-point type of 16 bits or more"
-    if _computes_another(each):
+    name, _, end = each.key.rpartition("_")
+    if end in ("orig", "g", "v") and isinstance(vars(each.owner).get(name), Tensor):
         return (
             "is what torch's pruning, or an old norm of torch, computes a weight from in a hook. "
             "What they write back when they are removed would be a sample of the noise: use "
@@ -145,12 +146,6 @@ def _is_function(entry: object) -> bool:
     return callable(entry) and not isinstance(entry, type)
 
 
-def _computes_another(each: Named) -> bool:
-    """Whether a hook of torch makes an attribute of it (`weight` of `weight_orig`, `weight_g`)."""
-    name, _, end = each.key.rpartition("_")
-    return end in ("orig", "g", "v") and isinstance(vars(each.owner).get(name), Tensor)
-
-
 def _is_added(each: Named) -> bool:
     """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
     weights = weights_of(each.owner).values()
@@ -185,8 +180,8 @@ def note_sharing(module: nn.Module, other: nn.Module) -> None:
     _sharing.setdefault(other, weakref.WeakSet()).add(module)
 
 
-def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
-    """Raise if `step` cannot be applied to a parameter of the tree `module`."""
+def fit(step: Reparametrization, each: Named, module: nn.Module) -> None:
+    """Fit `step` to a parameter of the tree `module`, or raise if it cannot be applied to it."""
     name, owner, key, parameter = each
     for part in (module, owner):
         check_has_own_forward(part)
@@ -213,13 +208,10 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
                 f"`{name}` has {other!r} already. Change it by recoup.weights.update, or call "
                 "recoup.weights.remove first."
             )
-
-
-def check_is_not_written(step: Reparametrization, each: Named) -> None:
-    """Raise if the layer of a parameter writes to what `step`, which fits it, would make anew."""
-    if getattr(each.owner, "max_norm", None) is not None and not step.draws_by_row:
+    step.fit(owner, key, name)
+    if getattr(owner, "max_norm", None) is not None and not step.draws_by_row:
         raise ValueError(
-            f"`{each.name}` is of an {type(each.owner).__name__} with `max_norm`, which writes to "
+            f"`{name}` is of an {type(owner).__name__} with `max_norm`, which writes to "
             "what it reads, and that is made anew here. Drop whole rows (`axes=(1,)` of an "
             "Embedding), leave `max_norm` out, or let `pattern` leave the weight out."
         )

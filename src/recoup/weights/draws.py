@@ -151,13 +151,11 @@ class Mask(NamedTuple):
     rate: Rate
 
     def get(self) -> Tensor:
-        """Draw the mask."""
         kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
         generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
         return _kept(kept, self.rate, generator).mul_(self.rate.constants[1])
 
     def pack(self, _: Tensor) -> Mask:
-        """Return what autograd holds."""
         return self
 
 

@@ -145,7 +145,16 @@ class WeightNoise(Reparametrization):
         self._key = key
         weight = cast("Tensor", module._parameters[key])
         if isinstance(self._std, nn.Parameter):
-            _check_fits(self._std, weight, name)
+            std = self._std
+            shape = () if is_lazy(std) else tuple(std.shape)
+            sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
+            is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
+            if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
+                raise ValueError(
+                    f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have "
+                    "floating-point numbers and a shape that can be broadcast to that of "
+                    f"`{name}`, {tuple(weight.shape)}. Or let `pattern` leave this weight out."
+                )
         elif self._learned is not None:
             shape = tuple(weight.shape) if self._learned == "weight" else ()
             if self._learned == "row" and weight.dim():
@@ -172,19 +181,6 @@ class WeightNoise(Reparametrization):
             if noise is not None:
                 return weight + noise  # keeps nothing, and costs less than a function of our own
         return super().apply(weight, operands, drawn)
-
-
-def _check_fits(std: nn.Parameter, weight: Tensor, name: str) -> None:
-    """Raise if a deviation cannot be broadcast to the weight that is called `name`."""
-    shape = () if is_lazy(std) else tuple(std.shape)
-    sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
-    is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
-    if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
-        raise ValueError(
-            f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have floating-point "
-            f"numbers and a shape that can be broadcast to that of `{name}`, "
-            f"{tuple(weight.shape)}. Or let `pattern` leave this weight out."
-        )
 
 
 # -- the divergence from a prior -------------------------------------------------------------------
@@ -263,10 +259,8 @@ def kl_divergence(
             f"No parameter of {type(module).__name__} that `where` {where!r} chooses has weight "
             "noise, so there is no divergence. Call recoup.weight_noise first."
         )
-    calls = [
-        Call("kl_divergence", _divergence_of, (*each, prior_std, prior_mean), {})
-        for each in found.values()
-    ]
+    given = [(*each, prior_std, prior_mean) for each in found.values()]
+    calls = [Call("kl_divergence", _divergence_of, each, {}) for each in given]
     parts = [cast("Tensor", run_again(call)) for call in calls]
     return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 

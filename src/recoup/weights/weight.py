@@ -78,7 +78,6 @@ class ParametrizedWeight:
         return ParametrizedWeight, (self.key, self.path, self.name, self.steps)
 
     def set_steps(self, steps: list[Reparametrization]) -> None:
-        """Set its reparametrizations."""
         self.steps = sorted(steps, key=lambda step: step.order)
 
     @property
@@ -127,8 +126,11 @@ class ParametrizedWeight:
         if known is not None:
             again = weight
         elif step.owner is not module and weight.requires_grad:
-            is_recomputed = type(getattr(weight, "_recoup_source", None)) is _Recomputed
-            stub = _stub_of(weight) if is_recomputed else None
+            if type(getattr(weight, "_recoup_source", None)) is _Recomputed:
+                # Without memory; through it gradients reach the node of `weight`.
+                empty = weight.new_empty(()).expand(weight.shape)
+                stub = cast("Tensor", _WithNode.apply(weight, empty))
+                seam.reverse_at_once(stub)
             _forget_after_backward(weight, step, self)
         step.last = weight
         step.made[self] = given, weakref.ref(weight), stub, again
@@ -345,13 +347,6 @@ def _forget_after_backward(weight: Tensor, step: Step, key: ParametrizedWeight) 
             step.last = None
 
     cast("Any", weight.grad_fn).register_hook(forget)
-
-
-def _stub_of(weight: Tensor) -> Tensor:
-    """Return a tensor without memory through which gradients reach the node of `weight`."""
-    stub = cast("Tensor", _WithNode.apply(weight, weight.new_empty(()).expand(weight.shape)))
-    seam.reverse_at_once(stub)
-    return stub
 
 
 class _WithNode(torch.autograd.Function):

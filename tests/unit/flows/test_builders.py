@@ -204,6 +204,7 @@ def test_glow_starts_as_a_norm_and_a_rotation():
         ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
         ("flow++", SMALL, {"variational": True, "levels": None}, "`variational` is for images"),
         ("flow++", VECTOR, {"variational": True}, "`variational` is for images"),
+        ("flow++", SMALL, {"variational": "no"}, "`variational` is 'no'"),
         ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
         ("iresnet", SMALL, {"coefficient": 1.0}, "`coefficient` is 1.0"),
     ],

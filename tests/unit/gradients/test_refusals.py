@@ -104,6 +104,7 @@ GradStore(dtype=torch.complex64) -> `dtype` -> floating-point
 GradStore(device="moon") -> `device` -> is 'moon'
 GradStore(ddp=w.model) -> `ddp` -> must be the DistributedDataParallel
 GradStore.from_grad(w.params) -> None of the 2 targets -> allow_empty
+GradStore.from_grad([]) -> `params` -> is empty
 # backward
 w.store.backward(w.loss().detach()) -> `outputs` -> does not require grad
 w.store.backward(w.loss(), weight=0) -> `weight` -> is 0, but .* above zero
@@ -133,6 +134,7 @@ w.store.add_(w.weight, dense(2, 3) * 1j) -> gradient of -> complex
 w.store.add_(w.weight, dense(2, 3).long()) -> gradient of -> torch.int64
 w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
 w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
+w.store.add_(w.weight, dense(2, 3), alpha=math.inf) -> `alpha` -> is inf.*finite
 w.store.split(w.params[:1]) -> `groups` -> 0 of the 1
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
 w.store.split(w.weight) -> `groups` -> \[tensor\]
@@ -149,6 +151,7 @@ GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
 w.scaled + w.unscaled -> goes with -> unscaled.*scaled by 8
 w.store.scale_(dense(3)) -> `factor` -> single real number
 w.store.scale_(1j) -> `factor` -> 1j
+w.store.scale_(math.inf) -> `factor` -> is inf.*finite
 w.store * w.store ->  -> unsupported operand
 w.store + 1 ->  -> unsupported operand
 1 + w.store ->  -> unsupported operand
@@ -206,6 +209,7 @@ GradStore().all_reduce_() -> `params` -> order
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments
 segments(w, []) -> `segments` -> is empty
+segments(w, torch.tensor(1.0)) -> `segments` -> shape \(\)
 segments(w, [w.model, 3]) -> `segments\[1\]` -> is 3
 segments(w, loss=lambda y: 3.0) -> `loss_fn` -> returned a float
 segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
