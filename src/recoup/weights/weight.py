@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -62,13 +63,13 @@ class ParametrizedWeight:
     """
 
     def __init__(
-        self, key: str, path: str, name: str, steps: list[Reparametrization] | None = None
+        self, key: str, path: str, name: str, steps: Iterable[Reparametrization] = ()
     ) -> None:
         self.key = key
         self.path = path
         self.name = name
         self.handle = new_handle(self)
-        self.set_steps(steps or [])
+        self.set_steps(steps)
         self.is_switched = False  # whether a context has ever turned noise on, in evaluation too
         self.lock = threading.RLock()
         self._by_place: dict[int, _Recorded | None] = {}  # None where there are two
@@ -77,7 +78,7 @@ class ParametrizedWeight:
     def __reduce__(self) -> tuple[Any, ...]:
         return ParametrizedWeight, (self.key, self.path, self.name, self.steps)
 
-    def set_steps(self, steps: list[Reparametrization]) -> None:
+    def set_steps(self, steps: Iterable[Reparametrization]) -> None:
         self.steps = sorted(steps, key=lambda step: step.order)
 
     @property
