@@ -14,14 +14,14 @@ Rule 4. An autograd function of Python does not work in a transform of torch.fun
 
 NOTE [ One draw a step ]
 
-Rule 1. A step begins and ends with the forward of a module that a reparametrization was applied to,
+Rule 5. A step begins and ends with the forward of a module that a reparametrization was applied to,
         or with `step(model)`; the outermost one counts. In it a weight is drawn at its first read,
         and every other read has that draw. What is read outside of steps has a draw of its own.
-Rule 2. `same_draw` around reads and forwards gives them one draw; the innermost one counts.
-Rule 3. The innermost `disabled` or `enabled` takes precedence, and over training mode, too.
-Rule 4. A seed is drawn for a step, or for a read outside of steps; that of a weight is a hash of it
+Rule 6. `same_draw` around reads and forwards gives them one draw; the innermost one counts.
+Rule 7. The innermost `disabled` or `enabled` takes precedence, and over training mode, too.
+Rule 8. A seed is drawn for a step, or for a read outside of steps; that of a weight is a hash of it
         and of the name of the weight. So eager and compiled code have the same draws.
-Rule 5. Frames are in force in one thread. Code that runs again has recorded draws (see `weight`).
+Rule 9. Frames are in force in one thread. Code that runs again has recorded draws (see `weight`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Drawn(NamedTuple):
 
 
 class Reparametrization:
-    """One step from the raw weight to the one that is used, in a mode that errors tell."""
+    """One step from the raw weight to the one that is used; `mode` is "training" or "always"."""
 
     kind: ClassVar[str]
     order: ClassVar[int]
@@ -261,7 +261,7 @@ def leave(frame: Frame) -> None:
 
 
 class Step(Frame):
-    """Draws that several reads share (See Rule 1 of NOTE [ One draw a step ])."""
+    """Draws that several reads share (See Rule 5)."""
 
     def __init__(
         self,
@@ -303,11 +303,11 @@ class Step(Frame):
 
 
 class SameDraw(Step):
-    """Draws that last for several steps."""
+    """Draws that last for several steps (See Rule 6)."""
 
 
 class Override(Frame):
-    """Noise turned on or off for some weights."""
+    """Noise turned on or off for some weights (See Rule 7)."""
 
     def __init__(self, weights: Iterable[Any], *, is_on: bool) -> None:
         self.weights = frozenset(weights)

@@ -2,7 +2,7 @@
 
 NOTE [ A read computes ]
 
-Rule 1. In a step (see `steps`), or where a graph is built, a read of the attribute returns the
+Rule 1. In a step (see `Step`), or where a graph is built, a read of the attribute returns the
         reparametrized weight if its module trains or the reparametrization has the mode "always";
         whoever reads it. In evaluation, and without a graph outside of steps, it is the parameter.
         A norm is no noise: every read computes it.
