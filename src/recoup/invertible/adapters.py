@@ -37,8 +37,8 @@ def adapt(transform: Any) -> InvertibleModule:
     permutations, ActNorm) are inverted in a `Chain` of constant memory, where backward pays a run
     of the layer's elementwise part and its inverse; networks of couplings run once in forward and
     once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
-    NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
-    integration, and layers of your own or of derived classes; `print` of the result says why.
+    NSF of zuko), those that invert by a search or an integration, and layers of your own or of
+    derived classes; `print` of the result says why.
 
     Args:
         transform: one of
@@ -333,8 +333,7 @@ _NETWORKS = {
     "subnet_s1 subnet_t1 subnet_s2 subnet_t2",
 }
 
-# What compositions have their layers in, in the order from data to latent, by the classes that
-# define how they run.
+# Where compositions have their layers, data to latent, by the classes that define how they run.
 _PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "torch.distributions.transforms.ComposeTransform": lambda whole: whole.parts,
     "zuko.transforms.ComposedTransform": lambda whole: whole.transforms,
