@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.integrations.transformers import MemoryBudget
-from recoup.memory.timeline import timeline
+from recoup.memory.meter import timeline
 
 QUICK = bool(os.environ.get("RECOUP_QUICK"))
 UNITS, LAYERS, LENGTH, BATCH, STEPS = (32, 3, 32, 4, 3) if QUICK else (192, 6, 128, 8, 6)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from recoup._core import saved_tensors
 from recoup._core.saved_tensors import pair_in_force
-from recoup.weights.steps import local
+from recoup.weights.reparametrization import local
 
 
 def hooks_in_force():

@@ -30,8 +30,7 @@ import recoup
 from recoup._core.settings import replaced
 from recoup.errors import BudgetError, RecoupError
 from recoup.memory import Point, curve, format_bytes, load_builder
-from recoup.memory.figures import check_format, require_matplotlib
-from recoup.memory.timeline_page import check_page
+from recoup.memory.figures import check_format, check_page, require_matplotlib
 from recoup.planning.arguments import model_and_arguments
 
 # What the user can correct.

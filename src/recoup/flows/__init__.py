@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from recoup.flows.coupling_flows import NICE, FlowPlusPlus, Glow, RealNVP
 from recoup.flows.fitting import Fitted, fit
 from recoup.flows.flow import Flow
-from recoup.flows.flowplusplus import FlowPlusPlus
 from recoup.flows.foreign import chains_of
-from recoup.flows.glow import Glow
 from recoup.flows.iresnet import IResNet
 from recoup.flows.latents import Logistic
 from recoup.flows.networks import ConvNetwork, DenseNetwork
-from recoup.flows.nice import NICE
-from recoup.flows.realnvp import RealNVP
 
 __all__ = [
     "NICE",

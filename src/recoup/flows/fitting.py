@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_type, check_whole
+from recoup._arguments import check_flag, check_type, check_whole
 from recoup._core.devices import generators_restored
 from recoup.flows.flow import Flow
 from recoup.flows.networks import check_labels
@@ -56,11 +56,9 @@ class Fitted:
 
     def __str__(self) -> str:
         bits = self.bits_per_dim
-        return (
-            f"{'not tested' if bits is None else f'{bits:.3f} bits/dim in test'}, after "
-            f"{self.epochs} epochs in {self.seconds:.1f} s, a step in "
-            f"{format_bytes(self.peak_bytes)}"
-        )
+        tested = "not tested" if bits is None else f"{bits:.3f} bits/dim in test"
+        peak = format_bytes(self.peak_bytes)
+        return f"{tested}, after {self.epochs} epochs in {self.seconds:.1f} s, a step in {peak}"
 
 
 def fit(
@@ -118,6 +116,7 @@ def fit(
     check_type(Flow, "a Flow", flow=flow)
     check_whole(epochs=epochs, batch_size=batch_size, patience=patience)
     check_whole(-(2**63), most=2**63 - 1, seed=seed)
+    check_flag(progress=progress)
     check_within(0, math.inf, 1e-3, learning_rate=learning_rate)
     if torch.is_inference_mode_enabled():
         raise ValueError("`fit` trains, which it cannot in torch.inference_mode. Call it outside.")
@@ -237,7 +236,7 @@ def _checked(flow: Flow, name: str, data: object) -> list[Tensor]:
     tensors = [each.detach() for each in pair if isinstance(each, Tensor)]
     is_conditional = flow.num_classes is not None
     fits = len(tensors) == len(pair) == 1 + is_conditional
-    if not fits or not len(tensors[0]) or tensors[0].shape[1:] != flow.shape:
+    if not fits or tensors[0].shape[1:] != flow.shape or not len(tensors[0]):
         got = [f"{type(each).__name__} {tuple(getattr(each, 'shape', ()))}" for each in pair]
         needed = "a pair of samples and labels" if is_conditional else "a tensor"
         raise ValueError(

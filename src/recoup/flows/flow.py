@@ -15,16 +15,11 @@ from torch.nn import functional
 from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.devices import with_seed
 from recoup._core.tensors import check_tensors
-from recoup.flows.latents import (
-    Base,
-    Latents,
-    as_latents,
-    as_tuple,
-)
+from recoup.flows.latents import Base, Latents, as_latents
 from recoup.flows.networks import check_labels
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.invertible.chain import HasChain
-from recoup.invertible.contract import sizes_of
+from recoup.invertible.contract import as_tuple, sizes_of
 
 
 class Flow(HasChain):
@@ -158,10 +153,7 @@ class Flow(HasChain):
 
         With `labels` other than those of the data, this shows the data as another class.
         """
-        check_type((Tensor, tuple, list), "what `forward` returns", latents=latents)
-        parts = as_tuple(latents)
-        for part in parts:
-            check_tensors(latents=part)
+        parts = as_tuple(latents, "latents")
         shapes = [tuple(z.shape[1:]) for z in parts]
         needed = [tuple(shape) for shape in self._shapes_of_latents()]
         if shapes != needed:
@@ -184,10 +176,9 @@ class Flow(HasChain):
         return self._to_bits(self.log_prob(x, labels))
 
     def parts(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the two parts of `bits_per_dim`, each ``(N,)``; their sum is the whole.
+        """Return the two parts of `bits_per_dim`, each ``(N,)``; their sum is a loss, too.
 
-        "latent" is the code length of the latents, "log_det" the part of the volume change. This
-        costs one forward, so a training step that needs both takes their sum as its loss.
+        "latent" is the code length of the latents, "log_det" the part of the volume change.
         """
         latent, log_det = self._terms(x, labels)
         return {"latent": self._to_bits(latent), "log_det": self._to_bits(log_det)}
@@ -201,7 +192,7 @@ class Flow(HasChain):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw `n` samples ``(n, *shape)``; whole levels, as floating-point numbers, if given.
+        """Draw samples ``(n, *shape)``; whole levels, as floating-point numbers, if given.
 
         Args:
             n: Number of samples.
@@ -217,10 +208,8 @@ class Flow(HasChain):
         check_real(temperature=temperature)
         if generator is not None:
             check_type(torch.Generator, "a torch.Generator", generator=generator)
-        drawn = [
-            self.base.sample((n, *shape), temperature, generator)
-            for shape in self._shapes_of_latents()
-        ]
+        sizes = [(n, *shape) for shape in self._shapes_of_latents()]
+        drawn = [self.base.sample(size, temperature, generator) for size in sizes]
         return self.inverse(as_latents(drawn), labels)
 
     @torch.no_grad()

@@ -25,15 +25,9 @@ from torch.distributions import Transform
 from recoup._arguments import check_type
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.saved_tensors import is_transformed
-from recoup.invertible.adapters import (
-    adapt,
-    conditions_of,
-    is_taken_apart,
-    layers_of,
-)
+from recoup.invertible.adapters import adapt, conditions_of, is_taken_apart, layers_of, parts_of
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import Backwards, InvertibleModule, runs_as
-from recoup.invertible.known_layers import parts_of
 from recoup.schedules.memory import Memory
 
 
@@ -47,10 +41,9 @@ def train_in(model: nn.Module, memory: Memory = "constant", *, drift: Drift = "r
     copies and pickles of the flow.
 
     Kept is what a `Chain` of this `memory` keeps: under "constant" its output, its input, and the
-    inputs of layers that are recomputed, which a warning names: autoregressive ones, whose inverse
-    takes a pass for each dimension (MAF and NSF of zuko), and those that `recoup.invertible.adapt`
-    does not know. Backward pays the inverse and the elementwise part of each layer, and runs its
-    networks once.
+    inputs of layers that are recomputed, which a warning names: autoregressive ones (MAF and NSF of
+    zuko), and those that `recoup.invertible.adapt` does not know. Backward pays the inverse and the
+    elementwise part of each layer, and runs its networks once.
 
     Args:
         model: a flow, or any module that has flows within (a density estimator of sbi).
@@ -159,7 +152,6 @@ class _Chains:
         return self._to_latent
 
     def to_data(self) -> Chain:
-        """Return the chain in the other direction."""
         forth = self.to_latent()
         if self._to_data is None:
             layers = [Backwards(each) for each in _flat(forth)][::-1]
@@ -170,10 +162,7 @@ class _Chains:
 class _Method:
     """A method of a composition, in whose place it is called (See Rule 1).
 
-    Args:
-        whole: the composition.
-        name: the name of the method.
-        chains: its layers: one sequence, or one for each scale.
+    Its layers are one sequence, or one for each scale.
     """
 
     names: tuple[str, ...] = ("forward",)
@@ -189,7 +178,6 @@ class _Method:
         return self.run(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the library's own method."""
         return getattr(type(self.whole), self.name)(self.whole, *args, **kwargs)
 
 
@@ -265,30 +253,20 @@ class _OfZuko(_Method):
 
 
 class _ChainedTransform(Transform):
-    """A composed transform of zuko whose layers run as a chain.
-
-    Args:
-        method: makes it.
-        context: the context of the layers.
-        is_inverse: whether it is the way from latent to data.
-    """
+    """A composed transform of zuko whose layers run as a chain, under a context."""
 
     bijective = True
 
-    def __init__(
-        self, method: _OfZuko, context: Tensor | None, *, is_inverse: bool = False
-    ) -> None:
+    def __init__(self, method: _OfZuko, context: Tensor | None, is_inverse: bool = False) -> None:
         super().__init__()
         self._method, self._context, self._is_inverse = method, context, is_inverse
 
     @property
     def domain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values that it takes."""
         return self._ends[self._is_inverse]
 
     @property
     def codomain(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values that it gives."""
         return self._ends[not self._is_inverse]
 
     @property
@@ -302,23 +280,19 @@ class _ChainedTransform(Transform):
 
     @property
     def plain(self) -> Any:
-        """The transform of the library."""
         plain = self._method.plain(self._context)
         return plain.inv if self._is_inverse else plain
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else a composed transform has."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.plain, name)
 
     @property
     def inv(self) -> _ChainedTransform:
-        """The way back."""
         return _ChainedTransform(self._method, self._context, is_inverse=not self._is_inverse)
 
     def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the value and the log-determinant."""
         if not torch.is_grad_enabled() or is_transformed():
             return self.plain.call_and_ladj(x)
         chains = self._method.chains[0]
@@ -328,8 +302,10 @@ class _ChainedTransform(Transform):
         batch, event = x.shape[:num_batch], x.shape[num_batch:]
         num_rows = 0 if context is None else context.dim() - num_batch  # dimensions of each row
         is_per_sample = num_batch > 0 and num_rows > 0
-        if num_rows > 1 and context is not None and _may_be_broadcast(batch, context.shape[:-1]):
-            return self.plain.call_and_ladj(x)  # rows of several dimensions, or of several batches
+        if num_rows > 1 and context is not None:
+            ends = zip(reversed(batch), reversed(context.shape[:-1]), strict=False)
+            if all(1 in pair or pair[0] == pair[1] for pair in ends):
+                return self.plain.call_and_ladj(x)  # rows of several dimensions, or batches
         if context is not None and is_per_sample and context.shape[:num_batch] == batch:
             context = context.reshape(batch.numel(), *context.shape[num_batch:])
         elif context is not None:
@@ -345,16 +321,13 @@ class _ChainedTransform(Transform):
         return self.inv._call(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the log-determinant."""
         return self.call_and_ladj(x)[1]
 
     def forward_shape(self, shape: Any) -> Any:
-        """Return the shape of the value."""
         with torch.no_grad():
             return self.plain.forward_shape(shape)
 
     def inverse_shape(self, shape: Any) -> Any:
-        """Return the shape of what has this value."""
         with torch.no_grad():
             return self.plain.inverse_shape(shape)
 
@@ -369,11 +342,6 @@ _KINDS: dict[str, type[_Method]] = {
     "FrEIA.framework.sequence_inn.SequenceINN": _OfFrEIA,
     "FrEIA.framework.graph_inn.GraphINN": _OfFrEIA,
 }
-
-
-def _may_be_broadcast(*shapes: torch.Size) -> bool:
-    ends = zip(*(reversed(shape) for shape in shapes), strict=False)
-    return all(1 in pair or pair[0] == pair[1] for pair in ends)
 
 
 def _is_multiscale(whole: nn.Module) -> bool:
@@ -397,16 +365,10 @@ def _chains_for(whole: Any, memory: Memory, guard: DriftGuard) -> list[_Chains]:
 
 def _leaves_of(layers: list[Any]) -> Iterator[Any]:
     for each in layers:
-        parts = parts_of(each)
-        if parts and is_taken_apart(each):
-            yield from _leaves_of(parts)
-        else:
-            yield each
+        parts = parts_of(each) if is_taken_apart(each) else []
+        yield from _leaves_of(parts) if parts else (each,)
 
 
 def _flat(chain: Chain) -> Iterator[InvertibleModule]:
     for each in chain:
-        if isinstance(each, Chain):
-            yield from _flat(each)
-        else:
-            yield each
+        yield from _flat(each) if isinstance(each, Chain) else (each,)

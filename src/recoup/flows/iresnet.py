@@ -11,8 +11,8 @@ from torch.distributions import Distribution
 
 from recoup import invertible
 from recoup._arguments import check_real
-from recoup.flows.building import check_counts, check_shape, first_layers
 from recoup.flows.flow import Flow
+from recoup.flows.networks import check_counts, check_shape, first_layers
 from recoup.invertible.residual import LogDet
 from recoup.schedules.memory import Memory
 
@@ -35,8 +35,7 @@ class IResNet(Flow):
     Args:
         shape: Shape of one sample: ``(C, H, W)``, H and W multiples of ``2**num_levels``, or
             ``(D,)``.
-        levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous
-            data, which are then taken as they are.
+        levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous data.
         num_levels: Number of scales; 1 for vectors.
         num_steps: Number of blocks in each scale.
         width: Channels, or features, inside the networks of the blocks.
@@ -118,9 +117,8 @@ class IResNet(Flow):
                     ),
                 ]
         stages += [invertible.ActNorm(size)]
-        super().__init__(
-            invertible.Chain(*stages, memory=memory), shape=shape, levels=levels, base=base
-        )
+        chain = invertible.Chain(*stages, memory=memory)
+        super().__init__(chain, shape=shape, levels=levels, base=base)
 
 
 def _network(

@@ -75,10 +75,8 @@ class Base(nn.Module):
             return Normal(like.new_zeros(()), like.new_ones(()), validate_args=False)
         if not self._values:
             return self._given
-        values = {
-            name: value.to(
-                like.device, like.dtype if value.is_floating_point() else None, non_blocking=True
-            )
+        values: dict[str, Any] = {
+            name: value.to(like if value.is_floating_point() else like.device, non_blocking=True)
             for name, value in self._values.items()
         }
         kind: Any = type(self._given)
@@ -117,13 +115,8 @@ class Base(nn.Module):
         return loc + float(temperature) * (z - loc)
 
 
-def as_tuple(latents: Latents) -> tuple[Tensor, ...]:
-    """Return latents as a tuple, even if they are one tensor."""
-    return (latents,) if isinstance(latents, Tensor) else tuple(latents)
-
-
 def as_latents(parts: Sequence[Tensor]) -> Latents:
-    """Undo `as_tuple`: return the parts in the form that a chain's inverse takes."""
+    """Return parts in the form that a chain's inverse takes."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 

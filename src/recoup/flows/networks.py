@@ -1,14 +1,16 @@
-"""The networks inside couplings, and the context that they see: class labels as one-hot rows."""
+"""The networks inside couplings, steps of couplings over them, and what flows check when built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_real, check_whole, shown
+from recoup.invertible import InvertibleModule, Logit, Normalize
+from recoup.invertible.contract import sizes_of
 
 
 class _Network(nn.Sequential):
@@ -36,12 +38,10 @@ class _Network(nn.Sequential):
         return self.num_context > 0
 
     def forward(self, input: Tensor, context: Tensor | None = None) -> Tensor:
-        """Map `input` to the output.
+        """Map `input` ``(N, C, ...)`` to the output.
 
-        Args:
-            input: Shape ``(N, C, ...)``, with the channels or features of the input.
-            context: Shape ``(N, num_context)``, the same at every position, or
-                ``(N, num_context, ...)`` with the positions of the input.
+        The `context` is ``(N, num_context)``, the same at every position, or with the positions of
+        the input.
         """
         return cast("Tensor", super().forward(_with_context(input, context, self.num_context)))
 
@@ -93,8 +93,9 @@ class ConvNetwork(_Network):
         dropout: float = 0.0,
         num_context: int = 0,
     ) -> None:
-        _check(width, depth, num_context)
+        check_counts(width=width, depth=depth)
         check_whole(in_channels=in_channels, out_channels=out_channels)
+        check_whole(0, num_context=num_context)
         last = nn.Conv2d(width, out_channels, 3, padding=1)
         layers: list[nn.Module] = [
             nn.Conv2d(in_channels + num_context, width, 3, padding=1),
@@ -146,8 +147,9 @@ class DenseNetwork(_Network):
         dropout: float = 0.0,
         num_context: int = 0,
     ) -> None:
-        _check(width, depth, num_context)
+        check_counts(width=width, depth=depth)
         check_whole(in_features=in_features, out_features=out_features)
+        check_whole(0, num_context=num_context)
         layers: list[nn.Module] = []
         size = in_features + num_context
         for _ in range(depth):
@@ -162,20 +164,11 @@ class _ResidualBlock(nn.Sequential):
     draws_only_in_modules: ClassVar[bool] = True
 
     def __init__(self, width: int) -> None:
-        super().__init__(
-            nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 1)
-        )
+        first, second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 1)
+        super().__init__(first, nn.ReLU(), second)
 
     def forward(self, input: Tensor) -> Tensor:
         return input + cast("Tensor", super().forward(input))
-
-
-def check_layers(**counts: int) -> None:
-    """Raise ValueError unless each argument is a number of layers that can be made."""
-    check_whole(**counts)
-    for name, value in counts.items():
-        if value > 10_000:  # they are made one by one
-            raise ValueError(f"`{name}` is {value}, but must be at most 10,000.")
 
 
 def _with_context(x: Tensor, context: Tensor | None, num_context: int) -> Tensor:
@@ -194,31 +187,97 @@ def _with_context(x: Tensor, context: Tensor | None, num_context: int) -> Tensor
     return torch.cat((x, context.to(x.dtype)), dim=1)
 
 
-def _check(width: int, depth: int, num_context: int) -> None:
-    check_whole(width=width)
-    check_whole(0, num_context=num_context)
-    check_layers(depth=depth)
+# -- steps of couplings ----------------------------------------------------------------------------
+
+
+def steps_of(
+    split: Literal["vector", "channels", "checkerboard"],
+    num_channels: int,
+    num_steps: int,
+    *,
+    couple: Callable[..., InvertibleModule],
+    copies: int,
+    before: Callable[[int], list[InvertibleModule]],
+    alternates: bool = True,
+    **options: Any,
+) -> list[InvertibleModule]:
+    """Make steps: layers that `before` makes for a number of channels, and a coupling.
+
+    Couplings split vectors, or the channels of images, in halves, or images as checkerboards; every
+    second one changes the other part, if it `alternates`. `couple` makes one from its network,
+    which has these `options` and returns so many `copies` of each value that is changed.
+    """
+    is_board = split == "checkerboard"
+    kind = DenseNetwork if split == "vector" else ConvNetwork
+    parts = (num_channels,) * 2 if is_board else ((num_channels + 1) // 2, num_channels // 2)
+    stages: list[InvertibleModule] = []
+    for step in range(num_steps):
+        is_first = step % 2 == 0 or not alternates
+        given, changed = parts if is_first else parts[::-1]
+        stages += before(num_channels)
+        network = kind(given, copies * changed, **options)
+        where: Any = {"condition": "first" if is_first else "second"}
+        stages += [couple(network, split="checkerboard" if is_board else "channels", **where)]
+    return stages
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def check_counts(*, width: int = 1, num_classes: int | None = None, **layers: int) -> None:
+    """Raise ValueError unless every count is a whole number of at least 1; None is no class."""
+    check_whole(width=width, num_classes=1 if num_classes is None else num_classes, **layers)
+    for name, value in layers.items():
+        if value > 10_000:  # they are made one by one
+            raise ValueError(f"`{name}` is {value}, but must be at most 10,000.")
+
+
+def check_shape(shape: Sequence[int], num_levels: int, *, least: int | None = 2) -> bool:
+    """Return whether `shape` is that of images, or raise ValueError if it fits no flow.
+
+    H and W of ``(C, H, W)`` can be halved `num_levels` times; D of ``(D,)`` is `least` or more,
+    which is None where vectors are not taken.
+    """
+    sizes = sizes_of(shape)
+    if len(sizes) == 1 and least is not None:
+        if sizes[0] < least:
+            raise ValueError(
+                f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values: one half "
+                "decides how the other is changed."
+            )
+        return False
+    if num_levels > 20:
+        raise ValueError(f"`num_levels` is {num_levels}, but images have at most 20 levels.")
+    factor = 2**num_levels
+    if len(sizes) != 3 or sizes[1] % factor or sizes[2] % factor:
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
+            f"with H and W multiples of {factor}{'' if least is None else ', or (D,)'}. Pad or "
+            "crop the images, or use fewer levels."
+        )
+    return True
+
+
+def first_layers(levels: int | None, alpha: float | None) -> list[InvertibleModule]:
+    """Return the layer that maps dequantised data to where a flow starts; none without `levels`."""
+    if alpha is not None:
+        check_real(alpha=alpha)
+    if levels is None:
+        return []
+    return [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
 
 
 def check_labels(labels: object, num_classes: int, num_samples: int, name: str = "labels") -> None:
     """Raise ValueError unless `labels`, in errors `name`, are `num_samples` of the classes."""
     needed = f"this flow has {num_classes} classes: give whole numbers, 0 to {num_classes - 1},"
-    if (
-        not isinstance(labels, Tensor)
-        or labels.shape != (num_samples,)
-        or labels.is_floating_point()
-        or labels.is_complex()
-        or labels.dtype == torch.bool
-    ):
-        of_tensor = isinstance(labels, Tensor)
-        got = (
-            f"of type {labels.dtype} and shape {tuple(labels.shape)}"
-            if of_tensor
-            else shown(labels)
-        )
-        raise ValueError(
-            f"`{name}` is {got}, but {needed} of shape ({num_samples},), one a sample."
-        )
+    got, is_whole = shown(labels), False
+    if isinstance(labels, Tensor):
+        got = f"of type {labels.dtype} and shape {tuple(labels.shape)}"
+        is_whole = not (labels.is_floating_point() or labels.is_complex())
+        is_whole &= labels.dtype != torch.bool and labels.shape == (num_samples,)
+    if not isinstance(labels, Tensor) or not is_whole:
+        needed = f"{needed} of shape ({num_samples},), one a sample"
+        raise ValueError(f"`{name}` is {got}, but {needed}.")
     # On CUDA this synchronises; without it a wrong label would be a fatal device error.
     if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(

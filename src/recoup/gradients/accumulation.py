@@ -23,10 +23,15 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from recoup._core.saved_tensors import grad_mode
-from recoup.gradients.targets import described
 
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
+
+
+def described(tensor: object) -> str:
+    """Return the description of a tensor without a name in errors."""
+    is_tensor = isinstance(tensor, Tensor)
+    return f"a tensor of shape {(*tensor.shape,)}" if is_tensor else f"a {type(tensor).__name__}"
 
 
 def check_fits(gradient: Tensor, target: Tensor) -> None:
@@ -50,9 +55,8 @@ def check_fits(gradient: Tensor, target: Tensor) -> None:
             got = f"is {kinds[0]} placed as {places[0]}"
             way_out = f"that is {kinds[1]} placed as {places[1]}, like the tensor"
     if got:
-        raise ValueError(
-            f"`grad`, the gradient of `param` ({described(target)}), {got}. Give one {way_out}."
-        )
+        of = described(target)
+        raise ValueError(f"`grad`, the gradient of `param` ({of}), {got}. Give one {way_out}.")
 
 
 def is_sharded(*tensors: Tensor) -> bool:
@@ -72,10 +76,7 @@ def are_several_processes() -> bool:
 def total(into: Tensor, gradient: Tensor, alpha: float) -> Tensor:
     """Return ``into + alpha * gradient``, in place where possible (See Rules 1 and 2).
 
-    Args:
-        into: an owned gradient.
-        gradient: an owned gradient if `into` is sparse; it may be changed, then.
-        alpha: a factor.
+    `into` is owned. Where it is sparse, `gradient` is owned, too, and may be changed.
     """
     if into.requires_grad or gradient.requires_grad:
         with grad_mode(True):  # a backward that has no graph itself turns it off
@@ -114,8 +115,8 @@ def coalesced(gradient: Tensor) -> Tensor:
 def owned(tensor: Tensor) -> Tensor:
     """Return `tensor`, which was handed over, or a copy if it does not fill memory of its own.
 
-    It does not if it is one number expanded, a piece of the gradient of a concatenation, or a
-    buffer that a captured graph writes to again.
+    One number that is expanded, a piece of a larger gradient, and a buffer of a captured graph do
+    not.
     """
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     for part in (local._indices(), local._values()) if local.is_sparse else (local,):
@@ -130,12 +131,7 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return the norm of all entries together; without gradients it is zero.
-
-    Args:
-        gradients: dense gradients, and sparse ones that are coalesced.
-        order: order of the norm.
-    """
+    """Return the norm of all entries of dense and coalesced gradients; without any it is zero."""
     plain: list[Tensor] = []
     sharded: list[Tensor] = []
     for gradient in gradients:

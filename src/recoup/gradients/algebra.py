@@ -12,8 +12,7 @@ from torch import Tensor
 from recoup._arguments import check_flag, check_type
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import are_finite, check_fits, dot, norm, scaled
-from recoup.gradients.container import Container
-from recoup.gradients.targets import number_in, weight_in
+from recoup.gradients.container import Container, number_in, weight_in
 
 
 class Algebra(Container):
@@ -208,9 +207,7 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        max_norm = number_in(
-            "a number of at least 0", lambda number: number >= 0, max_norm=max_norm
-        )
+        max_norm = number_in("a number of at least 0", lambda it: it >= 0, max_norm=max_norm)
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -257,7 +254,7 @@ def _factor_in(given: object, argument: str) -> float | Tensor:
     if isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex():
         return given.reshape(())
     needed = (
-        "a single real number that scales all gradients. To scale them one by one, change "
+        "a single real number, finite, that scales all gradients. To scale them one by one, change "
         "`store[param]` in place"
     )
-    return number_in(needed, lambda number: not math.isnan(number), **{argument: given})
+    return number_in(needed, math.isfinite, **{argument: given})

@@ -34,32 +34,23 @@ from torch import Tensor, nn
 
 from recoup._core.tensors import Ends, ends_of, hidden_leaves
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import is_sharded, owned
+from recoup.gradients.accumulation import described, is_sharded, owned
 from recoup.gradients.container import Container
-from recoup.gradients.targets import described
 
 Mode = Literal["auto", "grad", "harvest"]
 MODES = ("auto", "grad", "harvest")
+Collected = tuple[list[Tensor | None], int]  # gradients of inputs; how many targets got one
 _Grad = tuple[Tensor, Tensor | None, torch.dtype | None]  # a tensor, its `.grad` and `grad_dtype`
 
 
 @dataclass
 class Backward:
-    """The arguments of a backward.
-
-    Args:
-        outputs: the tensors where it begins.
-        grad_outputs: the gradients of `outputs`, with None for scalars.
-        targets: the tensors whose gradients are collected; each requires grad, and occurs once.
-        inputs: the tensors whose gradients are returned.
-        retain_graph: as for ``torch.autograd.backward``.
-        create_graph: as for ``torch.autograd.backward``.
-    """
+    """The arguments of a backward; each target requires grad, and occurs once."""
 
     outputs: Sequence[Tensor]
-    grad_outputs: Sequence[Tensor | None]
-    targets: Sequence[Tensor]
-    inputs: Sequence[Tensor]
+    grad_outputs: Sequence[Tensor | None]  # None for scalars
+    targets: Sequence[Tensor]  # whose gradients are collected
+    inputs: Sequence[Tensor]  # whose gradients are returned
     retain_graph: bool | None
     create_graph: bool
 
@@ -74,12 +65,8 @@ class Backward:
         return [*self.targets, *self.inputs]
 
 
-def collect(store: Container, backward: Backward, mode: Mode) -> tuple[list[Tensor | None], int]:
-    """Run `backward`, and add its gradients to the store.
-
-    Returns:
-        The gradients of its inputs, and the number of targets that got a gradient.
-    """
+def collect(store: Container, backward: Backward, mode: Mode) -> Collected:
+    """Add the gradients of `backward` to the store; return those of its inputs, and the number."""
     wanted = backward.wanted
     if not wanted:  # all are frozen
         return [], 0
@@ -107,7 +94,7 @@ def _unlike_a_parameter(targets: Iterable[Tensor]) -> str:
 # -- in torch.autograd.grad ------------------------------------------------------------------------
 
 
-def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Tensor | None], int]:
+def _by_grad(store: Container, backward: Backward, reason: str) -> Collected:
     """Run `backward` by `torch.autograd.grad`, for a `reason`."""
     wanted, num_targets, why_not = backward.wanted, len(backward.targets), ""
     leaves = [each for each in wanted if each.is_leaf]
@@ -145,9 +132,7 @@ def _by_grad(store: Container, backward: Backward, reason: str) -> tuple[list[Te
 # -- in `.grad` ------------------------------------------------------------------------------------
 
 
-def _in_grad(
-    store: Container, backward: Backward, *, is_plain: bool
-) -> tuple[list[Tensor | None], int]:
+def _in_grad(store: Container, backward: Backward, *, is_plain: bool) -> Collected:
     """Run `backward`, plainly or for the wanted tensors alone, while `.grad` is replaced."""
     wanted, (leaves, checkpoints) = backward.wanted, backward.ends
     is_plain = is_plain or store._may_be_reduced(wanted) or bool(checkpoints)
@@ -173,10 +158,9 @@ def _in_grad(
 
 @contextmanager
 def collecting(store: Container, targets: Sequence[Tensor]) -> Generator[set[int]]:
-    """Collect the gradients that any backward within accumulates in `.grad` of the targets.
+    """Collect what any backward within accumulates in `.grad` of the targets.
 
-    Yields:
-        The ids of the targets that got a gradient, to be read at the end.
+    It yields the ids of those that got a gradient, to be read at the end.
     """
     reason = _unlike_a_parameter(targets)
     if reason:
@@ -189,11 +173,9 @@ def collecting(store: Container, targets: Sequence[Tensor]) -> Generator[set[int
 
 
 class ReplacedGrad:
-    """A context in which `.grad` of some tensors is replaced.
+    """A context in which `.grad` and `grad_dtype` of some tensors are replaced.
 
-    Args:
-        meanwhile: the tensors, each once, with `.grad` and `grad_dtype` of each meanwhile; None for
-            the type leaves it as it is.
+    None for the type leaves it as it is.
     """
 
     _lock = threading.Lock()
@@ -249,21 +231,14 @@ class ReplacedGrad:
 class _Move:
     """The hook by which what `.grad` of a target receives moves to a store (See Rule 1).
 
-    Args:
-        store: the store.
-        replaced: the context that has replaced `.grad`.
-        storages: the memory of others (See Rule 4); None if a reducer may have everything.
-
-    Attributes:
-        received: the ids of the targets that got a gradient.
-        is_late: whether gradients only are noted, to be moved later.
-        noted: the targets that got such a gradient.
+    `storages` are the memory of others (See Rule 4); None if a reducer may have everything.
     """
 
     def __init__(self, store: Container, replaced: ReplacedGrad, storages: set[int] | None) -> None:
         self._store, self._replaced, self._storages = store, replaced, storages
-        self.received: set[int] = set()
-        self.is_late, self.noted = False, list[Tensor]()
+        self.received: set[int] = set()  # the ids of the targets that got a gradient
+        self.is_late = False  # whether gradients are noted only, to be moved later
+        self.noted: list[Tensor] = []  # the targets that got such a gradient
 
     def __call__(self, target: Tensor) -> None:
         """Move the gradient of a target, if it is not that of a context within."""
@@ -296,12 +271,8 @@ def moving(
 ) -> Generator[tuple[_Move, ReplacedGrad]]:
     """Move what `.grad` of the targets receives to the store; hide `.grad` of others.
 
-    Args:
-        store: the store.
-        targets: the targets.
-        others: tensors whose `.grad` is hidden.
-        seeds: with which a backward begins; their memory does not become that of a gradient.
-        is_read: whether gradients stay in `.grad` until the end of the context.
+    The memory of the seeds of a backward does not become that of a gradient. What code within reads
+    stays in `.grad` until the end of the context.
     """
     known = set(map(id, targets))
     hidden = [*{id(each): each for each in others if id(each) not in known}.values()]
@@ -340,10 +311,7 @@ def moving(
 def is_handed_over(gradient: Tensor, storages: set[int] | None) -> bool:
     """Whether nobody else has the memory of a gradient that autograd left in `.grad`.
 
-    Args:
-        gradient: the gradient.
-        storages: what others have; the memory of `gradient` is added. None if a reducer may have
-            everything.
+    It is added to the `storages` that others have.
     """
     if storages is None or gradient.is_sparse:  # whose indices may be those of a batch
         return False

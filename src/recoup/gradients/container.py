@@ -1,15 +1,16 @@
-"""The mapping from targets to the gradients that a store owns, and its state after errors."""
+"""The mapping from targets to the gradients that a store owns, and what callers give it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_flag, check_real, shown
+from recoup._arguments import check_flag, is_real, shown
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tensors import check_place
 from recoup.errors import GradientError
@@ -18,12 +19,12 @@ from recoup.gradients.accumulation import (
     as_dense,
     check_fits,
     coalesced,
+    described,
     is_sharded,
     owned,
     scaled,
     total,
 )
-from recoup.gradients.targets import described, members_of, tensors_in
 
 UNSCALED = "unscaled"
 _LOW = (torch.float16, torch.bfloat16)
@@ -59,16 +60,10 @@ class Container(MutableMapping[Tensor, Tensor]):
 
     # -- sums ------------------------------------------------------------------------------
 
-    def _add(
-        self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
-    ) -> None:
-        """Add ``alpha * gradient`` to the gradient of `target`, or raise and change nothing.
+    def _add(self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool) -> None:
+        """Add ``alpha * gradient`` to that of `target`, or raise and change nothing.
 
-        Args:
-            target: the tensor that the gradient belongs to.
-            gradient: a gradient.
-            alpha: a factor.
-            is_ours: whether the caller hands it over.
+        The memory of `gradient` is handed over if it is ours.
         """
         check_fits(gradient, target)
         into = self._gradients.get(target)
@@ -89,10 +84,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._gradients[target] = gradient
 
     def _adopted(self, target: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
-        """Return an owned tensor with the values of `gradient`, where that of `target` is summed.
-
-        It is `gradient` itself if that was handed over, and fits.
-        """
+        """Return an owned tensor with the values of `gradient`: itself, if it is ours and fits."""
         device = target.device if self._device is None else self._device
         dtype = self._dtype_for(target)
         if gradient.dtype is not dtype or gradient.device != device:
@@ -155,9 +147,7 @@ class Container(MutableMapping[Tensor, Tensor]):
     ) -> Generator[None]:
         """Raise if a backward within would leave gradients of this process alone in a sum.
 
-        Args:
-            targets: the tensors whose gradients are collected.
-            by_grad: whether `torch.autograd.grad` computes them, which no reducer sees.
+        No reducer sees what `torch.autograd.grad` computes.
         """
         if is_sharded(*targets) or not self._may_be_reduced(targets):
             yield
@@ -235,10 +225,10 @@ class Container(MutableMapping[Tensor, Tensor]):
             ValueError: `grad` cannot be a gradient of `param`.
         """
         self._check_pair(param, grad)
-        check_real(alpha=alpha)
+        alpha = number_in("a finite number", math.isfinite, alpha=alpha)
         check_flag(own=own)
         with self._guarded():
-            self._add(param, grad.detach(), float(alpha), is_ours=own)
+            self._add(param, grad.detach(), alpha, is_ours=own)
         return self
 
     def _check_pair(self, param: object, grad: object) -> None:
@@ -330,3 +320,89 @@ def scaled_by(scale: float | str | None) -> str:
     """Return the description of a scale in errors."""
     names: dict[Any, str] = {None: "as autograd made them", UNSCALED: "unscaled"}
     return names.get(scale, f"scaled by {scale}")
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
+    """Return each tensor once, in order, from tensors or pairs of name and tensor."""
+    if isinstance(given, Tensor | nn.Module | str) or not isinstance(given, Iterable):
+        way_out = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
+        got = described(given)
+        raise ValueError(f"`{argument}` is {got}, but must be tensors: give {way_out}.")
+    found: dict[int, Tensor] = {}
+    for each in cast("Iterable[Any]", given):
+        tensor: Any = each
+        if isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2:
+            _, tensor = cast("tuple[Any, Any]", each)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"`{argument}` has {described(tensor)} in it, but must be tensors, or pairs of "
+                "name and tensor: give module.parameters()."
+            )
+        found[id(tensor)] = tensor
+    return tuple(found.values())
+
+
+def parameters_of(params: Any, argument: str = "params") -> tuple[Tensor, ...]:
+    """Return the parameters of an optimizer, or the tensors given, each once."""
+    if not hasattr(params, "param_groups"):
+        return tensors_in(argument, params)
+    groups: list[dict[str, Any]] = params.param_groups
+    return tuple({id(each): each for group in groups for each in group["params"]}.values())
+
+
+def members_of(
+    argument: str, groups: Sequence[Any], tensors: Iterable[Tensor]
+) -> list[tuple[Tensor, ...]]:
+    """Return the members of groups, or raise unless each of the tensors is in one group."""
+    members = [parameters_of(group, argument) for group in groups]
+    ids = [set(map(id, each)) for each in members]
+    for tensor in tensors:
+        num_members = sum(id(tensor) in each for each in ids)
+        if num_members != 1:
+            raise GradientError(
+                f"{described(tensor).capitalize()} belongs to {num_members} of the {len(groups)} "
+                f"`{argument}`, and must belong to one. Name it in one of them, or `discard` it."
+            )
+    return members
+
+
+def refuse_any(tensors: Sequence[Tensor], optimizer: Any, words: str) -> None:
+    """Raise GradientError if there are tensors; `{}` in `words` are their names, up to five."""
+    if not tensors:
+        return
+    names: dict[int, str] = {}
+    for group in getattr(optimizer, "param_groups", ()):
+        for name, each in zip(group.get("param_names", ()), group["params"], strict=False):
+            names[id(each)] = f"`{name}`"
+    listed = ", ".join(names.get(id(each), described(each)) for each in tensors[:5])
+    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+    raise GradientError(words.format(listed + more))
+
+
+def scale_of(scaler: Any) -> float:
+    """Return the scale of a GradScaler now."""
+    if isinstance(scaler, type) or not hasattr(scaler, "get_scale"):
+        raise ValueError(f"`scaler` is {shown(scaler)}, but must be a torch.amp.GradScaler.")
+    return float(scaler.get_scale())
+
+
+def number_in(needed: str, is_right: Callable[[float], bool], **given: object) -> float:
+    """Return an argument as a number, or raise ValueError; for a tensor, this waits for the device.
+
+    NaN, for what is no number, is never right.
+    """
+    ((name, value),) = given.items()
+    is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    number = float(cast("Any", value)) if is_one or is_real(value) else math.nan
+    if not is_right(number):
+        raise ValueError(f"`{name}` is {shown(value)}, but must be {needed}.")
+    return number
+
+
+def weight_in(weight: object) -> float:
+    """Return the weight of a batch, or raise ValueError; torch fills tensors with floats only."""
+    needed = "a number above zero. A batch that counts for nothing is left out"
+    return number_in(needed, lambda number: 0 < number < math.inf, weight=weight)

@@ -15,9 +15,10 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode
+from recoup.gradients.accumulation import described
 from recoup.gradients.collecting import MODES, Mode
+from recoup.gradients.container import tensors_in, weight_in
 from recoup.gradients.store import GradStore
-from recoup.gradients.targets import described, tensors_in, weight_in
 from recoup.planning.budget import Budget, is_bytes
 from recoup.schedules.memory import Memory
 
@@ -138,6 +139,8 @@ def _loss_in(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
 
 
 def _named(segments: Iterable[object]) -> dict[str, Any]:
+    if isinstance(segments, Tensor):  # one without dimensions cannot be iterated over
+        raise ValueError(f"`segments` is {described(segments)}, but must be a list: [segment].")
     check_type(Iterable, "a sequence: give [segment]", segments=segments)
     named: dict[str, Any] = {}
     for index, segment in enumerate(segments):

@@ -14,13 +14,7 @@ from recoup._arguments import check_choice, check_flag
 from recoup.errors import GradientError
 from recoup.gradients.algebra import Algebra, check_are_stores, check_scales
 from recoup.gradients.collecting import ReplacedGrad
-from recoup.gradients.container import UNSCALED
-from recoup.gradients.targets import (
-    members_of,
-    parameters_of,
-    refuse_any,
-    scale_of,
-)
+from recoup.gradients.container import UNSCALED, members_of, parameters_of, refuse_any, scale_of
 
 Missing = Literal["skip", "zero", "error"]
 Unknown = Literal["error", "ignore"]
@@ -76,12 +70,7 @@ class Stepping(Algebra):
         return ~self.isfinite()
 
     def _check_scaler(self, scale: float | None, *, has_unscaled: bool) -> None:
-        """Raise if a scaler would divide by another scale, or a second time.
-
-        Args:
-            scale: the scale of the scaler now, or None without one.
-            has_unscaled: whether it will not divide, since it has.
-        """
+        """Raise if a scaler, of this scale now, would divide by another one, or a second time."""
         if self._scale == UNSCALED and not has_unscaled:
             raise GradientError(
                 "The store was unscaled before, and `scaler` would unscale it again: it was "
@@ -127,11 +116,8 @@ class Stepping(Algebra):
     ) -> Generator[None]:
         """Do what `as_grad` does.
 
-        Args:
-            parameters: the tensors whose `.grad` is set.
-            consume: as in `as_grad`.
-            with_zeros: whether `.grad` is zero, and not None, where there is no gradient.
-            is_divided: whether a scaler divides the gradients, whose kernels change no version.
+        `.grad` is zero, and not None, where there is no gradient, if it is `with_zeros`. A scaler
+        that divides the gradients has kernels that change no version.
         """
         self._check_is_whole()
         held = [self._gradients.get(each) for each in parameters]
@@ -274,10 +260,7 @@ def _without_graph(gradient: Tensor | None) -> Tensor | None:
 def _fitting(
     gradient: Tensor | None, target: Tensor, *, is_copied: bool, with_zeros: bool
 ) -> Tensor | None:
-    """Return a gradient on the device of `target`, and in its type and strides.
-
-    It is `gradient` itself if that fits, unless it is to be copied, or has a graph.
-    """
+    """Return a gradient on the device of `target`, in its type and strides; itself, if it fits."""
     dtype = target.grad_dtype or target.dtype  # None allows any type, but not every optimizer does
     if gradient is None:
         needs_one = with_zeros and target.requires_grad

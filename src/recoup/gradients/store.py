@@ -11,16 +11,10 @@ from torch import Tensor
 
 from recoup._arguments import check_choice, check_flag, check_type, shown
 from recoup.errors import GradientError
-from recoup.gradients.collecting import (
-    MODES,
-    Backward,
-    Mode,
-    collect,
-    collecting,
-    is_handed_over,
-)
+from recoup.gradients.accumulation import described
+from recoup.gradients.collecting import MODES, Backward, Mode, collect, collecting, is_handed_over
+from recoup.gradients.container import scale_of, tensors_in, weight_in
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import described, scale_of, tensors_in, weight_in
 from recoup.gradients.transfer import Transfer
 
 # What candle's store calls what this one has.
@@ -100,8 +94,11 @@ class GradStore(Stepping, Transfer):
 
         Raises:
             GradientError: none of them has a gradient.
+            ValueError: there are none.
         """
         store = cls(params)
+        if not store.params:
+            raise ValueError("`params` is empty, but must hold what has gradients in `.grad`.")
         store._is_local = store._may_be_reduced(store.params)  # it may come from `no_sync`
         storages = None if store._is_local else set[int]()
         for each in store.params:

@@ -25,8 +25,7 @@ from recoup._arguments import check_flag, check_type
 from recoup._core.tensors import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import as_dense, is_sharded
-from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.targets import number_in, refuse_any
+from recoup.gradients.container import UNSCALED, Container, device_of, number_in, refuse_any
 
 _UNORDERED = (
     "The processes can only agree on an order of gradients that all declare alike: make the store "
@@ -107,9 +106,7 @@ class Transfer(Container):
                 neither a state nor a module; nothing is changed then.
         """
         way_out = ". Call load_state_dict(state_dict, module)"
-        check_type(
-            Mapping, f"a result of `store.state_dict(module)`{way_out}", state_dict=state_dict
-        )
+        check_type(Mapping, f"what `store.state_dict(module)` gave{way_out}", state_dict=state_dict)
         check_type(nn.Module, f"the module that its names refer to{way_out}", module=module)
         check_flag(strict=strict)
         lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]
@@ -194,29 +191,21 @@ def _by_target(
                 f"The gradient of `{name}` has shape {shape}, and the parameter "
                 f"{tuple(target.shape)}. Load the state of a model of the same sizes."
             )
-        found[target] = _checked(name, gradient)
+        found[target] = gradient.detach()
+        if gradient.layout is torch.sparse_coo:  # with wrong indices sums would write elsewhere
+            parts = gradient._indices(), gradient._values().detach(), gradient.shape
+            try:
+                found[target] = torch.sparse_coo_tensor(*parts, check_invariants=True)
+            except RuntimeError as error:
+                raise GradientError(f"The gradient of `{name}` is damaged: {error}") from error
     return found
-
-
-def _checked(name: str, gradient: Tensor) -> Tensor:
-    """Return a gradient of a file; sparse indices are checked, or sums would write elsewhere."""
-    if gradient.layout is not torch.sparse_coo:
-        return gradient.detach()
-    parts = gradient._indices(), gradient._values().detach(), gradient.shape
-    try:
-        return torch.sparse_coo_tensor(*parts, check_invariants=True)
-    except RuntimeError as error:
-        raise GradientError(f"The gradient of `{name}` is damaged: {error}") from error
 
 
 # -- reducing --------------------------------------------------------------------------------------
 
 
 def _all_reduce(store: Container, group: Any) -> None:
-    """Average the gradients of a store over the processes of `group`.
-
-    Its weight is averaged alike, and its scale becomes that of the processes with gradients.
-    """
+    """Average the gradients of a store, and its weight, over the processes of `group`."""
     if not (dist.is_available() and dist.is_initialized()):
         raise GradientError(
             "There are no processes to reduce over. Call torch.distributed.init_process_group, or "

@@ -1,6 +1,13 @@
 """`adapt`: layers of zuko, nflows, normflows, FrEIA and torch.distributions, one class for each.
 
-A library is never imported (NOTE [ What is known of other libraries ]).
+NOTE [ What is known of other libraries ]
+
+Rule 1. A library is never imported: an object of one shows by its classes, by the names of the
+        modules that define them.
+Rule 2. `_CLOSED` has the classes whose inverses are closed forms, as cheap as forward and nearly
+        as exact. Layers of all other classes are recomputed: autoregressive ones, whose inverse
+        runs once for each dimension, those that search or integrate, those that saturate, and all
+        that are not known.
 """
 
 from __future__ import annotations
@@ -11,29 +18,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Transform
 
 from recoup._arguments import shown
 from recoup._core.modules import is_hooked
 from recoup.invertible.chain import Chain
-from recoup.invertible.contract import (
-    Adapted,
-    Backwards,
-    InvertibleModule,
-    names_of,
-    runs_as,
-)
-from recoup.invertible.known_layers import (
-    INVERSE,
-    check_bijective,
-    networks_of,
-    parts_of,
-    undone,
-    why_not,
-    why_not_built,
-    why_not_lazy,
-)
+from recoup.invertible.contract import Adapted, Backwards, InvertibleModule, names_of, runs_as
 
 
 def adapt(transform: Any) -> InvertibleModule:
@@ -46,8 +37,8 @@ def adapt(transform: Any) -> InvertibleModule:
     permutations, ActNorm) are inverted in a `Chain` of constant memory, where backward pays a run
     of the layer's elementwise part and its inverse; networks of couplings run once in forward and
     once in backward. All others are recomputed, and keep their inputs: autoregressive layers (MAF,
-    NSF of zuko), whose inverse takes a pass for each dimension, those that invert by a search or an
-    integration, and layers of your own or of derived classes; `print` of the result says why.
+    NSF of zuko), those that invert by a search or an integration, and layers of your own or of
+    derived classes; `print` of the result says why.
 
     Args:
         transform: one of
@@ -83,7 +74,7 @@ def adapt(transform: Any) -> InvertibleModule:
     layers = list(layers_of(transform)) if is_taken_apart(transform) else []
     if layers:
         return Chain(*layers)
-    if runs_as(transform) == INVERSE:
+    if runs_as(transform) == _INVERSE:
         return Backwards(adapt(transform.inv))  # itself, it has no copies
     for kind in names_of(transform):
         if kind in _ADAPTERS:
@@ -116,13 +107,13 @@ class _OfTorch(Adapted):
     takes_context = False
 
     def __init__(self, transform: Transform) -> None:
-        check_bijective(transform)
+        _check_bijective(transform)
         if getattr(transform, "_cache_size", 0):
             raise ValueError(
                 "`transform` keeps its last value (`cache_size` 1), which would be one that "
                 "backward computes. Give `transform.with_cache(0)`."
             )
-        super().__init__(transform, why_not=why_not_built(transform))
+        super().__init__(transform, why_not=_why_not_built(transform))
 
     def _built(self, context: Tensor | None) -> Any:
         return self.transform
@@ -130,13 +121,13 @@ class _OfTorch(Adapted):
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
         built = self._built(context)
         if back:
-            y = undone(built, x)
+            y = _undone(built, x)
             return y, -built.log_abs_det_jacobian(y, x)
         y = built(x)
         return y, built.log_abs_det_jacobian(x, y)
 
     def _input_of(self, y: Tensor, context: Tensor | None) -> Tensor:
-        return undone(self._built(context), y)
+        return _undone(self._built(context), y)
 
 
 class _OfZuko(_OfTorch):
@@ -145,7 +136,7 @@ class _OfZuko(_OfTorch):
     takes_context = True
 
     def __init__(self, transform: Any) -> None:
-        Adapted.__init__(self, transform, networks_of(transform), why_not_lazy(transform))
+        Adapted.__init__(self, transform, _networks_of(transform), _why_not_lazy(transform))
 
     def _built(self, context: Tensor | None) -> Any:
         return self.transform(context)
@@ -160,7 +151,7 @@ class _OfNflows(Adapted):
     """A transform of nflows."""
 
     def __init__(self, transform: Any) -> None:
-        super().__init__(transform, networks_of(transform), why_not(transform))
+        super().__init__(transform, _networks_of(transform), _why_not(transform))
         parts: Iterator[Any] = transform.modules()
         self._linear = tuple(part for part in parts if hasattr(part, "using_cache"))
 
@@ -200,9 +191,7 @@ class _OfNormflows(_OfNflows):
 class _OfFrEIA(Adapted):
     """A module of FrEIA with one input and one output.
 
-    Args:
-        transform: the module.
-        places: where its conditions are in the context; None for those that it has itself.
+    `places` are where its conditions are in the context; None for those that it has itself.
     """
 
     def __init__(self, transform: Any, places: Sequence[slice] | None = None) -> None:
@@ -213,7 +202,7 @@ class _OfFrEIA(Adapted):
             )
         places = _places_of(transform.dims_c) if places is None else places
         self._places = list(zip(places, transform.dims_c, strict=True))
-        super().__init__(transform, networks_of(transform), why_not(transform))
+        super().__init__(transform, _networks_of(transform), _why_not(transform))
         self.takes_context = bool(self._places)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
@@ -252,8 +241,8 @@ def _dims_of_conditions(whole: Any) -> dict[int, Sequence[int]]:
 def conditions_of(whole: Any, conditions: Any) -> list[Tensor] | None:
     """Return the conditions of a network of FrEIA, as the context joins them; None if it cannot.
 
-    Its own call takes such: they are too few or too many, of another size than it declares (which
-    its layers may allow), or of several types, one of which would be rounded.
+    They are then too few or too many, of another size than it declares (which its layers may
+    allow), or of several types, one of which would be rounded: its own call takes them.
     """
     given: list[Tensor] = [conditions] if isinstance(conditions, Tensor) else [*(conditions or ())]
     if runs_as(whole) == "FrEIA.framework.sequence_inn.SequenceINN":
@@ -292,3 +281,170 @@ def _adapted_nodes(whole: Any) -> Iterator[InvertibleModule]:
     place_of: dict[Any, slice] = dict(zip(whole.condition_nodes, places, strict=True))
     for node in nodes:
         yield _OfFrEIA(node.module, tuple(map(place_of.__getitem__, node.conditions)))
+
+
+# -- what is known of other libraries --------------------------------------------------------------
+
+# By the modules that define them.
+_CLOSED = {
+    "torch.distributions.transforms": "AffineTransform ExpTransform ReshapeTransform",
+    "zuko.transforms": "IdentityTransform CircularShiftTransform AdditiveTransform "
+    "MonotonicAffineTransform MonotonicRQSTransform PermutationTransform RotationTransform "
+    "LULinearTransform",
+    "nflows.transforms.coupling": "AffineCouplingTransform AdditiveCouplingTransform "
+    "PiecewiseLinearCouplingTransform PiecewiseQuadraticCouplingTransform "
+    "PiecewiseRationalQuadraticCouplingTransform",
+    "nflows.transforms.conv": "OneByOneConvolution",
+    "nflows.transforms.linear": "NaiveLinear",
+    "nflows.transforms.lu": "LULinear",
+    "nflows.transforms.qr": "QRLinear",
+    "nflows.transforms.svd": "SVDLinear",
+    "nflows.transforms.orthogonal": "HouseholderSequence",
+    "nflows.transforms.normalization": "ActNorm",
+    "nflows.transforms.nonlinearities": "LeakyReLU PiecewiseRationalQuadraticCDF",
+    "nflows.transforms.permutations": "Permutation RandomPermutation ReversePermutation",
+    "nflows.transforms.reshape": "SqueezeTransform",
+    "nflows.transforms.standard": "IdentityTransform PointwiseAffineTransform AffineTransform",
+    "normflows.flows.affine.coupling": "AffineConstFlow AffineCouplingBlock MaskedAffineFlow",
+    "normflows.flows.mixing": "Permute Invertible1x1Conv InvertibleAffine LULinearPermute",
+    "normflows.flows.neural_spline.wrapper": "CoupledRationalQuadraticSpline "
+    "CircularCoupledRationalQuadraticSpline",
+    "normflows.flows.normalization": "ActNorm",
+    "normflows.flows.periodic": "PeriodicShift",
+    "normflows.flows.reshape": "Squeeze",
+    "FrEIA.modules.all_in_one_block": "AllInOneBlock",
+    "FrEIA.modules.coupling_layers": "NICECouplingBlock RNVPCouplingBlock GLOWCouplingBlock "
+    "GINCouplingBlock AffineCouplingOneSided ConditionalAffineTransform",
+    "FrEIA.modules.fixed_transforms": "PermuteRandom FixedLinearTransform Fixed1x1Conv",
+    "FrEIA.modules.invertible_resnet": "ActNorm",
+    "FrEIA.modules.orthogonal": "HouseholderPerm",
+    # Without Haar's wavelets: the way back changes what it is given, in place.
+    "FrEIA.modules.reshapes": "IRevNetDownsampling IRevNetUpsampling Flatten Reshape",
+}
+
+# Where the couplings of a module have networks that both directions call once, on the same input.
+_NETWORKS = {
+    "zuko.flows.coupling": "hyper",
+    "nflows.transforms.coupling": "transform_net",
+    "normflows.flows.affine.coupling": "param_map s t",
+    "normflows.flows.neural_spline.coupling": "transform_net",
+    "FrEIA.modules.all_in_one_block": "subnet",
+    "FrEIA.modules.coupling_layers": "F G subnet subnet1 subnet2 "
+    "subnet_s1 subnet_t1 subnet_s2 subnet_t2",
+}
+
+# Where compositions have their layers, data to latent, by the classes that define how they run.
+_PARTS: dict[str, Callable[[Any], Sequence[Any]]] = {
+    "torch.distributions.transforms.ComposeTransform": lambda whole: whole.parts,
+    "zuko.transforms.ComposedTransform": lambda whole: whole.transforms,
+    "zuko.lazy.LazyComposedTransform": lambda whole: whole.transforms,
+    "nflows.transforms.base.CompositeTransform": lambda whole: whole._transforms,
+    "normflows.flows.base.Composite": lambda whole: whole._flows[::-1],
+    "normflows.flows.affine.glow.GlowBlock": lambda whole: whole.flows[::-1],
+    "FrEIA.framework.sequence_inn.SequenceINN": lambda whole: whole.module_list,
+    "FrEIA.framework.graph_inn.GraphINN": lambda whole: whole.module_list,
+}
+
+_INVERSE = "torch.distributions.transforms._InverseTransform"
+
+# What transforms around one other have it in.
+_WRAPPERS = {
+    _INVERSE: "_inv",
+    "torch.distributions.transforms.IndependentTransform": "base_transform",
+    "zuko.transforms.DependentTransform": "base",
+}
+
+_UNKNOWN = "its inverse is not known to be cheap and exact"
+
+
+def parts_of(transform: Any) -> list[Any]:
+    """Return the layers of a composition, data to latent; none for a layer."""
+    of = _PARTS.get(runs_as(transform))
+    return [] if of is None else list(of(transform))
+
+
+def _networks_of(transform: nn.Module) -> Iterator[nn.Module]:
+    """Yield the networks of the couplings in a layer."""
+    for owner in transform.modules():
+        names = _NETWORKS.get(type(owner).__module__, "").split()
+        yield from (child for name, child in owner.named_children() if name in names)
+
+
+def _is_closed(transform: object) -> bool:
+    return type(transform).__qualname__ in _CLOSED.get(type(transform).__module__, "").split()
+
+
+def _why_not(transform: Any) -> str:
+    """Return why a layer of nflows, normflows or FrEIA is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
+    is_sequential = any("utoregressive" in name for name in names_of(transform))
+    return "its inverse runs once for each dimension" if is_sequential else _UNKNOWN
+
+
+def _why_not_built(transform: Any) -> str:
+    """Return why a transform that is built is recomputed; "" if it is inverted."""
+    if _is_closed(transform):
+        return ""
+    kind = names_of(transform)[0]
+    if kind in _WRAPPERS:
+        return _why_not_built(getattr(transform, _WRAPPERS[kind]))
+    if kind not in _PARTS:
+        return _UNKNOWN
+    reasons = [_why_not_built(each) for each in parts_of(transform)]
+    return next((each for each in reasons if each), "")
+
+
+def _why_not_lazy(transform: Any) -> str:
+    """Return why a lazy transform of zuko is recomputed; "" if it is inverted."""
+    kind = names_of(transform)[0]
+    if kind == "zuko.lazy.LazyInverse":
+        return _why_not_lazy(transform.transform)
+    if kind == "zuko.lazy.UnconditionalTransform":
+        with torch.no_grad():
+            built = transform()
+        _check_bijective(built)
+        return _why_not_built(built)
+    if kind == "zuko.flows.autoregressive.MaskedAutoregressiveTransform" and transform.passes > 2:
+        return f"its inverse runs {transform.passes} times, once for each dimension"
+    if kind in (
+        "zuko.flows.autoregressive.MaskedAutoregressiveTransform",
+        "zuko.flows.coupling.GeneralCouplingTransform",
+        "zuko.flows.gaussianization.ElementWiseTransform",
+    ):
+        like: Tensor = next(transform.parameters())
+        return _why_not_built(transform.univariate(*map(like.new_zeros, transform.shapes)))
+    return _UNKNOWN
+
+
+def _undone(transform: Any, y: Tensor) -> Tensor:
+    """Return what a transform maps to `y`, without `inv`.
+
+    A transform and its `inv` hold each other, and the tensors in them, until garbage is collected.
+    """
+    kind = names_of(transform)[0]
+    if kind == _INVERSE:
+        return transform._inv(y)
+    if kind in _WRAPPERS:
+        return _undone(getattr(transform, _WRAPPERS[kind]), y)
+    if kind == "zuko.transforms.CouplingTransform":
+        given, changed = transform.split(y)
+        return transform.merge(given, _undone(transform.meta(given), changed), y.shape)
+    if kind == "zuko.transforms.AutoregressiveTransform":
+        x = torch.zeros_like(y)
+        for _ in range(transform.passes):
+            x = _undone(transform.meta(x), y)
+        return x
+    parts = parts_of(transform)
+    for part in reversed(parts):
+        y = _undone(part, y)
+    return y if parts else transform._inverse(y)
+
+
+def _check_bijective(transform: Transform) -> None:
+    """Raise ValueError if a transform has no inverse."""
+    if not transform.bijective:
+        raise ValueError(
+            f"`transform` is {shown(transform)}, which is not bijective, so that there is no "
+            "density to follow through it. Leave it out of the chain."
+        )

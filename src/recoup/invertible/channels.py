@@ -28,10 +28,7 @@ _LEAST_SPREAD = 1e-6
 
 
 class _OfChannels(InvertibleModule):
-    """A layer that does the same at every position, for a fixed number of channels.
-
-    Its parameters are made in `_make`, like an empty tensor of their type and device.
-    """
+    """A layer that does the same at every position, for a fixed number of channels."""
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class _OfChannels(InvertibleModule):
 
     @abstractmethod
     def _make(self, like: Tensor) -> None:
-        """Make the parameters."""
+        """Make the parameters, of the type and device of `like`."""
 
 
 class ActNorm(_OfChannels):

@@ -27,7 +27,7 @@ from recoup._core.modules import Direction, check_pair
 from recoup._core.tensors import check_tensors
 from recoup.invertible.chain import Chain
 from recoup.invertible.channels import ActNorm
-from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.contract import InvertibleModule, as_tuple
 
 _MODES = ("sqrt", "constant")  # each compared with "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension
@@ -35,6 +35,8 @@ _SEED = 0
 
 Contexts = tuple[Tensor, ...]  # empty, or a context
 Pairs = dict[str, tuple[Tensor | None, Tensor | None]]  # actual and expected; None: no gradient
+
+Comparisons = dict[str, Callable[[], Pairs]]  # by their names
 
 _linalg: Any = torch.linalg  # torch does not type its functions
 
@@ -108,10 +110,9 @@ def check_invertible(
     The check works on double-precision copies: `module`, its gradients, its training mode, a
     data-dependent start still to come, and the random stream do not change. Inverse and
     log-determinant are checked in evaluation mode, gradients of memory modes in the mode the module
-    is in. The Jacobian comes from autograd, for the first two samples, at one backward pass a
-    dimension. A correct value is not enough for training: the gradient of each log-determinant with
-    respect to the input, the context and every parameter is compared with that of ``slogdet`` of
-    the Jacobian, which takes second derivatives of the module.
+    is in. Each log-determinant, and its gradients for the input, the context and every parameter,
+    are compared with ``slogdet`` of autograd's Jacobian, for the first two samples, at one backward
+    pass a dimension and by second derivatives of the module.
 
     Args:
         module: The module to check; a `Chain` is also run in the other memory modes.
@@ -137,11 +138,12 @@ def check_invertible(
     check_type(InvertibleModule, "an InvertibleModule", module=module)
     check_tensors(x=x, **({} if context is None else {"context": context}))
     if context is not None and not getattr(module, "takes_context", False):
-        raise ValueError(
-            f"`context` is given, but {type(module).__name__} takes none. Leave it out."
-        )
+        name = type(module).__name__
+        raise ValueError(f"`context` is given, but {name} takes none. Leave it out.")
     check_whole(max_dims=max_dims)
     check_real(tolerance=tolerance)
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"`tolerance` is {tolerance}, but must be at least 0 and finite.")
     dims = math.prod(x.shape[1:])
     if x.dim() < 2 or x.shape[0] == 0 or dims == 0:
         raise ValueError(f"`x` has shape {tuple(x.shape)}, but a batch (N, ...) is needed, N >= 1.")
@@ -159,9 +161,8 @@ def check_invertible(
     try:
         check_pair(returned, len(x), "forward", name, num_early=module.num_early)
     except ValueError as error:  # without an output nothing can be compared
-        return InvertibleReport(
-            name, (Finding("what forward returns", math.inf, tolerance, str(error)),)
-        )
+        finding = Finding("what forward returns", math.inf, tolerance, str(error))
+        return InvertibleReport(name, (finding,))
     still = copy.deepcopy(started).eval()
     for part in still.modules():
         if isinstance(part, Chain):
@@ -201,9 +202,8 @@ def _error(actual: Tensor | None, expected: Tensor | None) -> float:
         there = expected if actual is None else actual
         return 0.0 if there is None else _error(there, torch.zeros_like(there))
     if actual.shape != expected.shape:
-        raise ValueError(
-            f"The result has shape {tuple(actual.shape)}, but must have {tuple(expected.shape)}."
-        )
+        got, needed = tuple(actual.shape), tuple(expected.shape)
+        raise ValueError(f"The result has shape {got}, but must have {needed}.")
     if expected.numel() == 0:
         return 0.0
     actual, expected = actual.detach(), expected.detach()
@@ -215,13 +215,11 @@ def _run(module: InvertibleModule, direction: Direction, value: Any, contexts: C
     call = module if direction == "forward" else module.inverse
     returned = with_seed(lambda: call(value, *contexts), _SEED)
     num_early = module.num_early if direction == "forward" else 0
-    num_samples = len(_parts(value)[0])
+    num_samples = len(as_tuple(value)[0])
     return check_pair(returned, num_samples, direction, type(module).__name__, num_early=num_early)
 
 
-def _round_trips(
-    module: InvertibleModule, x: Tensor, contexts: Contexts
-) -> dict[str, Callable[[], Pairs]]:
+def _round_trips(module: InvertibleModule, x: Tensor, contexts: Contexts) -> Comparisons:
     with torch.no_grad():
         y, log_det = _run(module, "forward", x, contexts)
 
@@ -240,9 +238,7 @@ def _round_trips(
     }
 
 
-def _log_dets(
-    module: InvertibleModule, x: Tensor, contexts: Contexts
-) -> dict[str, Callable[[], Pairs]]:
+def _log_dets(module: InvertibleModule, x: Tensor, contexts: Contexts) -> Comparisons:
     """Compare with ``slogdet`` of autograd's Jacobian, for the first samples."""
     first = [each[:_MOST_SAMPLES].clone().requires_grad_() for each in (x, *contexts)]
     x, contexts = first[0], tuple(first[1:])
@@ -266,24 +262,25 @@ def _log_dets(
 
     def values() -> Pairs:
         _, stated, jacobian = forward(x)
-        return {"the log-det": (stated, _log_abs_det(jacobian))}
+        return {"the log-det": (stated, _linalg.slogdet(jacobian).logabsdet)}
 
     def gradients() -> Pairs:
         _, stated, jacobian = forward(x)
-        return _compared({"the input": x, **others}, stated, _log_abs_det(jacobian))
+        return _compared({"the input": x, **others}, stated, _linalg.slogdet(jacobian).logabsdet)
 
     def gradients_of_inverse() -> Pairs:
         y, _, jacobian = forward(x)
         latent = _flat(y).detach().requires_grad_()
-        sizes = [part[0].numel() for part in _parts(y)]
+        sizes = [part[0].numel() for part in as_tuple(y)]
         pieces = cast("Sequence[Tensor]", latent.split(sizes, dim=1))
-        parts = [piece.view_as(part) for piece, part in zip(pieces, _parts(y), strict=True)]
+        parts = [piece.view_as(part) for piece, part in zip(pieces, as_tuple(y), strict=True)]
         given = tuple(parts) if isinstance(y, tuple) else parts[0]
         _, stated = _run(module, "inverse", given, contexts)
         off = (_flat(y) - latent).unsqueeze(2)  # zeros, with derivatives
         step: Tensor = _linalg.solve(jacobian.detach(), off)
         moved = x.detach() - step.view_as(x)
-        return _compared({"the input": latent, **others}, stated, -_log_abs_det(forward(moved)[2]))
+        true = -_linalg.slogdet(forward(moved)[2]).logabsdet
+        return _compared({"the input": latent, **others}, stated, true)
 
     return {
         "log-det and autograd's Jacobian": values,
@@ -337,20 +334,11 @@ def _compared(leaves: Mapping[str, Tensor], stated: Tensor, true: Tensor) -> Pai
 def _gradients_of(output: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     if not output.requires_grad:
         return dict.fromkeys(leaves)
-    found = torch.autograd.grad(
-        output.sum(), list(leaves.values()), retain_graph=True, allow_unused=True
-    )
+    options: Any = {"retain_graph": True, "allow_unused": True}
+    found = torch.autograd.grad(output.sum(), list(leaves.values()), **options)
     return dict(zip(leaves, found, strict=True))
-
-
-def _log_abs_det(jacobian: Tensor) -> Tensor:
-    return _linalg.slogdet(jacobian).logabsdet
 
 
 def _flat(y: Any) -> Tensor:
     """Join an output, or a tuple of them, into one tensor of shape ``(N, D)``."""
-    return torch.cat([part.flatten(1) for part in _parts(y)], dim=1)
-
-
-def _parts(y: Any) -> tuple[Tensor, ...]:
-    return (y,) if isinstance(y, Tensor) else tuple(y)
+    return torch.cat([part.flatten(1) for part in as_tuple(y)], dim=1)

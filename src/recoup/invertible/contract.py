@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._arguments import check_real, is_whole, shown
+from recoup._arguments import check_real, check_type, is_whole, shown
 from recoup._core.shared_evaluation import evaluate, lending
 
 _NOT_SHOWN = ("training", "takes_context", "inverts_in_backward")  # in the repr of a module
@@ -83,9 +83,8 @@ class InvertibleModule(nn.Module):
             network: The network.
             inputs: Its inputs.
             then: Computes from the output of the network what both directions need of it (the
-                scales of a coupling), so that this is evaluated once, too. Beside that output it
-                may read parameters and buffers, but no other tensors: those may differ in the
-                inverse.
+                scales of a coupling), so that this is evaluated once, too. It may read parameters
+                and buffers beside that output, but no other tensors: those may differ.
 
         Returns:
             What `then` returns; without it, what `network` returns.
@@ -106,10 +105,8 @@ class InvertibleModule(nn.Module):
 class Adapted(InvertibleModule):
     """The base of adapters: a layer of another library, which stays the object that it is.
 
-    Args:
-        transform: the layer; a child of the adapter, if it is a module.
-        networks: the networks that both directions evaluate on the same inputs (See Rule 2).
-        why_not: why backward does not invert the layer; empty if it does (See Rule 1).
+    Both directions evaluate its `networks` on the same inputs (See Rule 2). `why_not` says why
+    backward does not invert the layer; it is empty if backward does (See Rule 1).
     """
 
     takes_context = True
@@ -139,16 +136,13 @@ class Adapted(InvertibleModule):
         return getattr(self.transform, "training", True) in self._started
 
     def has_seen_a_batch(self) -> None:
-        """Note that the layer has seen a batch."""
         self._started.add(getattr(self.transform, "training", True))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``."""
         with lending(self._networks):
             return _pair(*self._run(x, context, back=False), x)
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map latent to data: ``y`` of shape ``(N, ...)`` to ``(x, log_det)``."""
         with lending(self._networks):
             return _pair(*self._run(y, context, back=True), y)
 
@@ -165,16 +159,11 @@ class Adapted(InvertibleModule):
         return self._run(y, context, back=True)[0]
 
     def extra_repr(self) -> str:
-        """Show what backward does with the layer."""
         return f"recomputed: {self.why_not}" if self.why_not else "inverted"
 
 
 class Backwards(Adapted):
-    """A layer from latent to data, for flows that are trained on their samples.
-
-    Args:
-        layer: the layer, which has its place in another chain.
-    """
+    """A layer of another chain from latent to data, for flows that are trained on their samples."""
 
     def __init__(self, layer: InvertibleModule) -> None:
         networks: Sequence[nn.Module] = getattr(layer, "_networks", ())
@@ -184,7 +173,6 @@ class Backwards(Adapted):
 
     @property
     def has_started(self) -> bool:
-        """Whether the layer has seen a batch in the mode that it is in."""
         return getattr(self.transform, "has_started", True)
 
     def _run(self, x: Tensor, context: Tensor | None, *, back: bool) -> tuple[Tensor, Any]:
@@ -208,9 +196,8 @@ def check_within(low: float, high: float, usual: float, **given: float) -> None:
     for name, value in given.items():
         if not low < value < high:
             most = "" if high == math.inf else f" and below {high:g}"
-            raise ValueError(
-                f"`{name}` is {value}, but must be above {low:g}{most}; {usual:g} is usual."
-            )
+            needed = f"above {low:g}{most}; {usual:g} is usual"
+            raise ValueError(f"`{name}` is {value}, but must be {needed}.")
 
 
 def sizes_of(shape: Any) -> torch.Size:
@@ -249,13 +236,34 @@ def zero_log_det(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape[0])
 
 
-def check_channels(x: Tensor, num_channels: int) -> None:
-    """Raise ValueError unless `x` has the shape ``(N, num_channels, ...)``."""
-    if x.dim() < 2 or x.shape[1] != num_channels:
+def as_tuple(y: Any, name: str = "y") -> tuple[Tensor, ...]:
+    """Return what a chain returned as a tuple, even if it is one tensor."""
+    parts = cast("Sequence[Any]", y if isinstance(y, tuple | list) and y else (y,))
+    named = {f"{name}[{at}]" if len(parts) > 1 else name: part for at, part in enumerate(parts)}
+    check_type(Tensor, "a tensor, or a tuple of them, as `forward` returns it", **named)
+    return tuple(parts)
+
+
+def got(x: Any, name: str = "x") -> str:
+    """Return what errors say of a value that was to be a tensor of another shape."""
+    is_tensor = isinstance(x, Tensor)
+    return f"`{name}` has shape {tuple(x.shape)}" if is_tensor else f"`{name}` is {shown(x)}"
+
+
+def check_channels(x: Any, num_channels: int) -> None:
+    """Raise ValueError unless `x` is a tensor of shape ``(N, num_channels, ...)``."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] != num_channels:
         raise ValueError(
-            f"`x` has shape {tuple(x.shape)}, but this layer needs (N, {num_channels}, ...). "
-            f"Build the layer with `num_channels` equal to the size of dimension 1."
+            f"{got(x)}, but this layer needs a tensor (N, {num_channels}, ...). "
+            "Build the layer with `num_channels` equal to the size of dimension 1."
         )
+
+
+def check_has_channels(x: Any, least: int, layer: str, way_out: str) -> None:
+    """Raise ValueError unless `x` is a tensor of shape ``(N, C, ...)`` with so many channels."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < least:
+        needed = f"(N, C, ...) with C of at least {least}"
+        raise ValueError(f"{got(x)}, but {layer} needs {needed}. {way_out}")
 
 
 def names_of(value: object) -> list[str]:

@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 from recoup._arguments import check_choice, check_flag, check_whole
 from recoup._core.saved_tensors import grad_mode
-from recoup._core.tensors import check_modules
+from recoup._core.tensors import check_modules, check_tensors
 from recoup.errors import GridError
-from recoup.invertible.contract import (
-    InvertibleModule,
-    check_within,
-    per_sample,
-    zero_log_det,
-)
+from recoup.invertible.contract import InvertibleModule, check_within, got, per_sample, zero_log_det
 
 Condition = Literal["first", "second"]
 Partition = Literal["channels", "checkerboard"]
@@ -98,9 +93,12 @@ class Coupling(InvertibleModule):
 
     def _join(self, given: Tensor, changed: Tensor) -> Tensor:
         first, second = (given, changed) if self.condition == "first" else (changed, given)
-        if self.split == "checkerboard":
-            return _board(first, second)
-        return torch.cat((first, second), dim=1)
+        if self.split == "channels":
+            return torch.cat((first, second), dim=1)
+        n, c, h, half = first.shape
+        (a, e), (b, d) = (p.reshape(n, c, h // 2, 2, half).unbind(3) for p in (first, second))
+        upper, lower = torch.stack((a, b), dim=-1), torch.stack((d, e), dim=-1)
+        return torch.stack((upper, lower), dim=3).reshape(n, c, h, 2 * half)
 
     def _run(
         self,
@@ -221,6 +219,7 @@ class AdditiveCoupling(Coupling):
 
         The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
         """
+        check_tensors(x=x)
         if not x.is_floating_point() or self._bound(x.dtype) < 4:
             raise ValueError(
                 f"`x` is of type {x.dtype}, but with `exact` and `fraction_bits` "
@@ -318,28 +317,26 @@ class AffineCoupling(Coupling):
 
 
 def _takes_context(network: nn.Module | None) -> bool:
-    """Return whether the network of a coupling is called with a context beside its input."""
     return bool(getattr(network, "takes_context", False))
 
 
-def _channels(x: Tensor) -> tuple[Tensor, Tensor]:
-    if x.dim() < 2 or x.shape[1] < 2:
+def _channels(x: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
         raise ValueError(
-            f"`x` has shape {tuple(x.shape)}, but a coupling needs (N, C, ...) with C of at "
-            f"least 2. For images of one channel, put `Squeeze()` before the coupling, or use "
-            f'split="checkerboard".'
+            f"{got(x)}, but a coupling needs (N, C, ...) with C of at least 2. For images of one "
+            'channel, put `Squeeze()` before it, or use split="checkerboard".'
         )
     # Views of one split: backward then concatenates two gradients; with two slices it would pad
     # each with zeros and add them. An odd channel goes to the first half.
     return cast("tuple[Tensor, Tensor]", x.chunk(2, dim=1))
 
 
-def _colours(x: Tensor) -> tuple[Tensor, Tensor]:
+def _colours(x: Any) -> tuple[Tensor, Tensor]:
     """Pack the squares of each colour of ``(N, C, H, W)`` into ``(N, C, H, W / 2)``."""
-    if x.dim() != 4 or x.shape[2] % 2 or x.shape[3] % 2:
+    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] % 2 or x.shape[3] % 2:
         raise ValueError(
-            f"`x` has shape {tuple(x.shape)}, but a checkerboard needs (N, C, H, W) with even H "
-            f'and W. Pad the images, or use split="channels".'
+            f"{got(x)}, but a checkerboard needs (N, C, H, W) with even H and W. Pad the images, "
+            'or use split="channels".'
         )
     n, c, h, w = x.shape
     patches = x.reshape(n, c, h // 2, 2, w // 2, 2)
@@ -347,11 +344,3 @@ def _colours(x: Tensor) -> tuple[Tensor, Tensor]:
     (a, b), (d, e) = upper.unbind(-1), lower.unbind(-1)  # a b over d e: a and e are of one colour
     first, second = torch.stack((a, e), dim=3), torch.stack((b, d), dim=3)
     return first.reshape(n, c, h, w // 2), second.reshape(n, c, h, w // 2)
-
-
-def _board(first: Tensor, second: Tensor) -> Tensor:
-    """Undo `_colours`."""
-    n, c, h, half = first.shape
-    (a, e), (b, d) = (part.reshape(n, c, h // 2, 2, half).unbind(3) for part in (first, second))
-    upper, lower = torch.stack((a, b), dim=-1), torch.stack((d, e), dim=-1)
-    return torch.stack((upper, lower), dim=3).reshape(n, c, h, 2 * half)

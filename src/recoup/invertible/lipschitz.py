@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,8 @@ _FREQUENCIES = 8
 
 
 # The normalised weights of a call, by their layer and whether they have a gradient.
-_weights: ContextVar[dict[tuple[nn.Module, bool], Tensor] | None] = ContextVar(
-    "_weights", default=None
-)
+_Weights = dict[tuple[nn.Module, bool], Tensor]
+_weights: ContextVar[_Weights | None] = ContextVar("_weights", default=None)
 
 
 @contextmanager
@@ -65,10 +64,9 @@ class _Lipschitz(nn.Module):
 
     def _norm(self, weight: Tensor) -> Tensor:
         """Return the norm of what the layer does with `weight`, or a bound on it."""
-        return _matrix_norm(weight)
+        return _linalg.matrix_norm(weight, ord=2)
 
     def extra_repr(self) -> str:
-        """Show what the layer of torch shows, and the coefficient."""
         return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
 
 
@@ -187,11 +185,9 @@ class LipschitzConv2d(_Lipschitz, nn.Conv2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_whole(in_channels=in_channels, out_channels=out_channels)
-        for each in kernel_size if isinstance(kernel_size, tuple) else (kernel_size,):
-            check_whole(kernel_size=each)
-        for each in padding if isinstance(padding, tuple) else (padding,):
-            if each not in ("same", "valid"):
-                check_whole(0, padding=each)
+        check_whole(**_of_sides("kernel_size", kernel_size))
+        if padding not in ("same", "valid"):
+            check_whole(0, **_of_sides("padding", padding))
         check_flag(bias=bias)
         check_within(0, 1, 0.9, coefficient=coefficient)
         check_place(device, dtype)
@@ -219,7 +215,7 @@ class LipschitzConv2d(_Lipschitz, nn.Conv2d):
             1 / math.cos(math.pi * (size - 1) / (2 * num))
             for size, num in zip(kernel, grid, strict=True)
         )
-        return _matrix_norm(blocks.index_select(0, worst)).squeeze(0) * rise
+        return _linalg.matrix_norm(blocks.index_select(0, worst), ord=2).squeeze(0) * rise
 
 
 class LipSwish(nn.Module):
@@ -249,5 +245,8 @@ class LipSwish(nn.Module):
         return x * torch.sigmoid(x * functional.softplus(self.raw_beta)) / 1.1
 
 
-def _matrix_norm(matrix: Tensor) -> Tensor:
-    return _linalg.matrix_norm(matrix, ord=2)
+def _of_sides(name: str, given: Any) -> dict[str, Any]:
+    """Return the two numbers of a tuple by their names, and anything else by the one name."""
+    if not isinstance(given, tuple) or len(cast("tuple[Any, ...]", given)) != 2:
+        return {name: given}
+    return {f"{name}[{at}]": each for at, each in enumerate(cast("tuple[Any, ...]", given))}

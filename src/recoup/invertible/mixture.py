@@ -140,10 +140,8 @@ class _Bend(NamedTuple):
             root = self._search(target)
         # A Newton step from the root makes it a function of `target` and the mixture, with the
         # correct first derivatives, and after a second step the correct second and third.
-        differentiable = torch.is_grad_enabled() and any(
-            value.requires_grad for value in (target, *self[:3])
-        )
-        for _ in range(2 if differentiable else 1):
+        has_graph = any(value.requires_grad for value in (target, *self[:3]))
+        for _ in range(2 if has_graph and torch.is_grad_enabled() else 1):
             value, slope = self.value_and_slope(root)
             root = root - (value - target) / slope
         return root

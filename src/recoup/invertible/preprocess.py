@@ -15,11 +15,13 @@ from recoup._arguments import check_real, check_type, check_whole
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
+from recoup._core.tensors import check_tensors
 from recoup.invertible.chain import Chain, HasChain
 from recoup.invertible.contract import (
     InvertibleModule,
     at_each_position,
     check_channels,
+    check_has_channels,
     per_channel,
     per_sample,
 )
@@ -78,7 +80,10 @@ class Normalize(InvertibleModule):
         return x, self._log_std(y)
 
     def _check(self, x: Tensor) -> None:
-        check_channels(x, x.shape[1] if self.mean.numel() == 1 and x.dim() > 1 else len(self.mean))
+        if self.mean.numel() == 1:
+            check_has_channels(x, 0, "Normalize", "Reshape it.")
+        else:
+            check_channels(x, self.mean.numel())
 
     def _log_std(self, x: Tensor) -> Tensor:
         repeats = x.shape[1] // self.std.numel()
@@ -117,11 +122,13 @@ class Logit(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map `x` of shape ``(N, ...)``, in the unit interval; returns ``(y, log_det)``."""
+        check_tensors(x=x)
         y = torch.logit(self.alpha + (1 - 2 * self.alpha) * x)
         return y, self._log_det(y)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, ...)``; returns ``(x, log_det)``."""
+        check_tensors(y=y)
         x = (torch.sigmoid(y) - self.alpha) / (1 - 2 * self.alpha)
         return x, -self._log_det(y)
 
@@ -180,11 +187,13 @@ class Dequantize(InvertibleModule):
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Round `y` of shape ``(N, ...)`` down to a level; returns ``(x, log_det)``, x floating."""
+        check_tensors(y=y)
         x = (y * self.levels).floor().clamp(0, self.levels - 1)
         return x, -self._log_det(y)
 
     def _check_first_batches(self, x: Tensor) -> None:
         """Raise unless `x` holds levels, if none of its mode and dtype was checked before."""
+        check_tensors(x=x)
         kind = (self.training, x.dtype)
         if kind in self._checked_kinds or x.numel() == 0 or x.is_meta:
             return

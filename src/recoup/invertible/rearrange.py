@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from recoup._arguments import check_whole
-from recoup.invertible.contract import InvertibleModule, check_channels, sizes_of, zero_log_det
+from recoup.invertible.contract import (
+    InvertibleModule,
+    as_tuple,
+    check_channels,
+    check_has_channels,
+    got,
+    sizes_of,
+    zero_log_det,
+)
 
 
 class Flatten(InvertibleModule):
@@ -36,20 +45,20 @@ class Flatten(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Flatten `x` of shape ``(N, *shape)``; returns ``(y, log_det)``."""
-        self._check("x", x, self.shape)
+        self._check(x, self.shape)
         return x.reshape(x.shape[0], self.shape.numel()), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, D)``; returns ``(x, log_det)``."""
-        self._check("y", y, (self.shape.numel(),))
+        self._check(y, (self.shape.numel(),), "y")
         return y.reshape(y.shape[0], *self.shape), zero_log_det(y)
 
-    def _check(self, name: str, value: Tensor, shape: Sequence[int]) -> None:
-        if tuple(value.shape[1:]) != tuple(shape):
+    def _check(self, value: Any, shape: Sequence[int], name: str = "x") -> None:
+        if not isinstance(value, Tensor) or tuple(value.shape[1:]) != tuple(shape):
             raise ValueError(
-                f"`{name}` has shape {tuple(value.shape)}, but Flatten for `shape` "
-                f"{tuple(self.shape)} needs (N, {', '.join(map(str, shape))}). Build the layer "
-                f"with the `shape` of one sample."
+                f"{got(value, name)}, but Flatten for `shape` {tuple(self.shape)} needs "
+                f"(N, {', '.join(map(str, shape))}). Build the layer with the `shape` of one "
+                "sample."
             )
 
 
@@ -84,27 +93,26 @@ class Squeeze(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Squeeze `x` of shape ``(N, C, H, W)``; returns ``(y, log_det)``."""
-        if x.dim() != 4 or x.shape[2] % self.factor or x.shape[3] % self.factor:
+        f = self.factor
+        if not _is_image(x) or x.shape[2] % f or x.shape[3] % f:
             raise ValueError(
-                f"`x` has shape {tuple(x.shape)}, but Squeeze with `factor` {self.factor} needs "
-                f"(N, C, H, W) with H and W multiples of {self.factor}. Crop or pad the images, "
-                f"or use fewer levels."
+                f"{got(x)}, but Squeeze with `factor` {f} needs (N, C, H, W) with H and W "
+                f"multiples of {f}. Crop or pad the images, or use fewer levels."
             )
         n, c, h, w = x.shape
-        f = self.factor
         # Written out, as `pixel_unshuffle` does not reshape an empty batch.
         patches = x.reshape(n, c, h // f, f, w // f, f).permute(0, 1, 3, 5, 2, 4)
         return patches.reshape(n, c * f * f, h // f, w // f), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, H, W)``; returns ``(x, log_det)``."""
-        if y.dim() != 4 or y.shape[1] % self.factor**2:
+        f = self.factor
+        if not _is_image(y) or y.shape[1] % f**2:
             raise ValueError(
-                f"`y` has shape {tuple(y.shape)}, but the inverse of Squeeze with `factor` "
-                f"{self.factor} needs (N, C, H, W) with C a multiple of {self.factor**2}."
+                f"{got(y, 'y')}, but the inverse of Squeeze with `factor` {f} needs (N, C, H, W) "
+                f"with C a multiple of {f**2}."
             )
         n, c, h, w = y.shape
-        f = self.factor
         patches = y.reshape(n, c // (f * f), f, f, h, w).permute(0, 1, 4, 2, 5, 3)
         return patches.reshape(n, c // (f * f), h * f, w * f), zero_log_det(y)
 
@@ -135,14 +143,17 @@ class Split(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Cut `x` of shape ``(N, C, ...)``; returns ``((h, z), log_det)``."""
-        _check_has_channels(x, 2, "Split", "Squeeze first, or use fewer levels.")
+        check_has_channels(x, 2, "Split", "Squeeze first, or use fewer levels.")
         h, z = x.tensor_split(2, dim=1)
         # A latent lives as long as the loss. A view would keep the storage of x that long.
         return (h, z.clone()), zero_log_det(x)
 
     def inverse(self, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Concatenate ``(h, z)``; returns ``(x, log_det)``."""
-        x = torch.cat(y, dim=1)
+        parts = as_tuple(y)
+        if len(parts) != 2:
+            raise ValueError(f"`y` has {len(parts)} parts, but Split needs the pair (h, z).")
+        x = torch.cat(parts, dim=1)
         return x, zero_log_det(x)
 
 
@@ -171,16 +182,16 @@ class Permute(InvertibleModule):
 
     def __init__(self, permutation: int | Sequence[int]) -> None:
         super().__init__()
-        for each in permutation if isinstance(permutation, list | tuple) else (permutation,):
-            check_whole(0, permutation=each)
-        if isinstance(permutation, int):
-            order = torch.randperm(permutation)
-        else:
+        if isinstance(permutation, list | tuple):
+            check_whole(0, **{f"permutation[{at}]": each for at, each in enumerate(permutation)})
             order = torch.tensor(list(permutation), dtype=torch.int64)
-        if order.sort().values.tolist() != list(range(order.numel())):
+        else:
+            check_whole(permutation=permutation)
+            order = torch.randperm(int(cast("int", permutation)))
+        if not order.numel() or order.sort().values.tolist() != list(range(order.numel())):
             raise ValueError(
-                f"`permutation` is {order.tolist()}, but must hold each number from 0 to "
-                f"{order.numel() - 1} once. Give the number of channels for a random order."
+                f"`permutation` is {order.tolist()}, but must hold each number from 0 to its "
+                "length - 1 once. Give the number of channels for a random order."
             )
         self.register_buffer("permutation", order)
 
@@ -210,7 +221,7 @@ class Flip(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Reverse `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        _check_has_channels(x, 1, "Flip", "Reshape it.")
+        check_has_channels(x, 1, "Flip", "Reshape it.")
         return x.flip(1), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,9 +229,5 @@ class Flip(InvertibleModule):
         return self.forward(y)
 
 
-def _check_has_channels(x: Tensor, least: int, layer: str, way_out: str) -> None:
-    if x.dim() < 2 or x.shape[1] < least:
-        raise ValueError(
-            f"`x` has shape {tuple(x.shape)}, but {layer} needs (N, C, ...) with C of at least "
-            f"{least}. {way_out}"
-        )
+def _is_image(x: Any) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dim() == 4

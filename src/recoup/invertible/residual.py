@@ -32,7 +32,7 @@ from recoup._core.devices import own_generator
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import Pair, pair_in_force, saving
 from recoup._core.settings import without_autocast
-from recoup._core.tensors import check_modules
+from recoup._core.tensors import check_modules, check_tensors
 from recoup.errors import ConvergenceError
 from recoup.invertible.channels import wide
 from recoup.invertible.contract import InvertibleModule, check_within
@@ -55,6 +55,7 @@ def _not_compiled(method: Callable[[Any, Tensor], Returned]) -> Callable[[Any, T
 
     @wraps(method)
     def called(self: Any, x: Tensor) -> Returned:
+        check_tensors(x=x)
         return (uncompiled(method) if is_watched() else method)(self, x)
 
     return called
@@ -137,7 +138,14 @@ class InvertibleResidual(InvertibleModule):
         if tolerance is not None:
             check_within(0, math.inf, 1e-5, tolerance=tolerance)
         check_modules(network=network)
-        _check_network(network)
+        for name, module in cast("Iterable[tuple[str, nn.Module]]", network.named_modules()):
+            if isinstance(module, _NOT_FOR_BLOCKS):
+                raise ValueError(
+                    f"`network` has a {type(module).__name__}{f' at `{name}`' if name else ''}, "
+                    "with which it computes another function at each call, or another for another "
+                    "batch, so the block has no inverse. Leave it out; ActNorm between blocks "
+                    "normalises."
+                )
         self.network = network
         self.log_det: LogDet = log_det
         self.num_terms = num_terms
@@ -161,16 +169,14 @@ class InvertibleResidual(InvertibleModule):
 
     def _value_and_log_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Derivatives record a graph in any case, so first find out whether the caller needs one.
-        wants_grad = self._is_differentiated(x)
+        wants_grad = torch.is_grad_enabled()
+        if wants_grad and not x.requires_grad:
+            parameters = cast("Iterable[Tensor]", self.network.parameters())
+            is_trained = any(p.requires_grad for p in parameters)
+            wants_grad = is_trained or self._shift(x).requires_grad
         with _differentiable(x, wants_grad) as alias:
             value, log_det = self._with_derivatives(alias, wants_grad)
         return (value, log_det) if wants_grad else (value.detach(), log_det.detach())
-
-    def _is_differentiated(self, x: Tensor) -> bool:
-        if not torch.is_grad_enabled() or x.requires_grad:
-            return torch.is_grad_enabled()
-        parameters = cast("Iterable[Tensor]", self.network.parameters())
-        return any(p.requires_grad for p in parameters) or self._shift(x).requires_grad
 
     def _with_derivatives(self, x: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor]:
         if self.log_det == "exact":
@@ -222,24 +228,12 @@ class InvertibleResidual(InvertibleModule):
         )
 
 
-def _check_network(network: nn.Module) -> None:
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", network.named_modules()):
-        if isinstance(module, _NOT_FOR_BLOCKS):
-            raise ValueError(
-                f"`network` has a {type(module).__name__}{f' at `{name}`' if name else ''}, with "
-                "which it computes another function at each call, or another for another batch, so "
-                "the block has no inverse. Leave it out; ActNorm between blocks normalises."
-            )
-
-
 def exact_log_det(network: Network, x: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor]:
     """Return ``g(x)`` and the exact log-determinant ``(N,)``, from one derivative per dimension."""
     value = network(x)
     columns = value.flatten(1).unbind(1)
-    rows = [
-        _pulled_back(column, x, torch.ones_like(column), wants_grad).flatten(1)
-        for column in columns
-    ]
+    ones = value.new_ones(len(value))
+    rows = [_pulled_back(each, x, ones, wants_grad).flatten(1) for each in columns]
     jacobian = torch.stack(rows, dim=1)
     unit = torch.eye(len(rows), device=x.device, dtype=x.dtype)
     log_det: Tensor = _linalg.slogdet(wide(unit + jacobian))[1].to(x.dtype)
@@ -337,5 +331,4 @@ class _AtHand:
 
     @never_compiled
     def get(self) -> Tensor:
-        """Return the tensor."""
         return self._unpack(self._packed) if self.tensor is None else self.tensor

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from recoup._core.devices import Peaks
 from recoup.memory.census import Residual, Residuals, residuals
-from recoup.memory.curves import Curve, curve
+from recoup.memory.curves import Curve, Point, curve, load_builder
 from recoup.memory.meter import Measurement, measure
-from recoup.memory.points import Point, load_builder
 from recoup.memory.size import format_bytes, parse_bytes
 from recoup.memory.step_recorder import Peak, StepLine, Stretch
 

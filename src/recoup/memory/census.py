@@ -36,7 +36,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recoup._arguments import check_callable
+from recoup._arguments import check_callable, check_choice
 from recoup._core.captured import parts_of
 from recoup._core.compile import is_loaded, never_compiled
 from recoup._core.pytree import tensors_in
@@ -51,8 +51,8 @@ from recoup._core.saved_tensors import (
     without_torch_function,
 )
 from recoup._core.storage_tracking import storages_of
-from recoup.memory.module_names import ModulePath, RunningModules, names_of
 from recoup.memory.size import aligned
+from recoup.memory.step_recorder import ModulePath, RunningModules, names_of
 
 _WAYS: tuple[Way, ...] = get_args(Way)
 _PACKAGE = __name__.partition(".")[0]
@@ -126,8 +126,8 @@ class Residuals:
         Raises:
             ValueError: if `way` is unknown.
         """
-        if way is not None and way not in _WAYS:
-            raise ValueError(f"`way` is {way!r}, but must be one of {', '.join(_WAYS)}, or None.")
+        if way is not None:
+            check_choice(*_WAYS, way=way)
         return sum(each.num_bytes for each in self.entries if way in (None, each.way))
 
     def __str__(self) -> str:
@@ -219,7 +219,6 @@ class _Packed:
         self._unpack = unpack
 
     def get(self) -> Tensor:
-        """Return the tensor."""
         return self._unpack(self.packed)
 
 
@@ -229,21 +228,13 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 class _Record(NamedTuple):
-    """A saved tensor.
+    """A saved tensor, and the module that was running."""
 
-    Args:
-        packed: the object that autograd holds in place of it.
-        value: the operator that saved it, its shape and its type.
-        path: the module that was running.
-        way: "keep", or the way in which backward gets it instead.
-        storages: an identity and the bytes of each storage that counts.
-    """
-
-    packed: weakref.ref[Any]
+    packed: weakref.ref[Any]  # what autograd holds in place of it
     value: str
     path: ModulePath | None
     way: Way
-    storages: list[tuple[object, int]]
+    storages: list[tuple[object, int]]  # an identity and the bytes of each one that counts
 
 
 class _Recorder(TorchFunctionMode):
@@ -260,7 +251,6 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Return a context in which saved tensors are recorded."""
         with (
             torch.enable_grad(),
             _uncompiled(),
@@ -294,7 +284,7 @@ class _Recorder(TorchFunctionMode):
     def _wrap_innermost(self) -> None:
         """Replace a pair of hooks that other code has pushed by one that wraps it (See Rule 1)."""
         pair = pair_in_force()
-        if pair is not None and not _is_ours(pair):
+        if pair is not None and getattr(pair[1], "__module__", "").partition(".")[0] != _PACKAGE:
             pop_pair()
             saving(partial(self._pack, pair), _unpack).__enter__()
 
@@ -354,10 +344,11 @@ class _Recorder(TorchFunctionMode):
             fresh = {each: size for each, size in record.storages if each not in counted}
             counted.update(fresh)
             num_bytes[id(record)] = sum(fresh.values())
-        entries: list[Residual] = []
-        for each in alive:
-            module = "-" if each.path is None else name_of(each.path)
-            entries.append(Residual(each.value, module, num_bytes[id(each)], each.way))
+        names = ["-" if each.path is None else name_of(each.path) for each in alive]
+        entries = [
+            Residual(each.value, name, num_bytes[id(each)], each.way)
+            for each, name in zip(alive, names, strict=True)
+        ]
         return Residuals(tuple(entries))
 
 
@@ -390,10 +381,6 @@ def _way_of(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__).strip("_").partition(".")[0]
-
-
-def _is_ours(pair: Pair) -> bool:
-    return getattr(pair[1], "__module__", "").partition(".")[0] == _PACKAGE
 
 
 def _saver_above(frame: FrameType | None) -> str:

@@ -1,15 +1,31 @@
-"""Pictures: the style of all, the one of a curve, and files that are written whole or not."""
+"""Pictures: their style, those of curves, the page of a step, and files that are written whole.
+
+NOTE [ What is drawn is what was measured ]
+
+Rule 1. The heights of a line are in KiB, since browsers cut off what is drawn at coordinates beyond
+        some billions. So they are exact, and the script reads them back from the picture: there is
+        one copy.
+Rule 2. Forward and backward are equally wide for all lines, one unit for each event of the longest;
+        those of the others are spread evenly. So what is above each other is about the same code.
+Rule 3. All text is escaped, that of the script's data as well. The page forbids itself to load
+        anything.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from recoup._arguments import check_type
-from recoup.memory.points import Point
+from recoup.memory.size import format_bytes
+from recoup.memory.step_recorder import PHASES, StepLine
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -41,23 +57,20 @@ def check_format(suffix: str) -> None:
         )
 
 
-def render(points: Mapping[str | int, Sequence[Point]], suffix: str) -> bytes:
-    """Draw a curve, and return the content of the file.
+_Points = Mapping[str | int, Sequence[Any]]  # of a curve, by memory mode, in order of depth
 
-    Args:
-        points: the points of each memory mode, in order of depth.
-        suffix: the suffix of the file, such as ".png".
-    """
-    everything = [point for each in points.values() for point in each]
-    timed = all(point.seconds is not None for point in everything)
-    longest = max((point.seconds or 0.0 for point in everything), default=0.0)
-    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
+
+def render(points: _Points, suffix: str) -> bytes:
+    """Draw a curve, and return the content of a file that ends in `suffix`."""
+    seconds = [point.seconds for each in points.values() for point in each]
+    timed = None not in seconds
+    scale, unit = (1.0, "s") if timed and max(seconds, default=0.0) >= 1 else (1e3, "ms")
 
     def draw(panels: Sequence[Any]) -> None:
-        _panel(panels[0], points, lambda at: at.peak_bytes / 2**20, "Peak memory of a step", "MiB")
+        title = "Peak memory of a step (MiB)"
+        _panel(panels[0], points, lambda at: at.peak_bytes / 2**20, title)
         if timed:
-            title = "Time of a step"
-            _panel(panels[1], points, lambda at: scale * (at.seconds or 0.0), title, unit)
+            _panel(panels[1], points, lambda at: scale * at.seconds, f"Time of a step ({unit})")
 
     size = (11.0, 4.0) if timed else (6.0, 4.0)
     return rendered(draw, suffix, size, num_panels=2 if timed else 1)
@@ -70,13 +83,9 @@ def rendered(
     *,
     num_panels: int,
 ) -> bytes:
-    """Return the content of a picture file.
+    """Return the content of a picture file, of a size in inches, that ends in `suffix`.
 
-    Args:
-        draw: a function that draws on a sequence of axes, one for each panel, side by side.
-        suffix: the suffix of the file, such as ".png".
-        size: the size in inches.
-        num_panels: the number of panels.
+    `draw` is given a sequence of axes, one for each panel, side by side.
     """
     check_format(suffix)
     require_matplotlib()
@@ -106,13 +115,7 @@ def finish(axes: Any, title: str, below: str) -> None:
     axes.spines["bottom"].set_color(QUIET)
 
 
-def _panel(
-    axes: Any,
-    points: Mapping[str | int, Sequence[Point]],
-    value: Callable[[Point], float],
-    title: str,
-    unit: str,
-) -> None:
+def _panel(axes: Any, points: _Points, value: Callable[[Any], float], title: str) -> None:
     others = iter(_OTHERS)
     top, deepest = 0.0, 0
     for index, (memory, line) in enumerate(points.items()):
@@ -143,7 +146,149 @@ def _panel(
         alignment="left",
     )  # fmt: skip
     legend.get_title().set(color=QUIET, fontsize=9)
-    finish(axes, f"{title} ({unit})", "Depth (blocks)")
+    finish(axes, title, "Depth (blocks)")
+
+
+# -- the page of a step ----------------------------------------------------------------------------
+
+_ROOM_ABOVE = 1.14  # the peak, for its number
+_UNIT = 1024  # bytes (See Rule 1)
+_FAR = 1.5  # times the peak: a budget above that is not drawn
+
+
+def check_page(suffix: str) -> None:
+    """Raise a ValueError if `suffix` is not that of a page."""
+    if suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f'`path` of the page ends in "{suffix}", but must end in .html.')
+
+
+def page_of(
+    title: str, summary: str, lines: Sequence[StepLine], budget_bytes: int | None, plan: str
+) -> str:
+    """Return the page as HTML, of one line or two; the second one is the planned step."""
+    picture = _Picture(lines, budget_bytes or 0)
+    top = _drawn(picture.height)
+    template = files("recoup.memory").joinpath("timeline_page.html").read_text("utf-8")
+    return Template(template).substitute(
+        title=escape(title),
+        summary=escape(summary),
+        described=escape(f"{title}. {summary} The table below has the peaks."),
+        width=picture.width,
+        height=picture.height,
+        unit=_UNIT,
+        top=top,
+        band=f"M{picture.widths[0]} 0H{picture.width}V{top}H{picture.widths[0]}Z",
+        grid="".join(f"M0 {_drawn(tick)}H{picture.width}" for tick in picture.ticks),
+        paths="\n".join(picture.paths()),
+        labels="\n".join(picture.labels()),
+        start=max(picture.lines, key=lambda each: each.line.peak_bytes).peak_place,
+        table=_table(lines),
+        plan=f'<h2>The plan</h2>\n<pre tabindex="0">{escape(plan)}</pre>' if plan else "",
+        data=_data(picture.lines),
+    )
+
+
+class _Drawn:
+    """A line as it is drawn, in the widths of forward and of backward, in events (See Rule 2)."""
+
+    def __init__(self, line: StepLine, widths: Sequence[int]) -> None:
+        self.line = line
+        self.causes: dict[tuple[str, str, str], int] = {}
+        self.starts: list[int] = []
+        self.cause: list[int] = []
+        self.points: list[tuple[int, int]] = []
+        offset = 0
+        for phase, width in zip(PHASES, widths, strict=True):
+            levels = line.levels(phase)
+            num = max(len(levels), 1)
+            self.points += [(offset + k * width // num, y) for k, y in enumerate(levels)]
+            for start, stretch in line.starts(phase):
+                told = (stretch.what, stretch.module, stretch.way)
+                self.starts.append(offset + start * width // num)
+                self.cause.append(self.causes.setdefault(told, len(self.causes)))
+            offset += width
+        peak_bytes = line.peak_bytes
+        self.peak_place = next((x for x, y in self.points if y == peak_bytes), 0)
+
+
+class _Picture:
+    """The lines in one picture, and the budget, if it is not far above them."""
+
+    def __init__(self, lines: Sequence[StepLine], budget_bytes: int) -> None:
+        self.widths = [max(1, *(len(line.levels(phase)) for line in lines)) for phase in PHASES]
+        self.width = sum(self.widths)
+        self.lines = [_Drawn(line, self.widths) for line in lines]
+        most = max(line.peak_bytes for line in lines)
+        self.budget_bytes = budget_bytes if budget_bytes <= _FAR * most else 0
+        self.height = max(int(_ROOM_ABOVE * max(most, self.budget_bytes)), 1)
+        step = 1 << max(int(0.3 * self.height).bit_length() - 1, 0)
+        self.ticks = range(step, self.height, step)
+
+    def paths(self) -> list[str]:
+        """Return the budget and the lines: the bytes after each event, until the next one."""
+        found = []
+        if self.budget_bytes:
+            found = [f'<path class="budget" d="M0 {_drawn(self.budget_bytes)}H{self.width}"/>']
+        for place, each in enumerate(self.lines):
+            steps = "".join(f"H{x}V{_drawn(y)}" for x, y in each.points)
+            path = f"M0 {_drawn(each.line.baseline_bytes)}{steps}H{self.width}"
+            found.append(f'<path class="memory line{place}" id="line{place}" d="{path}"/>')
+        return found
+
+    def labels(self) -> list[str]:
+        """Return the numbers of the grid and the budget, the phases, and the peaks."""
+        found = [self._label("tick halo", 0, tick, format_bytes(tick)) for tick in self.ticks]
+        for phase, x in zip(PHASES, (0, self.widths[0]), strict=True):
+            left = f"left: {100 * x / self.width:.3f}%"
+            found.append(f'<span class="phase" style="{left}">{phase}</span>')
+        if self.budget_bytes:
+            text = f"budget {format_bytes(self.budget_bytes)}"
+            found.append(self._label("bound halo", self.width, self.budget_bytes, text))
+        for place, each in enumerate(self.lines):
+            x, line = each.peak_place, each.line
+            at = self._place(x, line.peak_bytes)
+            found.append(f'<i class="point line{place}" style="{at}"></i>')
+            # Above the point of the first line, below that of the second, towards the middle.
+            shift = f"translate({-100 if x > self.width / 2 else 0}%, {100 * place}%)"
+            text = f"{line.name} {format_bytes(line.peak_bytes)}"
+            kind = f"peak halo line{place}"
+            found.append(self._label(kind, x, line.peak_bytes, text, f"; transform: {shift}"))
+        return found
+
+    def _label(self, kind: str, x: int, y: int, text: str, more: str = "") -> str:
+        style = f"{self._place(x, y)}{more}"
+        return f'<span class="{kind}" style="{style}">{escape(text)}</span>'
+
+    def _place(self, x: int, y: int) -> str:
+        return f"left: {100 * x / self.width:.3f}%; bottom: {100 * y / self.height:.3f}%"
+
+
+def _drawn(num_bytes: int) -> str:
+    """Return bytes as a coordinate (See Rule 1)."""
+    size = num_bytes / _UNIT
+    return str(int(size)) if size.is_integer() else repr(size)
+
+
+def _table(lines: Sequence[StepLine]) -> str:
+    head = "".join(f'<th scope="col">{escape(line.name)}</th>' for line in lines)
+    rows = [f'<tr><th scope="col">phase</th>{head}</tr>']
+    for phase in PHASES:
+        peaks = [line.peak(phase) for line in lines]
+        texts = [f"{escape(str(p))}<br>{p.num_bytes:,} bytes" if p else "-" for p in peaks]
+        columns = "".join(f"<td>{text}</td>" for text in texts)
+        rows.append(f'<tr><th scope="row">{phase}</th>{columns}</tr>')
+    return "\n".join(rows)
+
+
+def _data(drawn: Sequence[_Drawn]) -> str:
+    """Return what ran at each event, for the script (See Rule 3)."""
+    found = [
+        {"name": each.line.name, "before": each.line.baseline_bytes, "causes": list(each.causes),
+         "starts": each.starts, "cause": each.cause}
+        for each in drawn
+    ]  # fmt: skip
+    text = json.dumps(found, separators=(",", ":"))  # ASCII alone
+    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
 # -- files -----------------------------------------------------------------------------------------

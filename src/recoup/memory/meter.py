@@ -1,20 +1,23 @@
-"""The memory and the time of one call."""
+"""The memory and the time of one call, and timelines: the bytes alive in each span of a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import torch
 
 from recoup._arguments import check_callable, check_whole
 from recoup._core import devices
-from recoup._core.devices import Peaks
+from recoup._core.devices import NO_PEAKS, Peaks
 from recoup._core.pytree import tensors_in
+from recoup._core.storage_tracking import Allocations, StorageTracker, can_follow
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.memory.size import format_bytes, shown_beside
-from recoup.memory.timeline import Span, Timeline, timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,8 @@ def check_device(device: torch.device | str) -> torch.device:
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f'`device` is "{device}", which torch does not know. Give "cpu".'
-        ) from error
+        wrong = f'`device` is "{device}", which torch does not know. Give "cpu".'
+        raise ValueError(wrong) from error
     if not devices.is_available(where):
         raise ValueError(f'`device` is "{where}", but torch finds no such device here. Pass "cpu".')
     if devices.is_accelerator(where):
@@ -156,3 +158,125 @@ def _seconds(fn: Callable[[], object], device: torch.device) -> float:
     seconds = time.perf_counter() - start
     del result
     return seconds
+
+
+# -- timelines ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Span:
+    """The bytes alive between two marks, beyond those alive before the timeline began."""
+
+    peaks: Peaks = NO_PEAKS
+    end_bytes: int = 0  # those alive at the second mark
+    levels: Sequence[int] = ()  # after each allocation and each free, if the timeline records them
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peaks.allocated
+
+
+class Timeline:
+    """A context in which bytes are counted as `measure` counts them, span by span.
+
+    Its numbers, and those of its spans, are available when it has ended. Spans take their levels
+    from the list to which the counter appends the bytes alive after each event, if it does.
+    """
+
+    def __init__(
+        self,
+        counter: StorageTracker | Allocations | _DeviceCounter,
+        levels: list[int] | None = None,
+    ) -> None:
+        self._counter = counter
+        self._levels = levels
+        self._spans: list[Span] = []
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peaks.allocated
+
+    @property
+    def peaks(self) -> Peaks:
+        """The most bytes at one time; those that the allocator had cached count as reserved."""
+        return most_of(self._spans)
+
+    def mark(self) -> Span:
+        """End the current span and begin the next one; return the span that ended."""
+        span = Span()
+        self._spans.append(span)
+        self._counter.mark(partial(self._fill, span))
+        return span
+
+    def _fill(self, span: Span, peak: Peaks | int, end_bytes: int) -> None:
+        span.peaks = Peaks(peak, peak) if isinstance(peak, int) else peak
+        span.end_bytes = end_bytes
+        if self._levels is not None:
+            span.levels = tuple(self._levels)
+            self._levels.clear()
+
+    def __enter__(self) -> Self:
+        self._counter.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.mark()
+        finally:
+            self._counter.__exit__(*exc_info)
+
+
+def most_of(spans: Sequence[Span]) -> Peaks:
+    """Return the peaks of several spans together."""
+    requested, allocated, reserved = zip(*[span.peaks for span in spans] or [NO_PEAKS], strict=True)
+    known = [each for each in reserved if each is not None]
+    return Peaks(max(requested), max(allocated), max(known, default=None))
+
+
+def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
+    """Return a timeline of the bytes on a device: the CPU, or an accelerator that counts them.
+
+    On CPU those are the bytes that the allocator reports to a profiler. A thread can have only one:
+    while another profiler is active, storages are tracked, and a warning says what is not counted.
+    No accelerator tells `levels`.
+    """
+    levels: list[int] | None = [] if records_levels else None
+    if is_without_values():  # whose storages are on the device "meta"
+        return Timeline(StorageTracker(levels=levels), levels)
+    if devices.is_accelerator(device):
+        return Timeline(_DeviceCounter(device))
+    if can_follow():
+        return Timeline(Allocations(levels), levels)
+    warnings.warn(
+        "A profiler runs in this thread, so bytes are counted by the tensors that operators "
+        "return. What kernels allocate for a moment is left out, which can be a third of the "
+        "peak. Measure, or plan, outside of the profiler.",
+        stacklevel=3,
+    )
+    return Timeline(StorageTracker(device, levels), levels)
+
+
+class _DeviceCounter:
+    """The bytes that the allocator of an accelerator has handed out, as it counts them itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        devices.synchronize(self._device)
+        devices.reset_peaks(self._device)
+        self._before = devices.memory_counts(self._device)
+
+    def __exit__(self, *exc_info: object) -> None:
+        devices.synchronize(self._device)
+
+    def mark(self, take: Callable[[Peaks, int], None]) -> None:
+        now, before = devices.memory_counts(self._device), self._before
+        reserved = now.peaks.reserved
+        peaks = Peaks(
+            now.peaks.requested - before.requested,
+            now.peaks.allocated - before.allocated,
+            None if reserved is None else reserved - before.allocated,
+        )
+        take(peaks, now.allocated - before.allocated)
+        devices.reset_peaks(self._device)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Sequence
 from fractions import Fraction
 
-from recoup._arguments import check_whole, shown
+from recoup._arguments import check_whole, is_whole, shown
 from recoup._core.devices import Peaks
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -16,7 +16,6 @@ _UNITS: dict[str, int] = {
     **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)},
     "": 1,
 }
-_MOST = 2**64
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
@@ -44,8 +43,8 @@ def parse_bytes(value: int | str, *, name: str = "value") -> int:
         match = _SIZE.fullmatch(value)
         if match is not None and match[2].lower() in _UNITS:
             return int(Fraction(match[1].removesuffix(".")) * _UNITS[match[2].lower()])
-    elif isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST:  # pyright: ignore[reportUnnecessaryIsInstance]
-        return value
+    elif is_whole(value, 0, 2**64 - 1):
+        return int(value)
     raise ValueError(
         f"`{name}` is {shown(value)}, which is no number of bytes. Give an int of at least 0, or a "
         'string such as "1.5 GiB", "64 KiB" or "2 GB".'

@@ -15,21 +15,25 @@ Rule 5. Global hooks of modules would make the compiler compile anew, and so cha
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
-from recoup._core.compile import is_compiled
+from recoup._arguments import check_choice
+from recoup._core.compile import is_compiled, never_compiled
 from recoup._core.devices import NO_PEAKS, Peaks
 from recoup._core.saved_tensors import num_nodes
 from recoup._core.tensors import nodes_of, when_node_runs
-from recoup.memory.module_names import ModulePath, RunningModules, names_of
+from recoup.memory.meter import Span, Timeline
 from recoup.memory.size import format_bytes
-from recoup.memory.timeline import Span, Timeline
 
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -105,11 +109,11 @@ class StepLine:
         Args:
             phase: "forward" or "backward".
         """
-        found = (
+        found = [
             Peak(self.baseline_bytes + max(stretch.levels), stretch)
-            for stretch in self.stretches
-            if stretch.phase == phase and stretch.levels
-        )
+            for stretch in self._within(phase)
+            if stretch.levels
+        ]
         return max(found, key=lambda peak: peak.num_bytes, default=None)
 
     def levels(self, phase: Phase) -> list[int]:
@@ -118,11 +122,8 @@ class StepLine:
         Args:
             phase: "forward" or "backward".
         """
-        return [
-            self.baseline_bytes + level
-            for stretch in self._within(phase)
-            for level in stretch.levels
-        ]
+        stretches = self._within(phase)
+        return [self.baseline_bytes + level for each in stretches for level in each.levels]
 
     def starts(self, phase: Phase) -> list[tuple[int, Stretch]]:
         """Return the stretches of a phase, each with the index of its first event.
@@ -130,15 +131,104 @@ class StepLine:
         Args:
             phase: "forward" or "backward".
         """
-        found: list[tuple[int, Stretch]] = []
-        num_events = 0
-        for stretch in self._within(phase):
-            found.append((num_events, stretch))
-            num_events += len(stretch.levels)
-        return found
+        stretches = self._within(phase)
+        num_events = accumulate((len(each.levels) for each in stretches), initial=0)
+        return list(zip(num_events, stretches, strict=False))
 
-    def _within(self, phase: Phase) -> Iterator[Stretch]:
-        return (stretch for stretch in self.stretches if stretch.phase == phase)
+    def _within(self, phase: Phase) -> list[Stretch]:
+        check_choice(*PHASES, phase=phase)
+        return [stretch for stretch in self.stretches if stretch.phase == phase]
+
+
+# -- the names of running modules ------------------------------------------------------------------
+
+ModulePath = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified name within it
+
+
+class RunningModules:
+    """The stack of modules whose forward is running in this thread, within `followed`.
+
+    The roots `modules` are known beforehand, others when they run; modules of a tree within another
+    tree are named by the outer one. `changed` is called when another module is the innermost.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._changed = changed
+        self._thread = threading.get_ident()
+        self._running: list[nn.Module] = []
+        self._paths: dict[int, ModulePath] = {}
+        self._roots: list[nn.Module] = []
+        self._tensors: dict[int, Tensor] = {}
+        for module in sorted(modules, key=lambda root: -sum(1 for _ in root.modules())):
+            self._know(module)
+
+    @contextmanager
+    def followed(self) -> Generator[None]:
+        @never_compiled
+        def enter(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            if threading.get_ident() == self._thread:
+                if not self._running or id(module) not in self._paths:
+                    self._know(module)  # again: functional_call gives it other parameters
+                self._running.append(module)
+                self._changed()
+
+        @never_compiled
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            del inputs, output
+            is_mine = threading.get_ident() == self._thread
+            if is_mine and self._running and self._running[-1] is module:
+                self._running.pop()
+                self._changed()
+
+        entering = register_module_forward_pre_hook(enter)
+        leaving = register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            entering.remove()
+            leaving.remove()
+
+    @property
+    def path(self) -> ModulePath | None:
+        return self._paths[id(self._running[-1])] if self._running else None
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the parameters and buffers of all known modules."""
+        for root in self._roots:
+            self._know(root)  # lazy parameters have a shape by now
+        return self._tensors.values()
+
+    def _know(self, module: nn.Module) -> None:
+        if id(module) not in self._paths:
+            self._roots.append(module)
+        for name, each in cast("Iterator[tuple[str, nn.Module]]", module.named_modules()):
+            self._paths.setdefault(id(each), (module, name))
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_lazy(tensor):
+                self._tensors[id(tensor)] = tensor
+
+
+def names_of(paths: Iterable[ModulePath]) -> Callable[[ModulePath], str]:
+    """Return a function that names a path, with the class of its root if there are several."""
+    titles: dict[int, str] = {}
+    num_named: dict[str, int] = {}
+    for root, _ in paths:
+        if id(root) not in titles:
+            kind = type(root).__name__
+            num_named[kind] = num_named.get(kind, 0) + 1
+            titles[id(root)] = kind if num_named[kind] == 1 else f"{kind}#{num_named[kind]}"
+
+    def name_of(path: ModulePath) -> str:
+        root, name = path
+        title = titles[id(root)]
+        if not name:
+            return title
+        return name if len(titles) == 1 else f"{title}.{name}"
+
+    return name_of
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -147,16 +237,10 @@ Losses = Callable[[Any], Sequence[Tensor]]
 
 
 class _Cause(NamedTuple):
-    """What runs.
-
-    Args:
-        what: the `what` of a `Stretch`.
-        path: the module; None outside any.
-        call: the index of the call of a block; None outside any.
-    """
+    """What runs: the `what` of a `Stretch`, the module, and the index of the call of a block."""
 
     what: str
-    path: ModulePath | None
+    path: ModulePath | None  # None outside any
     call: int | None
 
 
@@ -164,12 +248,9 @@ _BACKWARD = _Cause("backward", None, None)
 
 
 class StepRecorder:
-    """A recorder of one step (See Rule 1).
+    """A recorder of one step, whose caller enters its timeline (See Rule 1).
 
-    Args:
-        line: the timeline of the step, which its caller enters.
-        model: the model.
-        follows_modules: whether modules are told apart; False where code is compiled (See Rule 5).
+    With `follows_modules` modules are told apart, where no code is compiled (See Rule 5).
     """
 
     def __init__(self, line: Timeline, model: nn.Module, *, follows_modules: bool) -> None:
@@ -265,14 +346,12 @@ class StepRecorder:
 
     @property
     def peaks(self) -> Peaks:
-        """The peak of the step as it was requested, allocated and reserved."""
         return self._line.peaks
 
     def stretches(self, calls: Sequence[tuple[str, str]] = ()) -> tuple[Stretch, ...]:
         """Return the stretches of the step that have events, when its timeline has ended.
 
-        Args:
-            calls: the name of the block of each call, and its way.
+        `calls` are the name of the block of each call, and its way.
         """
         name_of = names_of(cause.path for cause, _ in self._spans if cause.path is not None)
         found: list[Stretch] = []

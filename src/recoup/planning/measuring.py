@@ -67,7 +67,7 @@ from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup._core.tensors import is_without_values
 from recoup.errors import ChangedError, ReplayError
-from recoup.memory.timeline import Span, Timeline, timeline
+from recoup.memory.meter import Span, Timeline, timeline
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.compiling import BlockCode
 from recoup.planning.following import PlannedModel

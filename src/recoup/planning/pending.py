@@ -46,7 +46,7 @@ from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_b
 from recoup._core.storage_tracking import can_follow
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.memory.timeline import Timeline, timeline
+from recoup.memory.meter import Timeline, timeline
 from recoup.planning.arguments import tensors_within
 from recoup.planning.options import Room, gradient_bytes
 from recoup.planning.rehearsal import is_in_rehearsal

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from recoup._arguments import check_whole
 from recoup._core.drift_guard import DriftGuard
-from recoup.memory.timeline import Span
+from recoup.memory.meter import Span
 from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import measure_most
 from recoup.planning.compiling import CodeByModule

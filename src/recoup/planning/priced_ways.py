@@ -57,7 +57,7 @@ from recoup._core.compile import is_compiled
 from recoup._core.devices import generator_states, same_states, with_seed
 from recoup._core.drift_guard import DriftGuard
 from recoup.errors import ChangedError, ReplayError
-from recoup.memory.timeline import Span, timeline
+from recoup.memory.meter import Span, timeline
 from recoup.planning.compiling import SHARES, BlockCode, CompiledCode, NudgedCode
 from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import followed

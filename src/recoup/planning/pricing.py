@@ -41,7 +41,7 @@ from typing import NamedTuple
 from torch import nn
 
 from recoup._core.kept_products import Products
-from recoup.memory.timeline import Span
+from recoup.memory.meter import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
 from recoup.planning.work import Product, Residual

@@ -32,7 +32,7 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import is_without_values
-from recoup.memory.timeline import Span, Timeline, most_of, timeline
+from recoup.memory.meter import Span, Timeline, most_of, timeline
 from recoup.planning.arguments import explain_model
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed

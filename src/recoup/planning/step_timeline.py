@@ -13,11 +13,10 @@ from torch import nn
 
 from recoup._arguments import check_type
 from recoup.memory import format_bytes
-from recoup.memory.figures import path_of, write_whole
+from recoup.memory.figures import check_page, page_of, path_of, write_whole
+from recoup.memory.meter import timeline as meter
 from recoup.memory.size import aligned, shown_beside
 from recoup.memory.step_recorder import PHASES, StepLine, StepRecorder
-from recoup.memory.timeline import timeline as meter
-from recoup.memory.timeline_page import check_page, page_of
 from recoup.planning.arguments import example_arguments
 from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions

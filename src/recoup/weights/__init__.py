@@ -15,6 +15,7 @@ from recoup.weights.application import (
     same_draw,
     set_step,
     step,
+    twin,
     update,
 )
 from recoup.weights.conversion import to_plain_names
@@ -22,7 +23,6 @@ from recoup.weights.dropout import freeze_dropped, weight_dropout
 from recoup.weights.function import Draw, apply
 from recoup.weights.noise import kl_divergence, weight_noise
 from recoup.weights.norm import weight_norm
-from recoup.weights.twins import twin
 
 __all__ = [
     "Draw",

@@ -1,31 +1,47 @@
-"""Applying reparametrizations to the parameters of a module tree, listing and changing them."""
+"""Applying reparametrizations to a module tree, listing and changing them, and its twin without.
+
+NOTE [ Two models over the same dictionaries ]
+
+Rule 1. A twin is a deep copy in which all tensors, and the dictionaries of parameters and buffers,
+        are the model's own. Whatever replaces a parameter (`to_empty`, `setattr`, a state that is
+        assigned) writes to the dictionary of both. A copy or a pickle of the pair shares, too.
+Rule 2. Code may hold a module or a tensor that is not registered, in a list or in a hook. The deep
+        copy has a record of what it copied, by which the next copy shares what was missed.
+Rule 3. A reparametrization that stays is the same object in both, with its rate, its schedule and
+        its draw within `same_draw`. A function of the user's own is copied, since it may be a
+        module within the tree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recoup._arguments import check_choice, check_whole
-from recoup._core.modules import check_can_be_derived_from
+from recoup._core.modules import check_can_be_derived_from, is_gathered
 from recoup._core.rng import draw_seed
 from recoup.weights.choosing import (
     Named,
     Where,
-    check,
     check_is_module,
-    check_is_not_written,
-    matching,
+    fit,
     named,
+    note_sharing,
+    reparametrized,
     suited,
 )
 from recoup.weights.compiled import register_operators
 from recoup.weights.module import attach, fit_class, weights_of
-from recoup.weights.reparametrization import Magnitude, Reparametrization
-from recoup.weights.steps import Override, SameDraw, Step
+from recoup.weights.reparametrization import Magnitude, Override, Reparametrization, SameDraw, Step
 from recoup.weights.weight import ParametrizedWeight
+
+M = TypeVar("M", bound=nn.Module)
 
 # What DistributedDataParallel, torch.compile and trainers call the model within them.
 _WRAPPERS = frozenset(("module", "_orig_mod", "_forward_module"))
@@ -36,8 +52,7 @@ def apply_to(
 ) -> nn.Module:
     """Apply a reparametrization from `make` to each parameter of `module` that `where` chooses.
 
-    Everything is checked before anything is changed. With ``tied="same"``, uses of one parameter
-    get one reparametrization, of which a step has one draw.
+    Everything is checked before anything is changed.
     """
     check_choice("own", "same", tied=tied)
     found = suited(module, where)
@@ -53,9 +68,7 @@ def apply_to(
         if tied == "same":
             step = shared.setdefault(id(each.parameter), step)
             step.is_tied = True  # a graph would take the seeds of one use only
-        check(step, each, module)
-        step.fit(each.owner, each.key, each.name)
-        check_is_not_written(step, each)
+        fit(step, each, module)
         steps.append(step)
     for step, each in zip(steps, found, strict=True):
         weights = attach(each.owner).weights
@@ -67,8 +80,8 @@ def apply_to(
             known = weights[each.key] = ParametrizedWeight(each.key, ".".join(parts), name)
         known.set_steps([*known.steps, step])
         step.applied_to(each.owner, each.key)
-    roots = attach(module).roots
-    roots += [each for each in dict.fromkeys(s.application for s in steps) if each not in roots]
+    state = attach(module)
+    state.roots = [*dict.fromkeys((*state.roots, *(step.application for step in steps)))]
     for part in covering:
         attach(part)
         fit_class(part)
@@ -76,17 +89,11 @@ def apply_to(
 
 
 class Applied(NamedTuple):
-    """A reparametrization of one parameter.
+    """A reparametrization of one parameter."""
 
-    Attributes:
-        name: the qualified name of the parameter.
-        reparametrization: the reparametrization that is applied to it.
-        step: the number of steps in training so far: what a schedule is given.
-    """
-
-    name: str
+    name: str  # the qualified one of the parameter
     reparametrization: Reparametrization
-    step: int
+    step: int  # how many there were in training so far: what a schedule is given
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.reparametrization!r}"
@@ -99,7 +106,7 @@ def applied(module: nn.Module) -> list[Applied]:
         module: a module, or a tree of modules.
 
     Returns:
-        An entry for each reparametrization of each use of a parameter.
+        One for each reparametrization of each use.
 
     Example:
         >>> import recoup, torch
@@ -177,8 +184,8 @@ def set_step(module: nn.Module, step: int) -> nn.Module:
     """Set the number of steps that schedules of rates and deviations are given.
 
     By default that is the number of forwards in training so far. Once it is set, it stays until it
-    is set again: set it before each step, to the number of steps of the optimizer, for example, so
-    that accumulated gradients count once and a training that is resumed goes on.
+    is set again: before each step, to the number of steps of the optimizer, for example, so that
+    accumulated gradients count once and a training that is resumed goes on.
 
     Kept: nothing. Backward pays nothing for it.
 
@@ -203,23 +210,6 @@ def set_step(module: nn.Module, step: int) -> nn.Module:
         for application in weight.applications:
             application.step, application.counts = int(step), False
     return module
-
-
-def reparametrized(
-    module: nn.Module, where: Where, argument: str
-) -> list[tuple[Named, ParametrizedWeight]]:
-    """Return the reparametrized weights that `where` chooses, or raise if there are none."""
-    found = [
-        (each, weights_of(each.owner)[each.key])
-        for each in matching(module, where, argument)
-        if each.key in weights_of(each.owner)
-    ]
-    if not found:
-        raise ValueError(
-            f"`{argument}` {where!r} matches no parameter of {type(module).__name__} to which "
-            "anything is applied. See recoup.weights.applied(module)."
-        )
-    return found
 
 
 def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
@@ -262,17 +252,6 @@ def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
     return module
 
 
-def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -> None:
-    """Take reparametrizations off the weights of `module`, and leave its parameters as they are."""
-    for owner in module.modules():
-        for key, weight in [*weights_of(owner).items()]:
-            weight.set_steps([step for step in weight.steps if is_kept(step)])
-            if not weight.steps:
-                del weights_of(owner)[key]
-    for part in module.modules():
-        fit_class(part)
-
-
 # -- contexts around forwards ----------------------------------------------------------------------
 
 
@@ -282,10 +261,10 @@ def step(module: nn.Module) -> Generator[None, None, None]:
 
     A forward of the module that a reparametrization was applied to is a step by itself. Use this
     where a training step computes otherwise: `training_step` of a LightningModule, several forwards
-    with one loss, `model.encode(x)`, a loss that reads `model.embedding.weight`. A schedule counts
-    it once. In evaluation nothing is drawn, as in any forward.
+    with one loss, a loss that reads `model.embedding.weight`. A schedule counts it once. In
+    evaluation nothing is drawn, as in any forward.
 
-    Kept: 8 bytes a weight, as in a forward. Call `backward` and the optimizer's step outside.
+    Kept: 8 bytes a weight. Call `backward` and the optimizer's step outside.
 
     Args:
         module: a module, or a tree of modules.
@@ -308,10 +287,10 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
     """Give each weight one draw for all steps and reads within.
 
     Around several forwards (windows of one sequence, gradients that are accumulated) it makes them
-    use the same noise; with a seed, that noise is a function of the seed and of the names of the
-    parameters, so that a whole data set can be run through one sample, and every rank of a
-    distributed run can have the same noise, as ``same_draw(seed=step)``, or its own, as
-    ``same_draw(seed=step * world_size + rank)``. A schedule counts one step.
+    use the same noise. With a seed, that is a function of the seed and of the names of parameters:
+    a whole data set can be run through one sample, and every rank can have the same noise, as
+    ``same_draw(seed=step)``, or its own, as ``same_draw(seed=step * world_size + rank)``. A
+    schedule counts one step.
 
     Args:
         seed: an int from 0; drawn from the default generator if None.
@@ -362,8 +341,7 @@ def disabled(module: nn.Module) -> AbstractContextManager[None]:
 def enabled(module: nn.Module) -> AbstractContextManager[None]:
     """Turn weight dropout and noise on in `module`, which may be in evaluation mode.
 
-    Monte-Carlo evaluation draws noise and leaves dropout of activations and batch norms in
-    evaluation mode.
+    Monte-Carlo evaluation draws noise, and leaves other layers in evaluation mode.
 
     Args:
         module: a module, or a tree of modules.
@@ -380,3 +358,91 @@ def enabled(module: nn.Module) -> AbstractContextManager[None]:
         False
     """
     return Override(_weights_in(module), is_on=True)
+
+
+# -- a model for evaluation over the same parameters -----------------------------------------------
+
+
+def twin(module: M) -> M:
+    """Return a model for evaluation over the parameters of `module`, without noise on weights.
+
+    It computes what ``module.eval()`` would, whatever the mode of `module`: it is in evaluation
+    mode itself, and `module.train()` and `module.eval()` do not change it. Reparametrizations with
+    mode "training" are not in it, those with "always" and weight norms are.
+
+    Kept: nothing but modules. Parameters and buffers are the same objects under the same names, and
+    remain so when they are stepped, loaded, moved, replaced, or copied and pickled together, as in
+    ``copy.deepcopy((module, twin))``. Everything else is copied as it is now, and does not follow
+    later changes: make it when the model is complete, and before it is wrapped or sharded.
+
+    Args:
+        module: the model, a tree of modules.
+
+    Returns:
+        A module of the same type, in evaluation mode.
+
+    Raises:
+        ValueError: when `module` contains a DistributedDataParallel, a DataParallel, a module that
+            FSDP2 has sharded, or a ScriptModule.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = recoup.weight_dropout(torch.nn.Linear(64, 64))
+        >>> twin, x = recoup.weights.twin(layer), torch.ones(1, 64)
+        >>> twin.weight is layer.get_parameter("weight"), layer.training, twin.training
+        (True, True, False)
+        >>> torch.equal(twin(x), layer.eval()(x))
+        True
+
+    Source: https://github.com/dmlc/gluon-nlp/issues/1060.
+    """
+    check_is_module(module)
+    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel, torch.jit.ScriptModule)
+    parts: Iterator[tuple[str, Any]] = cast("Any", module).named_modules()
+    for name, part in parts:
+        kind = type(cast("object", part)).__name__
+        if isinstance(part, kinds) or is_gathered(part):
+            raise ValueError(
+                f"`module{f'.{name}' if name else ''}` is a {kind}, which cannot be there twice. "
+                "Make the twin of the module within it, before it is wrapped, sharded or scripted; "
+                "a sharded model is evaluated between `model.eval()` and `model.train()`."
+            )
+    made = _copied(module)
+    for part, other in zip(module.modules(), made.modules(), strict=True):
+        note_sharing(part, other)
+        own = weights_of(other)
+        for key, weight in [*own.items()]:
+            weight.set_steps([step for step in weight.steps if step.mode == "always"])
+            if not weight.steps:
+                del own[key]
+    for part in made.modules():
+        fit_class(part)
+    return made.eval()
+
+
+def _copied(module: M) -> M:
+    """Return a copy of `module` in which what is shared stands for itself."""
+    shared = {id(each): each for each in _shared_by(module.modules())}
+    while True:
+        memo: dict[int, Any] = dict(shared)
+        made = copy.deepcopy(module, memo)
+        copied: list[object] = memo.get(id(memo), [])  # where `copy` keeps what it has copied
+        missed = {id(each): each for each in _shared_by(copied) if id(each) not in shared}
+        if not missed:
+            return made
+        shared |= missed
+
+
+def _shared_by(found: Iterable[object]) -> Iterator[Any]:
+    """Yield what a twin shares of modules and tensors; other objects are copied."""
+    for each in found:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, nn.Module):
+            own = (each._parameters, each._buffers)
+            yield from (*own, each._non_persistent_buffers_set)
+            values = [*vars(each).values(), *(value for every in own for value in every.values())]
+            yield from (value for value in values if isinstance(value, Tensor))
+            for weight in weights_of(each).values():
+                yield from weight.applications
+                yield from (step for step in weight.steps if step.function is None)

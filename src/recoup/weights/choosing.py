@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
+from recoup._arguments import check_type
 from recoup._core.modules import check_has_own_forward, is_gathered
 from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Reparametrization
+from recoup.weights.weight import ParametrizedWeight
 
 ANY_WEIGHT = r"(.*[._])?weight(_[^.]*)?"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,19 +33,22 @@ class Named(NamedTuple):
 
 
 def matching(module: nn.Module, where: Where, argument: str = "pattern") -> list[Named]:
-    """Return the parameters that `where` chooses, those of a shared module once.
-
-    Args:
-        module: the tree.
-        where: a regular expression that matches the whole of a qualified name, a type of modules
-            (whose weights are chosen), a function from a qualified name, the parameter and the
-            module that owns it to a bool, or a list of these.
-        argument: the name of `where` in error messages.
-
-    Raises:
-        ValueError: when `where`, or an entry of it, is none of these or chooses nothing.
-    """
+    """Return the parameters that `where` chooses, those of a shared module once."""
     return [each for each, _ in _chosen(module, where, argument)]
+
+
+def reparametrized(
+    module: nn.Module, where: Where, argument: str
+) -> list[tuple[Named, ParametrizedWeight]]:
+    """Return the reparametrized weights that `where` chooses, or raise if there are none."""
+    chosen = matching(module, where, argument)
+    found = [(e, weights_of(e.owner)[e.key]) for e in chosen if e.key in weights_of(e.owner)]
+    if not found:
+        raise ValueError(
+            f"`{argument}` {where!r} matches no parameter of {type(module).__name__} to which "
+            "anything is applied. See recoup.weights.applied(module)."
+        )
+    return found
 
 
 def suited(module: nn.Module, where: Where) -> list[Named]:
@@ -73,7 +78,8 @@ def _unfit(each: Named) -> str | None:
     """Return why nothing can be applied to a parameter, even if it is meant; None if it can."""
     if each.parameter.dtype not in _DTYPES:
         return f"is {each.parameter.dtype}, and must be of a floating-point type of 16 bits or more"
-    if _computes_another(each):
+    name, _, end = each.key.rpartition("_")
+    if end in ("orig", "g", "v") and isinstance(vars(each.owner).get(name), Tensor):
         return (
             "is what torch's pruning, or an old norm of torch, computes a weight from in a hook. "
             "What they write back when they are removed would be a sample of the noise: use "
@@ -85,13 +91,12 @@ def _unfit(each: Named) -> str | None:
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
     """Return what `where` chooses, and whether it means just that parameter."""
     check_is_module(module)
-    for part in module.modules():
-        if type(part).__name__ == "RFModuleAsPTModule":
-            raise ValueError(
-                "`module` is what RETURNN makes of a model of its frontend, whose layers read "
-                "their own parameters, and not those of the module: nothing would be noisy. Use "
-                "recoup.recomputing() within the model (docs/from-returnn.md)."
-            )
+    if any(type(part).__name__ == "RFModuleAsPTModule" for part in module.modules()):
+        raise ValueError(
+            "`module` is what RETURNN makes of a model of its frontend, whose layers read their "
+            "own parameters, and not those of the module: nothing would be noisy. Use "
+            "recoup.recomputing() within the model (docs/from-returnn.md)."
+        )
     candidates = [*named(module)]
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
     found: dict[Named, bool] = {}
@@ -122,9 +127,7 @@ def _chooses(entry: Any, argument: str) -> Callable[[Named], bool]:
     if isinstance(given, type) and issubclass(given, nn.Module):
         kind = given
         is_weight = re.compile(ANY_WEIGHT).fullmatch
-        return lambda each: (
-            isinstance(each.owner, kind) and bool(is_weight(each.key)) and not _is_added(each)
-        )
+        return lambda e: isinstance(e.owner, kind) and bool(is_weight(e.key)) and not _is_added(e)
     if _is_function(entry):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
@@ -140,12 +143,6 @@ def _chooses(entry: Any, argument: str) -> Callable[[Named], bool]:
 
 def _is_function(entry: object) -> bool:
     return callable(entry) and not isinstance(entry, type)
-
-
-def _computes_another(each: Named) -> bool:
-    """Whether a hook of torch makes an attribute of it (`weight` of `weight_orig`, `weight_g`)."""
-    name, _, end = each.key.rpartition("_")
-    return end in ("orig", "g", "v") and isinstance(vars(each.owner).get(name), Tensor)
 
 
 def _is_added(each: Named) -> bool:
@@ -169,9 +166,7 @@ def named(module: nn.Module) -> Iterator[Named]:
 
 def check_is_module(module: object) -> None:
     """Raise if `module` is not a module."""
-    if not isinstance(module, nn.Module):
-        got = module.__name__ if isinstance(module, type) else type(module).__name__
-        raise ValueError(f"`module` is {got}, but must be an nn.Module (an instance, not a class).")
+    check_type(nn.Module, "an nn.Module (an instance, not a class)", module=module)
 
 
 _sharing: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]
@@ -184,8 +179,8 @@ def note_sharing(module: nn.Module, other: nn.Module) -> None:
     _sharing.setdefault(other, weakref.WeakSet()).add(module)
 
 
-def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
-    """Raise if `step` cannot be applied to a parameter of the tree `module`."""
+def fit(step: Reparametrization, each: Named, module: nn.Module) -> None:
+    """Fit `step` to a parameter of the tree `module`, or raise if it cannot be applied to it."""
     name, owner, key, parameter = each
     for part in (module, owner):
         check_has_own_forward(part)
@@ -212,13 +207,10 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
                 f"`{name}` has {other!r} already. Change it by recoup.weights.update, or call "
                 "recoup.weights.remove first."
             )
-
-
-def check_is_not_written(step: Reparametrization, each: Named) -> None:
-    """Raise if the layer of a parameter writes to what `step`, which fits it, would make anew."""
-    if getattr(each.owner, "max_norm", None) is not None and not step.draws_by_row:
+    step.fit(owner, key, name)
+    if getattr(owner, "max_norm", None) is not None and not step.draws_by_row:
         raise ValueError(
-            f"`{each.name}` is of an {type(each.owner).__name__} with `max_norm`, which writes to "
+            f"`{name}` is of an {type(owner).__name__} with `max_norm`, which writes to "
             "what it reads, and that is made anew here. Drop whole rows (`axes=(1,)` of an "
             "Embedding), leave `max_norm` out, or let `pattern` leave the weight out."
         )

@@ -41,8 +41,7 @@ from recoup._core.compile import (
     uncompiled,
 )
 from recoup.errors import RecoupError
-from recoup.weights.reparametrization import Drawn
-from recoup.weights.steps import Step, leave, local
+from recoup.weights.reparametrization import Drawn, Step, leave, local
 
 NOT_IN_GRAPH = (
     "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
@@ -94,7 +93,7 @@ def step_in_graph(
 
 def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight."""
-    if any(step.breaks_graph for step in weight.steps):
+    if any(step.by_autograd or step.is_tied for step in weight.steps):
         if is_traced():  # torch.export does not break graphs
             raise RecoupError(NOT_IN_GRAPH)
         break_graph(NOT_IN_GRAPH)  # See Rule 4
@@ -161,10 +160,8 @@ def _fake_step(*_: object) -> Tensor:
 def _drawn(handles: Sequence[Tensor], given: Sequence[int]) -> Tensor:
     """Return the draws of a read, as two rows: seeds, and magnitudes as bits; 0 where none is.
 
-    Args:
-        handles: that of the weight, and those of the steps around it, the outermost first.
-        given: whether its module is in training mode, whether a graph is built, and the number of
-            its reparametrizations.
+    The handles are that of the weight, and those of the steps around it, the outermost first. Given
+    are whether its module trains, whether a graph is built, and the number of reparametrizations.
     """
     return saved(lambda: torch.ops.recoup.seeds(handles, given, num_recorded()))
 

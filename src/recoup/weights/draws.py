@@ -54,19 +54,13 @@ _local = _Local()
 
 
 class Rate(NamedTuple):
-    """A probability as masks have it (See Rule 2).
+    """A probability as masks have it (See Rule 2)."""
 
-    Attributes:
-        lanes: the type in which words are viewed.
-        num_lanes: the entries for each word.
-        scale: what entries that are kept are multiplied by, as the type of the weight has it.
-        constants: the least value of a lane that is kept, and the scale: as tensors, from which an
-            operator takes half the time, or as numbers for tensors without values.
-    """
-
-    lanes: torch.dtype
-    num_lanes: int
-    scale: float
+    lanes: torch.dtype  # in which words are viewed
+    num_lanes: int  # the entries for each word
+    scale: float  # of entries that are kept, as the type of the weight has it
+    # The least value of a lane that is kept, and the scale: as tensors, from which an operator
+    # takes half the time, or as numbers for tensors without values.
     constants: tuple[Tensor, Tensor] | tuple[int, float]
 
 
@@ -93,18 +87,8 @@ def dropped(
 ) -> Tensor:
     """Return `weight` with entries dropped and the others scaled, in a contiguous tensor.
 
-    Equal to `weight * scales(shape, seed, p)`, where `shape` is that of `weight` with 1 at `axes`.
-
-    Args:
-        weight: any floating-point tensor.
-        seed: from 0 to 2**63 - 1; the same seed drops the same entries of a shape.
-        p: share of entries that is dropped; counts as the nearest multiple of 1/65536. In float16
-            and bfloat16, the scale 1/(1 - p) is rounded too.
-        axes: along which entries are dropped together, from 0 to `weight.dim() - 1`.
-        in_place: whether `weight` may be written to.
-
-    Returns:
-        A tensor of the shape, dtype and device of `weight`; all zeros if p is 1.
+    Entries are dropped together along `axes`. Equal to `weight * scales(shape, seed, p)`, where
+    `shape` is that of `weight` with 1 at `axes`. The weight may be written to if `in_place`.
     """
     mask = mask_beside(weight, seed, p, axes)
     if mask is not None:
@@ -125,20 +109,7 @@ def dropped(
 
 
 def noised(weight: Tensor, seed: int, std: float, *, in_place: bool = False) -> Tensor:
-    """Return `weight` with Gaussian noise added, in a contiguous tensor.
-
-    Equal to `weight + noised(torch.zeros_like(weight), seed, std)`: noise is rounded to the dtype
-    of `weight` before it is added.
-
-    Args:
-        weight: any floating-point tensor.
-        seed: from 0 to 2**63 - 1.
-        std: standard deviation of the noise, in the unit of `weight`.
-        in_place: whether `weight` may be written to.
-
-    Returns:
-        A tensor of the shape, dtype and device of `weight`.
-    """
+    """Return `weight` with Gaussian noise added, which is rounded to its dtype before."""
     noise = noise_beside(weight, seed, std)
     if noise is not None:
         return noise.add_(weight)
@@ -180,13 +151,11 @@ class Mask(NamedTuple):
     rate: Rate
 
     def get(self) -> Tensor:
-        """Draw the mask."""
         kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
         generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
         return _kept(kept, self.rate, generator).mul_(self.rate.constants[1])
 
     def pack(self, _: Tensor) -> Mask:
-        """Return what autograd holds."""
         return self
 
 
@@ -194,9 +163,8 @@ def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ())
     """Return the mask of `dropped`; None where it is more than a piece, or shared along axes."""
     if axes or weight.numel() > _PIECE or not weight.is_cpu:
         return None
-    return Mask(
-        weight.shape, weight.dtype, seed, rate_of(p, weight.dtype, type(weight) is FakeTensor)
-    )
+    dtype, is_fake = weight.dtype, type(weight) is FakeTensor
+    return Mask(weight.shape, dtype, seed, rate_of(p, dtype, is_fake))
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
@@ -211,13 +179,6 @@ def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
 
 
 # -- pieces (See Rules 1 and 3) --------------------------------------------------------------------
-
-
-def _piece_for(out: Tensor) -> int:
-    """Return the number of entries of a result that an operator works on at once."""
-    if not out.is_cpu:
-        return _GPU_PIECE
-    return _PIECE if has_values(out) else max(_PIECE, -(-out.numel() // 16))  # See Rule 5
 
 
 def _kept(out: Tensor, rate: Rate, generator: torch.Generator) -> Tensor:
@@ -243,9 +204,8 @@ def _filling(weight: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) 
 
 def _result(weight: Tensor, in_place: bool) -> Tensor:
     """Return a contiguous tensor for a result: `weight` itself, or a new one."""
-    if in_place and weight.is_contiguous():
-        return weight
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+    is_reused = in_place and weight.is_contiguous()
+    return weight if is_reused else torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _written(
@@ -259,7 +219,9 @@ def _written(
         return out
     is_inference = torch.is_inference_mode_enabled()
     is_shared = out.is_cpu and has_values(out)
-    size, piece = _CHUNK if is_shared else max(1, numel), _piece_for(out)
+    size, piece = (_CHUNK, _PIECE) if is_shared else (max(1, numel), _GPU_PIECE)
+    if out.is_cpu and not is_shared:  # See Rule 5
+        piece = max(_PIECE, -(-numel // 16))
 
     def work(chunk: int) -> None:
         generator = own_generator(device, hash_seed(seed, chunk))

@@ -161,10 +161,8 @@ class FrozenDropped:
         self._uses = [use for _, uses in weights for use in uses]
         for step, noted in self._uses:
             step.records = [*step.records, noted]
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._copy),
-            optimizer.register_step_post_hook(self._write_back),
-        )
+        before = optimizer.register_step_pre_hook(self._copy)
+        self._hooks = (before, optimizer.register_step_post_hook(self._write_back))
 
     def remove(self) -> None:
         """Let the optimizer move all entries again."""
@@ -186,15 +184,11 @@ class FrozenDropped:
             weight.detach().clone() if has_closure or any(noted for _, noted in uses) else None
             for weight, uses in self._weights
         ]
-        self._frozen = [] if has_closure else self._find()
-
-    def _find(self) -> list[Tensor | None]:
-        return [_frozen(weight, uses) for weight, uses in self._weights]
+        self._frozen = [] if has_closure else [_frozen(*each) for each in self._weights]
 
     @torch.no_grad()
     def _write_back(self, *given: object) -> None:
-        """Write the entries back."""
-        frozen = self._frozen or self._find()
+        frozen = self._frozen or [_frozen(*each) for each in self._weights]
         for (weight, _), copy, mask in zip(self._weights, self._copies, frozen, strict=True):
             if copy is not None and mask is not None:
                 weight.copy_(torch.where(mask, copy, weight))
@@ -277,11 +271,12 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
             uses.setdefault(id(each.parameter), []).append(each)
     chosen: list[tuple[Tensor, _Uses]] = []
     for of_one in uses.values():
-        dropouts = [_dropout_of(use) for use in of_one]
-        steps = [step for step in dropouts if step is not None]
-        if len(steps) == len(dropouts):
+        weights = [weights_of(use.owner).get(use.key) for use in of_one]
+        steps = [step for weight in weights if weight is not None for step in weight.steps]
+        dropouts = [step for step in steps if isinstance(step, WeightDropout)]
+        if len(dropouts) == len(of_one) and all(step.is_random for step in steps):
             check_is_plain(of_one[0].parameter, of_one[0].name)
-            chosen.append((of_one[0].parameter, [(step, set()) for step in steps]))
+            chosen.append((of_one[0].parameter, [(step, set()) for step in dropouts]))
     if not chosen:
         raise ValueError(
             f"`optimizer` has no parameter of {type(module).__name__} of which each use has weight "
@@ -289,11 +284,3 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
             "recoup.weights.applied(module)."
         )
     return FrozenDropped(optimizer, chosen)
-
-
-def _dropout_of(use: Named) -> WeightDropout | None:
-    """Return the dropout of a use of a parameter; None if it has none that counts."""
-    weight = weights_of(use.owner).get(use.key)
-    steps = [] if weight is None else weight.steps
-    found = (step for step in steps if isinstance(step, WeightDropout))
-    return next(found, None) if all(step.is_random for step in steps) else None

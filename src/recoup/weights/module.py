@@ -44,8 +44,7 @@ from recoup._core.saved_tensors import Packed, is_transformed, pair_in_force, st
 from recoup._core.tensors import Cast
 from recoup.errors import ReplayError
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
-from recoup.weights.reparametrization import Application
-from recoup.weights.steps import Step, local, running_on
+from recoup.weights.reparametrization import Application, Step, local, running_on
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
 _KEY = "_recoup_attached"
@@ -55,9 +54,7 @@ _BENEATH = "_recoup_beneath"
 class Attached:
     """The state of a reparametrized module.
 
-    Args:
-        weights: its own parameters that are reparametrized.
-        roots: what was applied to this module itself, for its own parameters or those within.
+    `roots` are what was applied to it itself, for its own parameters or those within.
     """
 
     def __init__(self, weights: dict[str, ParametrizedWeight], roots: list[Application]) -> None:

@@ -20,8 +20,8 @@ from recoup._arguments import is_real, shown
 from recoup._core.call import Call, run_again
 from recoup._core.saved_tensors import is_transformed, untransformed
 from recoup.weights import draws
-from recoup.weights.application import apply_to, reparametrized
-from recoup.weights.choosing import ANY_WEIGHT, Where
+from recoup.weights.application import apply_to
+from recoup.weights.choosing import ANY_WEIGHT, Where, reparametrized
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -51,11 +51,7 @@ def weight_noise(
 
     Args:
         module: the module, or a tree of modules. A forward of it is a step, which has one draw.
-        pattern: chooses parameters: a regular expression for the whole of their qualified names, a
-            type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
-            list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only. By default, all weights: names in which
-            "weight" is a word.
+        pattern: chooses parameters, as `pattern` of `weight_dropout` does; by default, all weights.
         std: the standard deviation of the noise, in the units of the weight. A number, a 0-dim
             tensor, or a function from the number of steps in training so far (see `set_step`) to a
             number. Or an `nn.Parameter` of any shape that can be broadcast to each weight, which is
@@ -97,14 +93,7 @@ _LEARNED = ("tensor", "row", "weight")
 
 
 class WeightNoise(Reparametrization):
-    """Weight noise: adds Gaussian noise to a weight.
-
-    Args:
-        application: the call that applied it.
-        std: as for `weight_noise`.
-        mode: as for `weight_noise`.
-        learned: as for `weight_noise`.
-    """
+    """Weight noise: adds Gaussian noise to a weight."""
 
     kind = "weight_noise"
     order = 2
@@ -156,7 +145,16 @@ class WeightNoise(Reparametrization):
         self._key = key
         weight = cast("Tensor", module._parameters[key])
         if isinstance(self._std, nn.Parameter):
-            _check_fits(self._std, weight, name)
+            std = self._std
+            shape = () if is_lazy(std) else tuple(std.shape)
+            sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
+            is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
+            if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
+                raise ValueError(
+                    f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have "
+                    "floating-point numbers and a shape that can be broadcast to that of "
+                    f"`{name}`, {tuple(weight.shape)}. Or let `pattern` leave this weight out."
+                )
         elif self._learned is not None:
             shape = tuple(weight.shape) if self._learned == "weight" else ()
             if self._learned == "row" and weight.dim():
@@ -185,19 +183,6 @@ class WeightNoise(Reparametrization):
         return super().apply(weight, operands, drawn)
 
 
-def _check_fits(std: nn.Parameter, weight: Tensor, name: str) -> None:
-    """Raise if a deviation cannot be broadcast to the weight that is called `name`."""
-    shape = () if is_lazy(std) else tuple(std.shape)
-    sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
-    is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
-    if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
-        raise ValueError(
-            f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have floating-point "
-            f"numbers and a shape that can be broadcast to that of `{name}`, "
-            f"{tuple(weight.shape)}. Or let `pattern` leave this weight out."
-        )
-
-
 # -- the divergence from a prior -------------------------------------------------------------------
 
 
@@ -217,9 +202,8 @@ def kl_divergence(
     tensor. Nothing is drawn, and the mode of `module` does not matter.
 
     A weight with a norm counts as normalized; dropout and functions are left out. A deviation
-    counts by its absolute value, a schedule has its value at the present step, and a deviation of 0
-    has an infinite divergence. A parameter with several names counts once, unless its uses have
-    several deviations.
+    counts by its absolute value, a schedule by that at the present step; one of 0 has an infinite
+    divergence. A parameter with several names counts once, unless its uses have several deviations.
 
     Kept: a few numbers a weight; the divergence of weights in half precision is computed in
     float32. Backward computes the divergence again, and makes the gradient of each weight.
@@ -275,10 +259,8 @@ def kl_divergence(
             f"No parameter of {type(module).__name__} that `where` {where!r} chooses has weight "
             "noise, so there is no divergence. Call recoup.weight_noise first."
         )
-    calls = [
-        Call("kl_divergence", _divergence_of, (*each, prior_std, prior_mean), {})
-        for each in found.values()
-    ]
+    given = [(*each, prior_std, prior_mean) for each in found.values()]
+    calls = [Call("kl_divergence", _divergence_of, each, {}) for each in given]
     parts = [cast("Tensor", run_again(call)) for call in calls]
     return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
@@ -292,15 +274,11 @@ def _check_prior(name: str, value: Any, above: float, needed: str) -> None:
 
 
 def _divergence_of(
-    mean: Tensor,
-    std: Tensor | float,
-    prior_std: float | Tensor | None,
-    prior_mean: float | Tensor,
+    mean: Tensor, std: Tensor | float, prior_std: float | Tensor | None, prior_mean: float | Tensor
 ) -> Tensor:
     num = mean.numel()
-    like = partial(
-        torch.as_tensor, dtype=torch.promote_types(mean.dtype, torch.float32), device=mean.device
-    )
+    dtype = torch.promote_types(mean.dtype, torch.float32)
+    like = partial(torch.as_tensor, dtype=dtype, device=mean.device)
     if num == 0:
         return like(0.0)
     std = like(std)

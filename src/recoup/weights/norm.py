@@ -28,11 +28,7 @@ def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None 
 
     Args:
         module: the module, or a tree of modules.
-        pattern: chooses parameters: a regular expression for the whole of their qualified names, a
-            type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
-            list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only. By default, all weights: names in which
-            "weight" is a word.
+        pattern: chooses parameters, as `pattern` of `weight_dropout` does; by default, all weights.
         dim: the axis with a magnitude for each of its indices; None for a single magnitude.
 
     Returns:
@@ -81,8 +77,14 @@ class WeightNorm(Reparametrization):
                 f"`{name}` has shape {tuple(weight.shape)}, and without entries a weight has no "
                 "direction. Let `pattern` leave it out."
             )
-        if self.dim is not None:
-            self._check_dim(weight, name)
+        dim = self.dim
+        if dim is not None:
+            if type(dim) is not int or not -weight.dim() <= dim < weight.dim():
+                raise ValueError(
+                    f"`dim` is {dim}, but `{name}` has shape {tuple(weight.shape)}, so it must be "
+                    f"from {-weight.dim()} to {weight.dim() - 1}, or None."
+                )
+            self.dim = dim % weight.dim()
         has_numbers = is_plain(weight) and has_values(weight)
         if has_numbers and not _lengths_of(weight.detach(), self.axis).all():
             raise ValueError(
@@ -90,14 +92,6 @@ class WeightNorm(Reparametrization):
                 "zero and a padding row do, and these have no direction: it would be NaN. Give "
                 "them values first, choose another `dim`, or let `pattern` leave it out."
             )
-
-    def _check_dim(self, weight: Tensor, name: str) -> None:
-        if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():
-            raise ValueError(
-                f"`dim` is {self.dim}, but `{name}` has shape {tuple(weight.shape)}, so it must be "
-                f"from {-weight.dim()} to {weight.dim() - 1}, or None."
-            )
-        self.dim %= weight.dim()
 
     @property
     def axis(self) -> int:
@@ -138,8 +132,8 @@ class WeightNorm(Reparametrization):
 class _Product(torch.autograd.Function):
     """The product as torch computes it, with a correct second derivative and no copy of the weight.
 
-    It does not use `save_for_backward`: a region around it would count the residuals, and a weight
-    that was made before the region began is made only in the region's second run.
+    Without `save_for_backward`: a region around it would count the residuals, and a weight from
+    before the region is made only in the region's second run.
     """
 
     @staticmethod
@@ -178,7 +172,6 @@ def _fused(weight: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _product_of(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
-    """Return the product by differentiable operators of torch, which keep their residuals."""
     return weight * (norms / _lengths_of(weight, dim))
 
 

@@ -2,7 +2,7 @@
 
 NOTE [ A read computes ]
 
-Rule 1. In a step (see `steps`), or where a graph is built, a read of the attribute returns the
+Rule 1. In a step (see `Step`), or where a graph is built, a read of the attribute returns the
         reparametrized weight if its module trains or the reparametrization has the mode "always";
         whoever reads it. In evaluation, and without a graph outside of steps, it is the parameter.
         A norm is no noise: every read computes it.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -38,8 +39,16 @@ from recoup._core.devices import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
 from recoup.errors import RecoupError, ReplayError
 from recoup.weights.compiled import new_handle
-from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
-from recoup.weights.steps import Override, SameDraw, Step, local
+from recoup.weights.reparametrization import (
+    Application,
+    Drawn,
+    Operands,
+    Override,
+    Reparametrization,
+    SameDraw,
+    Step,
+    local,
+)
 
 # The draws of a read, how many seeds they took from the stream, and the version of the raw weight.
 _Recorded = tuple[tuple[Drawn, ...], int, int]
@@ -49,21 +58,18 @@ _MOST = 512  # places in the random stream that are remembered
 class ParametrizedWeight:
     """A parameter under one of its names: each use of a shared parameter has its own.
 
-    Args:
-        key: its name in the module that owns it.
-        path: its qualified name, on which its draws depend.
-        name: its name in errors.
-        steps: its reparametrizations; they run in their own order, not in that of the calls.
+    Its draws depend on `path`, its qualified name. Its reparametrizations run in their own order,
+    not in that of the calls.
     """
 
     def __init__(
-        self, key: str, path: str, name: str, steps: list[Reparametrization] | None = None
+        self, key: str, path: str, name: str, steps: Iterable[Reparametrization] = ()
     ) -> None:
         self.key = key
         self.path = path
         self.name = name
         self.handle = new_handle(self)
-        self.set_steps(steps or [])
+        self.set_steps(steps)
         self.is_switched = False  # whether a context has ever turned noise on, in evaluation too
         self.lock = threading.RLock()
         self._by_place: dict[int, _Recorded | None] = {}  # None where there are two
@@ -72,8 +78,7 @@ class ParametrizedWeight:
     def __reduce__(self) -> tuple[Any, ...]:
         return ParametrizedWeight, (self.key, self.path, self.name, self.steps)
 
-    def set_steps(self, steps: list[Reparametrization]) -> None:
-        """Set its reparametrizations."""
+    def set_steps(self, steps: Iterable[Reparametrization]) -> None:
         self.steps = sorted(steps, key=lambda step: step.order)
 
     @property
@@ -122,8 +127,11 @@ class ParametrizedWeight:
         if known is not None:
             again = weight
         elif step.owner is not module and weight.requires_grad:
-            is_recomputed = type(getattr(weight, "_recoup_source", None)) is _Recomputed
-            stub = _stub_of(weight) if is_recomputed else None
+            if type(getattr(weight, "_recoup_source", None)) is _Recomputed:
+                # Without memory; through it gradients reach the node of `weight`.
+                empty = weight.new_empty(()).expand(weight.shape)
+                stub = cast("Tensor", _WithNode.apply(weight, empty))
+                seam.reverse_at_once(stub)
             _forget_after_backward(weight, step, self)
         step.last = weight
         step.made[self] = given, weakref.ref(weight), stub, again
@@ -340,13 +348,6 @@ def _forget_after_backward(weight: Tensor, step: Step, key: ParametrizedWeight) 
             step.last = None
 
     cast("Any", weight.grad_fn).register_hook(forget)
-
-
-def _stub_of(weight: Tensor) -> Tensor:
-    """Return a tensor without memory through which gradients reach the node of `weight`."""
-    stub = cast("Tensor", _WithNode.apply(weight, weight.new_empty(()).expand(weight.shape)))
-    seam.reverse_at_once(stub)
-    return stub
 
 
 class _WithNode(torch.autograd.Function):

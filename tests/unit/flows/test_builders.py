@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributions import Normal
 
 from recoup.flows import ConvNetwork, DenseNetwork, Logistic
-from recoup.flows.latents import as_tuple
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -20,6 +19,7 @@ from recoup.invertible import (
     LipschitzConv2d,
     VariationalDequantize,
 )
+from recoup.invertible.contract import as_tuple
 from tests.oracle import assert_same_step
 from tests.unit.flows.models import (
     BUILDERS,
@@ -158,6 +158,7 @@ def test_even_and_odd_entries_of_nice_take_turns_and_its_end_scales():
         ("glow", SMALL, {"coupling": "linear"}, "`coupling` is 'linear'"),
         ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
         ("flow++", VECTOR, {"variational": True}, "`variational` is for images"),
+        ("flow++", SMALL, {"variational": "no"}, "`variational` is 'no'"),
         ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
     ],
     ids=str,

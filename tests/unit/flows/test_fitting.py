@@ -142,6 +142,7 @@ MISTAKES = {
     "`images` has values tha": {"data": points().index_fill(0, torch.tensor([7]), torch.nan)},
     "`images` is ndarray.* torch.from_numpy": {"data": points().numpy()},
     "`images` has 1 samples, and none are left": {"data": torch.zeros(1, 2)},
+    r"`images` is Tensor \(\), but must": {"data": torch.tensor(1.0)},
     "`validation` is Tensor": {"validation": torch.zeros(9, 3)},
     "`validation` is 0.0": {"validation": 0.0},
     "`test` is 1.0": {"test": 1.0},

@@ -15,15 +15,7 @@ from torch.distributions import AffineTransform, SigmoidTransform, TransformedDi
 from torch.optim.swa_utils import AveragedModel
 
 from recoup.flows import Flow, Logistic, RealNVP
-from recoup.invertible import (
-    ActNorm,
-    AffineCoupling,
-    Chain,
-    Dequantize,
-    Flip,
-    Split,
-    Squeeze,
-)
+from recoup.invertible import ActNorm, AffineCoupling, Chain, Dequantize, Flip, Split, Squeeze
 from tests.unit.flows.models import SMALL, built, filled
 
 

@@ -104,6 +104,7 @@ GradStore(dtype=torch.int64) -> `dtype` -> floating-point
 GradStore(device="moon") -> `device` -> is 'moon'
 GradStore(ddp=w.model) -> `ddp` -> must be the DistributedDataParallel
 GradStore.from_grad(w.params) -> None of the 2 targets -> allow_empty
+GradStore.from_grad([]) -> `params` -> is empty
 # backward
 w.store.backward(w.loss().detach()) -> `outputs` -> does not require grad
 w.store.backward(w.loss(), weight=0) -> `weight` -> is 0, but .* above zero
@@ -128,6 +129,7 @@ w.store.add_(w.weight, X) -> gradient of -> shape \(1, 3\).*the same shape
 w.store.add_(w.weight, dense(2, 3) * 1j) -> gradient of -> complex
 w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
 w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
+w.store.add_(w.weight, dense(2, 3), alpha=math.inf) -> `alpha` -> is inf.*finite
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
 w.store.split(w.weight) -> `groups` -> \[tensor\]
 w.store.extend -> no `extend` -> a\.extend_\(b\)
@@ -138,6 +140,7 @@ w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
 w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
 GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
 w.store.scale_(dense(3)) -> `factor` -> single real number
+w.store.scale_(math.inf) -> `factor` -> is inf.*finite
 w.store * w.store ->  -> unsupported operand
 w.store - {} ->  -> unsupported operand
 w.store / 0 ->  -> division
@@ -181,6 +184,7 @@ GradStore().all_reduce_() -> `params` -> order
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments
 segments(w, []) -> `segments` -> is empty
+segments(w, torch.tensor(1.0)) -> `segments` -> shape \(\)
 segments(w, [w.model, 3]) -> `segments\[1\]` -> is 3
 segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
 segments(w, loss=lambda y: y) -> `loss_fn` -> shape \(1, 2\).*Sum it

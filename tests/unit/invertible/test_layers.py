@@ -447,6 +447,13 @@ def test_values_of_arguments_that_are_none(make, values):
                 make(**{name: value})
 
 
+MADE = (
+    ActNorm(2), AdditiveCoupling(nn.Identity()), AdditiveCoupling(nn.Identity(), exact=True),
+    AffineCoupling(nn.Conv2d(1, 2, 1), split="checkerboard"), Chain(), Chain(Flip()),
+    Chain(Flip(), memory="constant"), Dequantize(4), Flatten((2,)), Flip(),
+    InvertibleResidual(LipschitzLinear(2, 2)), Logit(), Normalize([0.0, 1.0], 1.0), Permute(2),
+    Split(), Squeeze(), VariationalDequantize(4, Chain(Flip())),
+)  # fmt: skip
 REFUSED = [
     # chains
     (lambda: Chain(Flip(), nn.Tanh()), r"`modules\[1\]` is a Tanh"),
@@ -485,6 +492,15 @@ REFUSED = [
     (lambda: Squeeze().inverse(torch.randn(1, 6, 2, 2)), "multiple of 4"),
     (lambda: Split()(torch.randn(2, 1, 4)), r"`x` has shape \(2, 1, 4\), but Split needs"),
     (lambda: Permute([1, 0])(torch.randn(1, 4)), r"`x` has shape \(1, 4\)"),
+    (lambda: Permute(0), "`permutation` is 0, but must be a whole number, at least 1"),
+    (lambda: Split().inverse(torch.randn(2, 4)), "`y` has 1 parts, .* the pair"),
+    *((lambda size=size: LipschitzConv2d(2, 2, size), "`kernel_size")
+      for size in ((), (3, 3, 3), (3, 0))),
+    (lambda: LipschitzConv2d(2, 2, 3, padding=()), "`padding` is "),
+    *((lambda value=value: check_invertible(Flip(), torch.randn(2, 6), tolerance=value),
+       "`tolerance` is ") for value in (-1, math.inf)),
+    *((partial(getattr(layer, way), value), "`[xy]` is ")
+      for layer in MADE for way in ("forward", "inverse") for value in (None, [1.0])),
 ]  # fmt: skip
 
 

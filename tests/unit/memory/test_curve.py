@@ -12,7 +12,7 @@ import torch
 
 from recoup.errors import RecoupError
 from recoup.memory import Curve, Point, curve, curves, figures, load_builder
-from recoup.memory.points import build_name, measured, training_step
+from recoup.memory.curves import build_name, measured, training_step
 
 BUILDERS = Path(__file__).with_name("builders.py")
 

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from recoup.memory import StepLine, Stretch, format_bytes
-from recoup.memory.timeline_page import check_page, page_of
+from recoup.memory.figures import check_page, page_of
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\">&amp;'\u2028"
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")

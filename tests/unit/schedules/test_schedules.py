@@ -206,6 +206,7 @@ REFUSED = [
     (lambda: simulate(linear(2), in_flight_bytes=-1), "`in_flight_bytes` is -1"),
     *((lambda call=call: call(linear(2), costs=[stage()]),
        "`costs` has 1 numbers, but this schedule needs 2") for call in (simulate, trace)),
+    (lambda: trace(linear(2), [stage()] * 2, first=-1), "`first` is -1"),
     (lambda: Cost(float("nan"), 1, 1), "`seconds` is nan"),
     (lambda: Cost(1.0, -1, 1), "`state_bytes` is -1"),
     (lambda: Cost(1.0, 2, 1), r"`tape_bytes` is 1, .* `state_bytes` \(2\)"),
