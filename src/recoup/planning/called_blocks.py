@@ -31,14 +31,16 @@ Rule 7. It is not where it cannot run again, nor of a model of which ranks hold 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import dropwhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.module_marks import is_gathered
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
@@ -57,7 +59,9 @@ from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Observer, Step
+from recoup.planning.tiled_head import TiledHead, is_linear
 
+_LEAST_ROWS, _MOST_ROWS = 64, 1024  # of a tile: a product of fewer is slow
 _MOST_TRIES = 64
 _ENOUGH_ALIKE = 3
 
@@ -255,3 +259,70 @@ def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
         return [module]
     found = [inner for part in called[0] for inner in _expanded(part, chains)]
     return found if repeats(found) else [module]
+
+
+def output_layer_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHead | None:
+    """Return the output layer of a model if it can run in tiles (Rule 1 of `tiled_head`).
+
+    One forward is run.
+
+    Args:
+        step: the step.
+        blocks: the names and modules of the blocks.
+        tiles: how many tiles it has; None to choose.
+    """
+    named = [block for _, block in blocks]
+    within = {each for block in named for each in block.modules()}
+    heads: dict[nn.Module, str] = {
+        module: name
+        for name, module in named_modules(step.model)
+        if isinstance(module, nn.Linear) and module not in within and not is_compiled(module)
+    }
+    with step.rehearsed():
+        calls = step.observe_forward([*named, *heads], lambda: _HeadObserver(heads)).calls
+    modules = [each.module for each in calls]
+    once = [each for each in calls if modules.count(each.module) == 1]
+    head = max(once, key=lambda each: each.num_bytes, default=None)
+    # FSDP2 gathers a weight for the calls of one module. Where that is the head, the weight is gone
+    # when a cross entropy asks for its pieces; where it is the model, FSDP2 reads what the model
+    # returns, in its last hook. Neither is so if the head is one of the layers of a model that
+    # returns its loss.
+    if head is None or is_gathered(head.module):
+        return None
+    # As large as the gradient of the weight, which is there at any time, are the logits of as
+    # many rows as there are features; they are there up to four times.
+    rows = min(max(head.num_features // 4, _LEAST_ROWS), _MOST_ROWS)
+    rows = rows if tiles is None else math.ceil(head.num_rows / tiles)
+    made = TiledHead(heads[head.module], head.module, head.num_rows, head.num_bytes, rows)
+    return made if head.num_rows > rows else None
+
+
+class _HeadCall(NamedTuple):
+    module: nn.Module
+    num_rows: int
+    num_features: int
+    num_bytes: int  # of its output
+
+
+class _HeadObserver(Observer):
+    """An observer of calls of layers after the last block.
+
+    Args:
+        heads: the modules outside of blocks that may be the output layer; others are blocks.
+    """
+
+    def __init__(self, heads: Iterable[nn.Module]) -> None:
+        self._heads = set(heads)
+        self.calls: list[_HeadCall] = []
+
+    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note a call."""
+        if module not in self._heads:
+            self.calls.clear()
+            return
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and output.dim() > 1:
+            *rows, num_features = x.shape
+            is_by_row = [*output.shape[:-1]] == rows and output.shape[-1] > num_features
+            if is_by_row and is_linear(module, module.forward):
+                self.calls.append(_HeadCall(module, math.prod(rows), num_features, output.nbytes))

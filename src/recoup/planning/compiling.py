@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import time
 import warnings
 from collections import Counter
@@ -36,7 +37,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup._core.compile import with_own_code
 from recoup._core.operators import compiles_nothing
@@ -201,26 +205,62 @@ def _call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
 # -- backends --------------------------------------------------------------------------------------
 
 
+def _partitioned(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
+    """Return the graphs of forward and backward; what draws is kept (See Rule 2)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and _draws(node, graph):
+            # Of several outputs each is saved by itself: a tuple cannot be.
+            parts = [user for user in node.users if user.target is operator.getitem]
+            for saved in (node, *parts):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(graph, inputs, **kwargs)
+
+
+def _draws(node: Node, graph: GraphModule) -> bool:
+    """Whether a node draws random numbers, or a graph within it does (that of a branch)."""
+    called = [each for each in (node.target, *node.args) if isinstance(each, OpOverload)]
+    if any(torch.Tag.nondeterministic_seeded in each.tags for each in called):
+        return True
+    inner = (each for each in node.all_input_nodes if each.op == "get_attr")
+    graphs = (getattr(graph, str(each.target), None) for each in inner)
+    return any(
+        each.op == "call_function" and _draws(each, found)
+        for found in graphs
+        if isinstance(found, GraphModule)
+        for each in found.graph.nodes
+    )
+
+
+class _SavingDraws:
+    """`_partitioned`, as inductor takes it."""
+
+    def __call__(self, gm: Any, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
+        return _partitioned(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "recoup, draws are kept, 4"  # the key of its results in the compiler's cache
+
+
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    from recoup.planning.partitioning import SavingDraws
-
-    return compile_fx(graph, inputs, config_patches={"custom_partitioner_fn": SavingDraws()})
+    CustomPartitionerFn.register(_SavingDraws)  # no subclass: to import it imports the compiler
+    return compile_fx(graph, inputs, config_patches={"custom_partitioner_fn": _SavingDraws()})
 
 
 def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
-    from recoup.planning.partitioning import partitioned
-
     def as_it_is(graph: Any, inputs: Sequence[Any]) -> Any:
         del inputs
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
-        fw_compiler=as_it_is, partition_fn=partitioned, keep_inference_input_mutations=True
+        fw_compiler=as_it_is, partition_fn=_partitioned, keep_inference_input_mutations=True
     )
     return backend(graph, inputs)
 

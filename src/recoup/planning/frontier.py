@@ -54,15 +54,13 @@ from recoup.planning.called_blocks import (
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
-from recoup.planning.plan import Plan, draw_frontier, own_forwards
+from recoup.planning.plan import Plan, faster_of, own_forwards, verified
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
-from recoup.planning.priced_ways import price_codes, with_inverses
-from recoup.planning.ranks import is_sharded, largest_among_ranks
+from recoup.planning.priced_ways import price_codes, with_inverses, with_tiles
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
-from recoup.planning.step import Step
-from recoup.planning.tiling import with_tiles
+from recoup.planning.report import draw_frontier
+from recoup.planning.step import Step, is_sharded, largest_among_ranks
 from recoup.planning.verification import DifferentStepError
-from recoup.planning.verified_plan import faster_of, verified
 
 _NUM_ROWS = 12  # that are printed
 _SHARE_BETWEEN = 1 / 16  # of the peak that what runs between blocks must hold
@@ -119,11 +117,7 @@ class Frontier:
     """
 
     def __init__(
-        self,
-        kinds: Sequence[PricedBlocks],
-        room: Room,
-        remedy: str = "",
-        reason: str | None = None,
+        self, kinds: Sequence[PricedBlocks], room: Room, remedy: str = "", reason: str | None = None
     ) -> None:
         self.model = kinds[0].step.model
         self.baseline_bytes, self._room = room.baseline_bytes, room

@@ -70,7 +70,7 @@ from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.compiling import BlockCode
-from recoup.planning.following import PlannedModel
+from recoup.planning.following import PlannedModel, each_alone
 from recoup.planning.forwards import (
     Args,
     CallOutputs,
@@ -79,10 +79,8 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import Measured, MeasuredCall, saved_fraction, selection_of_part
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.step import Step, now, seconds_of
+from recoup.planning.step import Step, largest_among_ranks, now, seconds_of
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Way, constant

@@ -32,8 +32,7 @@ from recoup._core.tiers import existing_folder, tier_for
 from recoup.memory import parse_bytes
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.step import Step
+from recoup.planning.step import Step, largest_among_ranks
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 

@@ -44,30 +44,23 @@ from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import measure_most
 from recoup.planning.compiling import CodeByModule
+from recoup.planning.following import each_alone
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
-from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import (
-    Measured,
-    MeasuredCall,
-    as_in_plain_step,
-    price,
-    selections,
+from recoup.planning.pricing import Measured, MeasuredCall, as_in_plain_step, price, selections
+from recoup.planning.step import (
+    Rehearsed,
+    Step,
+    largest_among_ranks,
+    largest_costs_among_ranks,
+    on_any_rank,
+    rehearse,
+    seconds_of,
 )
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
-from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.verification import Outcome, has_room
 from recoup.planning.work import is_attention
-from recoup.schedules import (
-    Cost,
-    Point,
-    Schedule,
-    frontier,
-    linear,
-    simulate,
-    trace,
-)
+from recoup.schedules import Cost, Point, Schedule, frontier, linear, simulate, trace
 
 _NOISE = 1.03  # of times, which says nothing
 

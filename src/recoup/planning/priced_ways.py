@@ -1,4 +1,4 @@
-"""The costs of blocks that may run compiled, or be inverted.
+"""The costs of blocks that may run compiled, be inverted, or have their output layer in tiles.
 
 NOTE [ Costs of several codes ]
 
@@ -56,16 +56,16 @@ import torch
 from recoup._core.compile import is_compiled
 from recoup._core.devices import generator_states, same_states, with_seed
 from recoup._core.drift_guard import DriftGuard
-from recoup.errors import ChangedError, ReplayError
+from recoup.errors import ChangedError, GradientError, ReplayError
 from recoup.memory.timeline import Span, timeline
+from recoup.planning.called_blocks import output_layer_of
 from recoup.planning.compiling import SHARES, BlockCode, CompiledCode, NudgedCode
-from recoup.planning.following import PlannedModel
+from recoup.planning.following import PlannedModel, chains_of
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, medians_of_alike
-from recoup.planning.planned_stages import chains_of
-from recoup.planning.priced_blocks import PricedBlocks, codes_again
+from recoup.planning.priced_blocks import PricedBlocks, codes_again, price_blocks
 from recoup.planning.pricing import Measured, MeasuredCall, price
-from recoup.planning.ranks import (
+from recoup.planning.step import (
     is_sharded,
     largest_among_ranks,
     largest_costs_among_ranks,
@@ -80,6 +80,8 @@ _logger = logging.getLogger("recoup.planning.compiling")
 _NUM_STEPS = 2  # that are timed
 _NOISE = 0.01  # a relative difference of times that says nothing
 _EPS_OF_TF32 = 2.0**-11
+_WORTH = 1 / 32  # of the least bytes: smaller logits are left alone
+_LESS = 0.97  # of the least bytes: a head that leaves more is left alone
 
 
 class _Candidate(NamedTuple):
@@ -400,3 +402,27 @@ def _measured_inverses(
         for (index, before), (_, span) in pairwise(marks)
         if index in inverted and index not in refused
     }
+
+
+def with_tiles(kind: PricedBlocks, tiles: int | bool) -> list[PricedBlocks]:
+    """Return the kind of blocks, and the same with its head in tiles if that can take fewer bytes.
+
+    Args:
+        kind: blocks with their costs.
+        tiles: how many tiles a head has; True to choose.
+    """
+    head = output_layer_of(kind.step, kind.blocks, None if tiles is True else tiles)
+    num_bytes = 0 if head is None else head.num_bytes
+    most, is_missing = largest_among_ranks(kind.step.model, [num_bytes, head is None])
+    if head is None or is_missing or most < _WORTH * kind.points[0].peak_bytes:
+        return [kind]
+    step = replace(kind.step, tiled=head)
+    step.verification.expect(kind.measured.outcome, is_plain=False)  # of a step without tiles
+    try:
+        found = price_blocks(step, kind.blocks, kind.place)
+    except (ChangedError, GradientError):
+        return [kind]  # other code does with the output what only the whole can serve
+    if found.points[0].peak_bytes > _LESS * kind.points[0].peak_bytes:
+        return [kind]
+    found.step.verification.allow_other_sums(head.eps)  # known now
+    return [kind, found._replace(plain_seconds=kind.plain_seconds)]

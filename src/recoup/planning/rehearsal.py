@@ -47,10 +47,14 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
+from recoup._core.compile import never_compiled
 from recoup._core.devices import generators_restored
 from recoup._core.graph_ends import ends_of
 from recoup._core.module_marks import is_gathered
+from recoup._core.operators import DispatchMode, has_schema, traits_of
+from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import set_versions, version_of
+from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import check_is_in_its_mode, is_without_values
 from recoup.errors import ReplayError
 
@@ -95,12 +99,7 @@ def rehearsal(
     arguments = [value for value in values if not _is_function(value)]
     found = StateSnapshot([module, *arguments], _held_by(values))
     torch.clear_autocast_cache()  # earlier casts would not be counted
-    with (
-        generators_restored(),
-        streams_restored(),
-        without_gradients(parameters),
-        uncollected(),
-    ):
+    with generators_restored(), streams_restored(), without_gradients(parameters), uncollected():
         _here.num_rehearsals += 1
         try:
             yield
@@ -391,3 +390,42 @@ def _total(tensor: Tensor) -> float:
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     total = float(abs(torch.sum(tensor.detach(), dtype=kind)))
     return total if total == total else float("inf")
+
+
+class WriteWatch(DispatchMode):
+    """A mode that copies the parameters of a model that operators write to, before they do.
+
+    So a copy of all parameters, which may not fit, is not needed. Operators show every write, also
+    one through `.data`, which leaves the version as it was.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        written: these parameters, in the order of the first writes.
+        undo: what puts the copies back.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.written: list[nn.Parameter] = []
+        self.undo: list[Undo] = []
+        self._untouched: dict[torch.UntypedStorage, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            for storage in storages_of([parameter]):
+                self._untouched.setdefault(storage, []).append(parameter)
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        writes = traits_of(func).writes if has_schema(func) else ()
+        given = (*enumerate(args), *kwargs.items())
+        for storage in storages_of(tensors_in([each for key, each in given if key in writes])):
+            for parameter in self._untouched.pop(storage, ()):
+                self.written.append(parameter)
+                self.undo.append(restoring(parameter))
+        return func(*args, **kwargs)

@@ -61,9 +61,8 @@ from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
-from recoup.planning.step import Step, rehearse_planned
+from recoup.planning.step import Step, largest_among_ranks, rehearse_planned
 
 _MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
 _NEAR = 0.97  # of the entries: such a shape loses nothing that is worth a plan

@@ -16,12 +16,7 @@ from torch import nn
 from recoup._arguments import check_callable, check_flag, is_whole
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.arguments import (
-    built_arguments,
-    check_module,
-    example_arguments,
-    shapes_of,
-)
+from recoup.planning.arguments import built_arguments, check_module, example_arguments, shapes_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import (

@@ -246,8 +246,8 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
         drawn.extend(panels)
         return b""
 
-    monkeypatch.setattr("recoup.planning.plan.rendered", rendered)
-    monkeypatch.setattr("recoup.planning.plan.finish", lambda *args: None)
+    monkeypatch.setattr("recoup.planning.report.rendered", rendered)
+    monkeypatch.setattr("recoup.planning.report.finish", lambda *args: None)
     made.figure(tmp_path / "plan.png")
     before, after = (call.args[0] for call in drawn[0].plot.call_args_list)
     (place,) = (call.args[1] for call in drawn[1].plot.call_args_list)
