@@ -1,19 +1,18 @@
-"""What forwards show of blocks: which are called, which are left out, and which are stages.
+"""What forwards show of blocks: which are called, left out or stages, and the output layer.
 
 NOTE [ Blocks that are left out ]
 
 Rule 1. A plan is for the forward that calls the most blocks. A step has a seed, so each run of it
         calls the same ones. If the measured step skipped some, a few forwards are run with other
-        seeds. The one that calls the most blocks is then measured instead, and rehearsed.
+        seeds, and the one that calls the most blocks is measured and rehearsed instead.
 Rule 2. A block that this one does not call is not a stage. If it is called later, it is recomputed
         from its arguments (See NOTE [ Following a plan ]).
 
 NOTE [ Stages ]
 
-Rule 3. A stage is a block whose forward passes its input from one submodule to the next and
-        returns the output of the last one. All of these submodules can be blocks in its place (the
-        layers of a Swin stage and its downsampling), if several of them that have submodules are
-        of one class.
+Rule 3. A stage is a block whose forward passes its input from one submodule to the next and returns
+        the output of the last one. If several of these that have submodules are of one class (the
+        layers of a Swin stage), all of them can be blocks in its place.
 Rule 4. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
         but none receives the output of the one before; and a residual connection around a list of
         layers belongs to none of the layers. Such a block is not divided.
@@ -67,15 +66,7 @@ _ENOUGH_ALIKE = 3
 
 
 def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured]:
-    """Measure the step that calls the most blocks (See Rule 1).
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-
-    Returns:
-        The step with the seed under which it was measured, and the measurements.
-    """
+    """Return the step with the seed that calls the most blocks, measured (See Rule 1)."""
     measured, modules = measure_blocks(step, blocks), [module for _, module in blocks]
     called = {call.module for call in measured.calls}
     if len(called) == len(modules):
@@ -144,16 +135,7 @@ def _called_as(block: nn.Module) -> nn.Module | None:
 def with_modules_between(
     step: Step, blocks: list[Block], calls: Sequence[MeasuredCall]
 ) -> list[Block]:
-    """Return blocks with the modules that run before them and between them (See Rules 6 and 7).
-
-    Args:
-        step: the step, with the seed under which it was measured.
-        blocks: the names and modules of the blocks.
-        calls: its calls of them.
-
-    Returns:
-        The blocks; none if there are no such modules.
-    """
+    """Return blocks with the modules before and between them, if any (See Rules 6 and 7)."""
     taken = {id(part) for _, block in blocks for part in block.modules()}
     others = [
         module
@@ -184,10 +166,6 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
     """Return the kinds of blocks to choose from: those with divided stages (if any), and `blocks`.
 
     One forward is run if a block contains a list of modules of one class.
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
     """
     parts: dict[int, nn.Module] = {}
     for _, block in blocks:
@@ -264,12 +242,7 @@ def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
 def output_layer_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHead | None:
     """Return the output layer of a model if it can run in tiles (Rule 1 of `tiled_head`).
 
-    One forward is run.
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-        tiles: how many tiles it has; None to choose.
+    One forward is run. `tiles` is how many it has; None to choose.
     """
     named = [block for _, block in blocks]
     within = {each for block in named for each in block.modules()}
@@ -305,11 +278,7 @@ class _HeadCall(NamedTuple):
 
 
 class _HeadObserver(Observer):
-    """An observer of calls of layers after the last block.
-
-    Args:
-        heads: the modules outside of blocks that may be the output layer; others are blocks.
-    """
+    """An observer of calls of the modules that may be the output layer, after the last block."""
 
     def __init__(self, heads: Iterable[nn.Module]) -> None:
         self._heads = set(heads)

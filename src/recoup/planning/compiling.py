@@ -55,20 +55,12 @@ _logger = logging.getLogger(__name__)
 
 
 class BlockCode:
-    """The code that blocks run by: their own. It is a follower of blocks that all keep residuals.
-
-    A subclass is other code for the same results.
-    """
+    """The code that blocks run by: their own. It is a follower of blocks that keep residuals."""
 
     name = "eager"
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
-        """Return what all runs of one call of a block are by.
-
-        Args:
-            module: the block.
-            forward: its forward, bound.
-        """
+        """Return what all runs of one call of a block are by, given its bound forward."""
         del module
         return forward
 
@@ -78,14 +70,11 @@ class BlockCode:
 
 
 class CompiledCode(BlockCode):
-    """What torch.compile makes of blocks at one budget of its partitioner (See Rule 1).
+    """What torch.compile makes of blocks at one share of the bytes it would keep (See Rule 1).
 
-    Args:
-        share: the share of the bytes that the compiler would keep for the least time, from 0 to 1.
-        backend: "inductor", or "aot_eager" for graphs that are partitioned alike, but whose
-            operators run one by one.
-        failed: the structures of blocks that cannot be compiled, to which this code adds those
-            that it finds.
+    The backend is "inductor", or "aot_eager" for graphs that are partitioned alike, but whose
+    operators run one by one. `failed` are the structures of blocks that cannot be compiled; this
+    code adds those that it finds.
     """
 
     def __init__(
@@ -170,11 +159,7 @@ class CompiledCode(BlockCode):
 
 
 class CodeByModule(BlockCode):
-    """A code for each of some blocks; all others run by their own.
-
-    Args:
-        codes: the codes, by the id of the block.
-    """
+    """A code for each of some blocks, by their ids; all others run by their own."""
 
     def __init__(self, codes: dict[int, BlockCode]) -> None:
         self._codes = codes
@@ -280,11 +265,7 @@ _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 
 def backend_of(compile: bool | str) -> str | None:  # noqa: A002
-    """Return the backend by which blocks are compiled; None if they are not.
-
-    Raises:
-        ValueError: `compile` is neither a bool nor the name of a backend.
-    """
+    """Return the backend by which blocks are compiled; None if they are not."""
     if isinstance(compile, bool):
         return "inductor" if compile else None
     if not isinstance(compile, str) or compile not in _BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -302,12 +283,10 @@ _PERIOD = 4099  # a prime number, so that rows of a tensor are nudged in differe
 class NudgedCode(BlockCode):
     """The blocks' own code, whose outputs are off by one rounding error, up or down.
 
-    That shows what rounding grows to. In some models (deep networks with batch norms, before
-    training) two right codes of a block make gradients that differ by percents, since all that
-    follows amplifies what they round differently.
-
-    Nothing is drawn: an output is nudged alike whenever its block runs again. What a block was
-    given and passes on (a mask) is no result of it, and stays as it is.
+    That shows what rounding grows to: in deep networks with batch norms, before training, two right
+    codes of a block make gradients that differ by percents. Nothing is drawn: an output is nudged
+    alike whenever its block runs again. What a block was given and passes on (a mask) stays as it
+    is.
     """
 
     name = "nudged"

@@ -8,7 +8,7 @@ Rule 1. A forward of the model is a pass. The blocks that it calls are the stage
         model, a pass begins when a block is called whose stage is not after that of the last one.
 Rule 2. A block that is skipped (LayerDrop) is a stage that does nothing: the next block receives
         the output of the block before the gap, and the chain goes on, in no more bytes than with
-        the skipped block. If a block receives anything else, another chain begins at its stage.
+        it. If a block receives anything else, another chain begins at its stage.
 Rule 3. A block that is called in another order, or more often, or was not called when the plan was
         made, is recomputed from its arguments. The gradients are right in all of these cases; one
         warning says that memory may be exceeded.
@@ -113,11 +113,7 @@ class _OpenChain:
 
 
 class _Pass:
-    """The progress of one forward of the model.
-
-    Args:
-        latest: the index of the stage of the last call, in the forwards of the step before it.
-    """
+    """The progress of one forward of the model, from the stage of the latest call on."""
 
     def __init__(self, latest: int = -1) -> None:
         self.latest = latest  # the index of the stage of the last call
@@ -367,21 +363,14 @@ class PlannedModel(NamedTuple):
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def rehearsing(self, schedule: Schedule, watching: Watching | None = None) -> PlanFollower:
-        """Return a follower of a schedule, in steps that leave no trace."""
+        """Return a follower of a schedule of the calls and the code after them, in such steps."""
         guard = None if self.guard is None else self.guard.anew()
         return PlanFollower(self._replace(guard=guard), schedule, watching=watching)
 
     def followed(
         self, schedule: Schedule, watching: Watching | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which the model follows a schedule, in steps that leave no trace.
-
-        Steps tile the parts of the model themselves.
-
-        Args:
-            schedule: a schedule of the calls, and of one more stage: the code after them.
-            watching: what is entered around runs of calls; None for nothing.
-        """
+        """Return a context of steps without a trace that follow a schedule, and tile alone."""
         return followed(self.whole_modules, self.rehearsing(schedule, watching))
 
 
@@ -411,12 +400,9 @@ class PlannedStage(NamedTuple):
 def planned_stages(
     schedule: Schedule, calls: Sequence[MeasuredCall], guard: DriftGuard | None = None
 ) -> list[PlannedStage]:
-    """Return a stage for each call.
+    """Return a stage for each call, given a schedule of them and the code after them.
 
-    Args:
-        schedule: a schedule of the calls, in order, and of one more stage: the code after them.
-        calls: the calls of blocks.
-        guard: the drift guard of the first chain that inverts, with the settings of all others.
+    The drift guard is that of the first chain that inverts; the others get one with its settings.
     """
     variants = {a.index: a.variant for a in schedule.actions if isinstance(a, Tape)}
     results = {a.start: a.results for a in schedule.actions if isinstance(a, Advance) and a.results}
@@ -441,9 +427,8 @@ def planned_stages(
 def each_alone(results: Sequence[int | None]) -> Schedule:
     """Return a schedule in which each call is treated alone, and the code after them is taped.
 
-    Args:
-        results: the number of the results that each call keeps with its input, 0 for none; None for
-            a call that keeps its residuals.
+    `results` has the number of what each call keeps with its input, 0 for nothing; None for a call
+    that keeps its residuals.
     """
     actions: list[Action] = [Tape(len(results)), Reverse(len(results))]
     for index, kept in reversed(list(enumerate(results))):

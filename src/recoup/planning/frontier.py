@@ -208,12 +208,7 @@ class Frontier:
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.
 
-        Args:
-            budget_bytes: the budget of the plan.
-            more: how much more time it may take than the fastest plan, relative to that.
-
-        Raises:
-            BudgetError: no plan keeps to the budget.
+        It may take `more` of the time of the fastest plan longer.
         """
         fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
         most = (1 + more) * min((point.relative_time for point in fitting), default=0.0)
@@ -290,13 +285,7 @@ class Frontier:
 
 
 def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = None) -> Frontier:
-    """Return the plans for a step.
-
-    Args:
-        step: the step.
-        options: the options of the plans.
-        guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
-    """
+    """Return the plans for a step; without a guard, those that invert have one of their own."""
     model = step.model
     check_plannable(model)
     check_hooks_work()
@@ -365,11 +354,7 @@ def _with_modules_between(own: PricedBlocks) -> list[PricedBlocks]:
 
 
 def _keeping_all(step: Step, room: Room, error: RuntimeError | None = None) -> Frontier:
-    """Return the one plan of a model of which nothing can be run again.
-
-    Raises:
-        RuntimeError: `error`, if the plain step fails, too.
-    """
+    """Return the one plan of a model of which nothing can be run again, or raise what it raises."""
     try:
         whole = price_whole(step)
     except Exception:

@@ -177,11 +177,7 @@ class Plan(PlanReport):
         return self
 
     def apply_while_held(self) -> Plan:
-        """Let the model follow the plan as `apply` does, as long as the plan object is alive.
-
-        Returns:
-            The plan.
-        """
+        """Let the model follow the plan as `apply` does, as long as the plan object is alive."""
         return self._apply(is_held=False)
 
     def _apply(self, *, is_held: bool) -> Plan:
@@ -199,11 +195,7 @@ class Plan(PlanReport):
         return self
 
     def bound(self, pending: PendingForwards) -> StepBound:
-        """Return the bound that it sets to steps.
-
-        Args:
-            pending: the forwards of the model whose backward is pending.
-        """
+        """Return the bound that it sets to steps, beside the forwards whose backward is pending."""
         num = self.planned.num_forwards  # together they hold what was measured
         held = [self._held_bytes // num] * (num if num > 1 else 1 + (self.pending or 0))
         return StepBound(
@@ -213,11 +205,7 @@ class Plan(PlanReport):
         )  # fmt: skip
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:
-        """Return a follower of the plan, which warns once of larger arguments.
-
-        Args:
-            bound: the bound that it sets to steps; None for its own.
-        """
+        """Return a follower of the plan, with the bound of the plan or another one."""
         bound = self.bound(self._pending) if bound is None else bound
         return PlanFollower(self.planned, self.schedule, self.sizes, bound)
 
@@ -272,12 +260,7 @@ class Plan(PlanReport):
 
 
 def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
-    """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
-
-    Raises:
-        BudgetError: no plan keeps to the budget.
-        DifferentStepError: the results of every plan that was tried differ.
-    """
+    """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ])."""
     kind.expect_plain()
     try:
         return _planned(kind, budget_bytes, room)
@@ -356,13 +339,7 @@ def faster_of(found: Sequence[tuple[Plan, PricedBlocks]]) -> Plan:
 
 
 def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
-    """Return the plan for the fastest point whose rehearsal keeps to the budget.
-
-    Raises:
-        BudgetError: no rehearsal keeps to the budget.
-        ChangedError: a block does not repeat its first run.
-        ReplayError: likewise, or the results of a rehearsal differ from those of the plain step.
-    """
+    """Return the plan for the fastest point whose rehearsal keeps to the budget."""
     step, budget = kind.step, room.of(budget_bytes)
     last: dict[int, Rehearsed] = {}  # of each point
     planned = PlannedModel.of(step, kind.blocks, kind.calls, kind.guard)

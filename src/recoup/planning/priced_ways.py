@@ -10,12 +10,12 @@ Rule 2. The whole tape of a call is that of its fastest code. Codes that keep le
 Rule 3. Where a call is run again, all of its runs are by the code that then needs the least memory
         (`Cost.again`): a plan runs a call again only where keeping the smallest tape is too much.
 Rule 4. What lies between blocks is taken from a step that recomputes every block by that code,
-        since a plan that recomputes everything must be predicted exactly (NOTE [ A step as a
-        chain ]).
-Rule 5. Compiled code draws other random numbers than the block's own, so a block is compiled for
-        all budgets or for none: in a plan over compiled blocks those stay as they are that cannot
-        be compiled, or for which every compiled code takes more bytes and more time. The plan with
-        no block compiled is the other kind to choose from (NOTE [ Kinds of blocks ], Rule 1).
+        since a plan that recomputes everything must be predicted exactly (NOTE [ A step as a chain
+        ]).
+Rule 5. Compiled code draws other random numbers, so a block is compiled for all budgets or for
+        none: in a plan over compiled blocks those stay as they are that cannot be compiled, or for
+        which every compiled code takes more bytes and more time. The plan with no block compiled is
+        the other kind to choose from (NOTE [ Kinds of blocks ], Rule 1).
 Rule 6. Where a step draws nothing, compiled blocks must give the gradients of uncompiled ones, but
         for what rounding grows to (Rule 7 of NOTE [ Compared steps ]). Where it draws, only
         compiled steps can be compared with each other. A code that draws otherwise than the first
@@ -28,8 +28,8 @@ NOTE [ Inverted blocks ]
 Rule 7. A block is inverted if the caller allows rounding, and if its call can be (See Rule 4 of
         NOTE [ The inputs and outputs of a call ]). The first block of a chain is not: its input is
         kept, so that what an inverse gets wrong can be computed again.
-Rule 8. One more step is run, in which every such block is inverted, by the executor that plans
-        run by. What an inverse and the backward after it have alive is read where the next block
+Rule 8. One more step is run, in which every such block is inverted, by the executor that plans run
+        by. What an inverse and the backward after it have alive is read where the next block
         begins.
 Rule 9. A block whose inverse the drift guard refuses in that step, or has refused before, is not
         inverted. If that step fails (an inverse has another shape, a block counts in a buffer), no
@@ -110,24 +110,14 @@ class _Candidate(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """The codes of a block in a plan, by their places among all that it can run by.
-
-    Args:
-        tapes: the code of the whole tape, and those of the thinner ones.
-        again: the code of calls that are run again.
-    """
+    """The codes of a block by their places: of the whole tape, thinner ones, and runs again."""
 
     tapes: list[int]
     again: int
 
 
 def price_codes(own: PricedBlocks, backend: str) -> list[PricedBlocks]:
-    """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5).
-
-    Args:
-        own: the blocks, priced by the work of their own code.
-        backend: the backend of the compiler.
-    """
+    """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5)."""
     try:
         growth = _growth(own)
         candidates = _candidates(own, backend, growth)
@@ -169,13 +159,7 @@ def _compiled(
 
 
 def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost:
-    """Return the cost of a call.
-
-    Args:
-        tapes: the code of its whole tape, and those of its thinner ones.
-        again: the code by which it runs if it is run again.
-        between: a cost from which what lies between blocks is taken (See Rule 4).
-    """
+    """Return the cost of a call whose surroundings are those of `between` (See Rules 2 to 4)."""
     whole = tapes[0]
 
     def selective(cost: Cost, seconds: float) -> SelectiveTape:
@@ -306,15 +290,7 @@ def _chosen(candidates: Sequence[_Candidate]) -> _Codes | None:
 
 
 def with_inverses(kind: PricedBlocks, guard: DriftGuard) -> PricedBlocks:
-    """Return the same blocks with the costs of their inverses (See Rule 8).
-
-    Args:
-        kind: the blocks, with the costs of keeping and recomputing.
-        guard: the drift guard of the plans.
-
-    Returns:
-        The blocks with the costs of inverses, or `kind` itself if no block can be inverted.
-    """
+    """Return the same blocks with the costs of their inverses, if any (See Rule 8)."""
     chains = list(chains_of(kind.calls))
     refused = {chains[0][0] + place for place in guard.kept} if len(chains) == 1 else set[int]()
     inverted = _invertible(kind, chains) - refused
@@ -361,13 +337,7 @@ def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[in
 def _measured_inverses(
     kind: PricedBlocks, guard: DriftGuard, inverted: set[int]
 ) -> dict[int, tuple[float, int]]:
-    """Return the work of each inverse, and its most bytes beyond the output of its call (Rule 8).
-
-    Args:
-        kind: the blocks.
-        guard: a guard with the settings of that of the step.
-        inverted: the calls that are inverted; all others are recomputed.
-    """
+    """Return the work of each inverse, and its most bytes beyond the output (See Rule 8)."""
     step, works = kind.step, dict.fromkeys(inverted, 0.0)
     marks: list[tuple[int, Span]] = []  # the calls that backward came to
     ways: list[Way] = ["invert" if i in inverted else "recompute" for i in range(len(kind.calls))]
@@ -405,12 +375,7 @@ def _measured_inverses(
 
 
 def with_tiles(kind: PricedBlocks, tiles: int | bool) -> list[PricedBlocks]:
-    """Return the kind of blocks, and the same with its head in tiles if that can take fewer bytes.
-
-    Args:
-        kind: blocks with their costs.
-        tiles: how many tiles a head has; True to choose.
-    """
+    """Return blocks, and the same with their head in tiles if that can take fewer bytes."""
     head = output_layer_of(kind.step, kind.blocks, None if tiles is True else tiles)
     num_bytes = 0 if head is None else head.num_bytes
     most, is_missing = largest_among_ranks(kind.step.model, [num_bytes, head is None])

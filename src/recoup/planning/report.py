@@ -63,18 +63,7 @@ class BlockPlan(NamedTuple):
 
 
 class PlanReport:
-    """A plan in numbers, and how it prints.
-
-    Args:
-        kind: the blocks with their costs and the plans that are best for some budget.
-        planned: the model and these blocks.
-        point: the one of the plans that the model follows.
-        rehearsed: what a step that followed it took.
-        step_seconds: the time of such a step.
-        least_bytes: the fewest bytes that a step was seen to take.
-        budget_bytes: the budget.
-        room: the room that it leaves for a step.
-    """
+    """A plan in numbers, and how it prints: a point of a kind of blocks, and its rehearsal."""
 
     def __init__(
         self,
@@ -149,14 +138,7 @@ class PlanReport:
         return _rows_of(self.planned.calls, self.costs, self.schedule)
 
     def most_lost(self, share: float) -> float:
-        """Return how much slower it is at most than other plans, if all took less bytes.
-
-        Args:
-            share: the bytes that every plan would take, relative to those that it takes.
-
-        Returns:
-            The time lost, relative to that of a step.
-        """
+        """Return the most relative time lost to other plans if all took `share` of its bytes."""
         budget = (self.usable_bytes - self.baseline_bytes) / max(share, 1e-9)
         fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
         least = min([self.point.seconds, *fitting])

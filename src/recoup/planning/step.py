@@ -115,12 +115,9 @@ class Step:
 
     @contextmanager
     def counted(self, line: Timeline) -> Generator[Timeline]:
-        """Return a context in which a run of the step leaves no trace, and its bytes are counted.
+        """Return a context in which a run leaves no trace, and a timeline counts its bytes.
 
         The gradients are freed at its end: memory allocated within a timeline is freed within it.
-
-        Args:
-            line: the timeline, which begins and ends with the context.
         """
         _take_workspaces(self.device)
         with self.rehearsed(), line:
@@ -162,9 +159,8 @@ class Step:
     ) -> list[Tensor | None]:
         """Run the step, and return the gradients of the arguments that require them.
 
-        Args:
-            mark: what to call at the beginning and the end of forward, and of backward.
-            between: what to call before backward begins.
+        `mark` is called at the beginning and the end of forward, and of backward, and `between`
+        before backward.
         """
         calls = self._calls()
         given = [t for t in flatten(calls[0])[0] if t.requires_grad and t.is_leaf]
@@ -195,15 +191,11 @@ class Step:
     def observe_forward(
         self, modules: Iterable[nn.Module], observing: Callable[[], AnyObserver]
     ) -> AnyObserver:
-        """Run a forward of the step, and return an observer of the calls of modules.
+        """Run a forward of the step, and return an observer, newly made, of the calls of modules.
 
         There is a graph, which a forward may ask for (hooks of tensors), but nothing is kept for
         its backward. A forward that fails so runs a backward of its own (forces): it is run once
-        more, by another observer, with all that it keeps.
-
-        Args:
-            modules: the modules.
-            observing: returns an observer.
+        more with all that it keeps.
         """
         modules = list(modules)
         with suppress(Exception), saving(_NotKept):
@@ -287,12 +279,8 @@ def rehearse(step: Step) -> Rehearsed:
 def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
     """Run a step of a model that follows a plan, and compare its outcome with the expected one.
 
-    Args:
-        step: the step.
-        tolerance: the relative difference of gradients that inverses may make.
-
-    Raises:
-        DifferentStepError: on some rank the outcome differs from that of the plain step.
+    Inverses may make gradients differ by the tolerance, relative. A DifferentStepError says that
+    the outcome differs on some rank.
     """
     found = rehearse(step)
     difference = step.verification.difference(found.outcome, tolerance)
@@ -372,12 +360,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[float]:
-    """Return the largest of each of `numbers` among the ranks that hold parts of `model`.
-
-    Args:
-        model: the model; if it is not sharded, `numbers` are returned.
-        numbers: the numbers, equally many on each rank.
-    """
+    """Return the largest of each of `numbers` among the ranks that hold parts of `model`."""
     meshes = _meshes_of(model)
     if not meshes:
         return list(numbers)

@@ -9,8 +9,7 @@ Rule 2. Code that builds a model reads numbers: rates that a `linspace` made, th
         values until the model is built, and a number that is read of another one is zero.
 Rule 3. Nothing is kept: random streams go on as before, and a model that was there before has its
         tensors again in the end.
-Rule 4. Kernels of recurrent layers return a workspace whose size nobody knows without running them.
-        They are refused.
+Rule 4. Kernels of recurrent layers, whose workspace nobody knows without running them, are refused.
 """
 
 from __future__ import annotations
