@@ -102,7 +102,7 @@ class Outcome(NamedTuple):
 def outcome_of(
     model: nn.Module, given: Sequence[Tensor | None], written: Sequence[nn.Parameter] = ()
 ) -> Outcome:
-    """Return the outcome of a step with the gradients of its arguments; `written` are as buffers."""
+    """Return the outcome of a step; `given` are gradients of arguments, `written` parameters."""
     states, streams = generator_states(), {"Python": pickle.dumps(random.getstate())}
     if (numpy := sys.modules.get("numpy.random")) is not None:
         streams["numpy"] = pickle.dumps(numpy.get_state())
