@@ -37,7 +37,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -205,8 +204,8 @@ def _partitioned(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tu
 
 def _draws(node: Node, graph: GraphModule) -> bool:
     """Whether a node draws random numbers, or a graph within it does (that of a branch)."""
-    called = [each for each in (node.target, *node.args) if isinstance(each, OpOverload)]
-    if any(torch.Tag.nondeterministic_seeded in each.tags for each in called):
+    called: list[Any] = [node.target, *node.args]  # its own operator, or one that it wraps
+    if any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in called):
         return True
     inner = (each for each in node.all_input_nodes if each.op == "get_attr")
     graphs = (getattr(graph, str(each.target), None) for each in inner)

@@ -27,7 +27,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -52,21 +51,10 @@ from recoup.planning.forwards import (
     followed,
 )
 from recoup.planning.pending import PendingForwards, StepBound
-from recoup.planning.pricing import MeasuredCall, selections
+from recoup.planning.pricing import MeasuredCall, chains_of, selections
 from recoup.planning.step import Step
 from recoup.planning.tiled_head import TiledHead
-from recoup.schedules import (
-    Action,
-    Advance,
-    Drop,
-    Invert,
-    Keep,
-    Load,
-    Offload,
-    Reverse,
-    Schedule,
-    Tape,
-)
+from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
 
 Run = Literal["call", "first", "again", "inverse"]
 # From the index of a call to a context of a run of it: of the call as a whole in forward, of its
@@ -157,12 +145,9 @@ class _WatchedCall(Call):
 class PlanFollower:
     """The follower of a model and its blocks (See Rule 1).
 
-    Args:
-        planned: the model and its blocks; those without a stage are recomputed if they are called.
-        schedule: a schedule of the calls, and of one more stage: the code after them.
-        arguments: the planned arguments, to warn of larger ones; None for no warning.
-        bound: the bound that the plan sets to each step; None for none, in rehearsals.
-        watching: what is entered around runs of calls; None for nothing.
+    Blocks without a stage in the schedule are recomputed if they are called. `arguments` are to
+    warn of larger ones, `bound` is what the plan sets to each step (None in rehearsals), and
+    `watching` is entered around runs of calls.
     """
 
     def __init__(
@@ -422,28 +407,6 @@ def planned_stages(
                 chosen = selections(call)[results[index] - 1].products
             stages.append(PlannedStage(call.name, call.module, executor, step, chosen, code))
     return stages
-
-
-def each_alone(results: Sequence[int | None]) -> Schedule:
-    """Return a schedule in which each call is treated alone, and the code after them is taped.
-
-    `results` has the number of what each call keeps with its input, 0 for nothing; None for a call
-    that keeps its residuals.
-    """
-    actions: list[Action] = [Tape(len(results)), Reverse(len(results))]
-    for index, kept in reversed(list(enumerate(results))):
-        if kept is None:
-            actions = [Tape(index), *actions, Reverse(index)]
-        else:
-            first = (Keep(index), Advance(index, index + 1, kept))
-            actions = [*first, *actions, Load(index), Drop(index), Tape(index), Reverse(index)]
-    return Schedule(len(results) + 1, tuple(actions))
-
-
-def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
-    """Yield the start and the stop of each chain."""
-    starts = [index for index, call in enumerate(calls) if index == 0 or not call.is_linked]
-    yield from pairwise([*starts, len(calls)])
 
 
 def _executor_of(

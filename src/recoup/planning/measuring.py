@@ -70,7 +70,7 @@ from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block, named_modules
 from recoup.planning.compiling import BlockCode
-from recoup.planning.following import PlannedModel, each_alone
+from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import (
     Args,
     CallOutputs,
@@ -79,7 +79,13 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.pricing import Measured, MeasuredCall, saved_fraction, selection_of_part
+from recoup.planning.pricing import (
+    Measured,
+    MeasuredCall,
+    each_alone,
+    saved_fraction,
+    selection_of_part,
+)
 from recoup.planning.step import Step, largest_among_ranks, now, seconds_of
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter

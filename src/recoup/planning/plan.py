@@ -392,13 +392,7 @@ def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: in
 
 
 class Choice(NamedTuple):
-    """A point of a frontier.
-
-    Args:
-        point_index: the index of the point; None if no rehearsal kept to the budget.
-        peak_bytes: the peak of its rehearsal.
-        least_bytes: the smallest budget that is known to suffice.
-    """
+    """A point by its index, None if no rehearsal kept to the budget; its peak; the least budget."""
 
     point_index: int | None
     peak_bytes: int
@@ -414,20 +408,9 @@ def choose(
 ) -> Choice:
     """Return the fastest point whose rehearsal keeps to the budget.
 
-    At most about ``log2(n) + 4`` of n points are rehearsed, and two if the predictions hold.
-
-    Args:
-        predicted_bytes: the peak of each point, from the slowest with the least bytes to the
-            fastest.
-        budget_bytes: the most that a rehearsal may take.
-        rehearse: a function from the index of a point to the peak of its rehearsal.
-        fastest_within: the fastest point is rehearsed if its predicted peak is at most so many
-            budgets.
-
-    Example:
-        >>> from recoup.planning.plan import choose
-        >>> choose([10, 20, 30], 25, rehearse=lambda index: [11, 21, 31][index])
-        Choice(point_index=1, peak_bytes=21, least_bytes=11)
+    At most about ``log2(n) + 4`` of n points, from the slowest with the least bytes to the fastest,
+    are rehearsed, and two if the predictions hold. The fastest point is rehearsed if its predicted
+    peak is at most `fastest_within` budgets.
     """
     peaks: dict[int, int] = {}
 

@@ -43,11 +43,17 @@ from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
 from recoup.planning.called_blocks import measure_most
 from recoup.planning.compiling import CodeByModule
-from recoup.planning.following import each_alone
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
-from recoup.planning.pricing import Measured, MeasuredCall, as_in_plain_step, price, selections
+from recoup.planning.pricing import (
+    Measured,
+    MeasuredCall,
+    as_in_plain_step,
+    each_alone,
+    price,
+    selections,
+)
 from recoup.planning.step import (
     Rehearsed,
     Step,

@@ -60,11 +60,11 @@ from recoup.errors import ChangedError, GradientError, ReplayError
 from recoup.memory.timeline import Span, timeline
 from recoup.planning.called_blocks import output_layer_of
 from recoup.planning.compiling import SHARES, BlockCode, CompiledCode, NudgedCode
-from recoup.planning.following import PlannedModel, chains_of
+from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, medians_of_alike
 from recoup.planning.priced_blocks import PricedBlocks, codes_again, price_blocks
-from recoup.planning.pricing import Measured, MeasuredCall, price
+from recoup.planning.pricing import Measured, MeasuredCall, chains_of, price
 from recoup.planning.step import (
     is_sharded,
     largest_among_ranks,

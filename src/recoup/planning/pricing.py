@@ -44,7 +44,21 @@ from recoup.memory.timeline import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
 from recoup.planning.work import Product, Residual
-from recoup.schedules import Cost, Results, SelectiveTape, linear, simulate
+from recoup.schedules import (
+    Action,
+    Advance,
+    Cost,
+    Drop,
+    Keep,
+    Load,
+    Results,
+    Reverse,
+    Schedule,
+    SelectiveTape,
+    Tape,
+    linear,
+    simulate,
+)
 
 _MOST_SELECTIONS = 5
 _SMALL = 64  # of this size, so many residuals are no more than all of them
@@ -404,3 +418,25 @@ def _selection(
     saved_work = end - last + sum(each.work for each in products if each.start < last)
     kept = Products(funcs, frozenset(chosen), unchanged, held)
     return Selection(kept, len(chosen), results, saved_work)
+
+
+def each_alone(results: Sequence[int | None]) -> Schedule:
+    """Return a schedule in which each call is treated alone, and the code after them is taped.
+
+    `results` has the number of what each call keeps with its input, 0 for nothing; None for a call
+    that keeps its residuals.
+    """
+    actions: list[Action] = [Tape(len(results)), Reverse(len(results))]
+    for index, kept in reversed(list(enumerate(results))):
+        if kept is None:
+            actions = [Tape(index), *actions, Reverse(index)]
+        else:
+            first = (Keep(index), Advance(index, index + 1, kept))
+            actions = [*first, *actions, Load(index), Drop(index), Tape(index), Reverse(index)]
+    return Schedule(len(results) + 1, tuple(actions))
+
+
+def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the stop of each chain."""
+    starts = [index for index, call in enumerate(calls) if index == 0 or not call.is_linked]
+    yield from pairwise([*starts, len(calls)])
