@@ -11,10 +11,9 @@ from recoup import errors, flows, invertible, schedules, weights
 from recoup.flows.foreign import train_in
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
-from recoup.planning.estimate import estimate
 from recoup.planning.plan import applied_plans
 from recoup.planning.search import largest, plan
-from recoup.planning.step_timeline import timeline
+from recoup.planning.step_bytes import estimate, timeline
 from recoup.regions.blocks import offloading, recomputing
 from recoup.regions.recompute import Recompute, checkpoint, recompute, recompute_
 from recoup.regions.sequential import Sequential

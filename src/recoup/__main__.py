@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import logging
 import platform
+import re
 import sys
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -60,12 +61,11 @@ def main(args: Sequence[str] | None = None) -> int:
             command(**given)
     except SystemExit as ending:  # of the builder, the model or the loss, when imported or called
         return _failed(str(_StepError("the code that was run", ending)), 1)
-    except (BudgetError, _StepError) as error:
+    except _StepError as error:
         return _failed(_one_line(error), 1)
-    except _MISTAKES as error:
-        return _failed(_one_line(error), 2)
-    except RecoupError as error:
-        return _failed(_one_line(error), 1)
+    except (*_MISTAKES, RecoupError) as error:
+        is_mistake = isinstance(error, _MISTAKES) and not isinstance(error, BudgetError)
+        return _failed(_with_options(_one_line(error), given), 2 if is_mistake else 1)
     except KeyboardInterrupt:
         print("recoup: stopped", file=sys.stderr)
         return 130
@@ -222,6 +222,16 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _with_options(text: str, options: Container[str]) -> str:
+    """Return an error of a function with the options of the command in place of its arguments."""
+
+    def named(found: re.Match[str]) -> str:
+        is_option = found[1] in options and found[1] != "build"
+        return f"`--{found[1]}`" if is_option else found[0]
+
+    return re.sub(r"`(\w+)(?:=[^`]*)?`", named, text)
 
 
 def _failed(text: str, code: int) -> int:

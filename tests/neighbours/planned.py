@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recoup
-from recoup.planning import compiling, priced_ways, verified_plan
+from recoup.planning import compiling, plan, priced_ways
 
 
 class Block(nn.Module):
@@ -112,11 +112,11 @@ def give_steady_times(monkeypatch: Any) -> None:
 def give_steps_times(monkeypatch: Any, *, compiled: float, others: float) -> None:
     """Let whole steps take so many seconds, whatever the clock says."""
 
-    def seconds(plan: Any, kind: Any) -> float:
-        del plan
+    def seconds(made: Any, kind: Any) -> float:
+        del made
         return compiled if kind.is_compiled else others
 
-    monkeypatch.setattr(verified_plan, "_seconds_under", seconds)
+    monkeypatch.setattr(plan, "_seconds_under", seconds)
 
 
 def result_of(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:

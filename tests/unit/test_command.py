@@ -58,12 +58,12 @@ MISTAKES = {
     "explian": "invalid choice: 'explian'",
     "explain": "the following arguments are required: BUILD. See `recoup explain --help`.",
     "explain models:build --budg 3": "unrecognized arguments: --budg 3",
-    "explain models:build --budget much": "`budget` is 'much'",
+    "explain models:build --budget much": "`--budget` is 'much'",
     "explain models:build --device abacus": "`--device` is abacus, which torch cannot use here",
     "explain models:build --html step.png": "must end in .html",
     "explain models:build --figure plan.gif": "must end in one of .png",
     "explain models:build --figure folder.png": "folder.png is a folder",
-    "explain models:build --blocks nowhere": "`blocks`",
+    "explain models:build --blocks nowhere": "`--blocks` is 'nowhere'",
     "explain models:build --estimate --tiles": "`--tiles` needs a step that is run",
     "explain models:build --estimate --device abacus": "`--device` needs a step that is run",
     "explain models:nothing": "returned a int, but must return a model",
@@ -74,8 +74,8 @@ MISTAKES = {
     "explain elsewhere.py:build": "there is no file",
     "curve": "the following arguments are required: BUILD",
     "curve models:chain --depths 4 x": "argument --depths: invalid int value: 'x'",
-    "curve models:chain --depths 0": "`depths` is [0]",
-    "curve models:chain --device abacus": '`device` is "abacus"',
+    "curve models:chain --depths 0": "`--depths` is [0]",
+    "curve models:chain --device abacus": '`--device` is "abacus"',
 }
 
 
@@ -93,7 +93,7 @@ def test_a_mistake_is_one_line(line, capsys):
 
 
 FAILURES = {
-    "models:build --budget 1KiB": "the least that a step of this model was seen to take",
+    "models:build --budget 1KiB": "`--budget` is 1 KiB (1024 bytes), but the least that a step",
     "models:build --budget 1KiB --estimate": "the least that a step of this model was seen to take",
     "models:raises": "`build` (models:raises) raised KeyError: 'two",
     "models:misfit": "raised RuntimeError",

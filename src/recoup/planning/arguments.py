@@ -31,14 +31,6 @@ def example_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Arg
 
     One dict alone has the keyword arguments (a batch of transformers) if the forward takes its
     entries by name; else it is an argument (sentence-transformers).
-
-    Args:
-        model: the model.
-        args: its arguments, as they were given.
-        kwargs: its keyword arguments, likewise.
-
-    Raises:
-        ValueError: `model` is no module.
     """
     check_module(model)
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
@@ -52,13 +44,6 @@ def built_arguments(model: nn.Module, parts: Sequence[Any]) -> tuple[Args, Kwarg
     """Return the arguments that a function has built, of which a last dict has keyword arguments.
 
     Such a dict alone is an argument if the forward takes it, and not its entries by name.
-
-    Args:
-        model: the model.
-        parts: what the function returned, beside the model.
-
-    Raises:
-        ValueError: `model` is no module.
     """
     *args, last = parts or ({},)
     if not isinstance(last, dict):
@@ -70,12 +55,7 @@ def built_arguments(model: nn.Module, parts: Sequence[Any]) -> tuple[Args, Kwarg
 
 
 def model_and_arguments(built: Any, name: str = "`build`") -> tuple[nn.Module, Args, Kwargs]:
-    """Return the model, its arguments and its keyword arguments, which a function has built.
-
-    Args:
-        built: what it returned: ``(model, *args)``, of which a last dict has keyword arguments.
-        name: the name of the function in errors.
-    """
+    """Return the model and the arguments that a function of this name has built."""
     is_several = isinstance(built, (tuple, list))
     parts: list[Any] = [*cast("Any", built)] if is_several else [built]
     if not parts or not isinstance(parts[0], nn.Module):
@@ -122,14 +102,7 @@ def check_plannable(model: Any) -> None:
 
 
 def explain_model(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception) -> None:
-    """Add to an error what to type, if a model may not take what it was called with.
-
-    Args:
-        model: the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        error: what it has raised.
-    """
+    """Add to an error what to type, if a model may not take what it was called with."""
     may_be = not _fits(model, args, kwargs) or any(isinstance(each, dict) for each in args)
     if (may_be and isinstance(error, TypeError)) or isinstance(error, NotImplementedError):
         given = ", ".join([*(type(each).__name__ for each in args), *kwargs]) or "nothing"
@@ -245,10 +218,7 @@ class ArgumentShapes(NamedTuple):
     def excess_of(self, other: ArgumentShapes, model: nn.Module, room: float) -> str:
         """Return what a step of `other` needs more bytes for; empty if it is nothing that is known.
 
-        Args:
-            other: those of another call.
-            model: the model.
-            room: how many times its bytes a step may take, for shapes that have as many entries.
+        Shapes that have as many entries may take `room` times the bytes.
         """
         nums = [(len(each.trained), len(each.training)) for each in (self, other)]
         if nums[0] != nums[1]:
@@ -332,14 +302,8 @@ def _autocast(device: str) -> torch.dtype | None:
 class PlannedArguments:
     """The shapes of the arguments that a plan was made with, to warn of larger ones.
 
-    It holds no model: whoever holds it (a follower) must not keep one alive.
-
-    Args:
-        model: the model.
-        args: the arguments.
-        kwargs: the keyword arguments.
-        room: how many times the bytes of the planned step the budget leaves to a step; infinite if
-            there is no budget.
+    It holds no model: whoever holds it (a follower) must not keep one alive. `room` is how many
+    times the bytes of the planned step the budget leaves to a step; infinite without a budget.
     """
 
     def __init__(

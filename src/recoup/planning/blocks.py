@@ -34,11 +34,6 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     """Return the blocks that the user names, or find them.
 
-    Args:
-        model: the model.
-        blocks: a regular expression that matches (fullmatch) qualified names, or names or modules;
-            None to find them.
-
     Raises:
         ValueError: a name matches nothing, a module is not in the model, or one block lies within
             another.
@@ -136,14 +131,7 @@ def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     """Return `blocks` with the modules of invertible chains in place of those that they contain.
 
     A chain is a module whose children all have an inverse (or are densities without one). For a
-    chain within a chain, its modules are taken in its place.
-
-    Args:
-        model: the model.
-        blocks: the names and modules of blocks.
-
-    Returns:
-        The blocks, in the order of the model; none if there is no such chain.
+    chain within a chain, its modules are taken in its place. Without a chain there are no blocks.
     """
     links = _links_of_chains(model, "")
     within = {id(part) for _, link in links for part in link.modules()}
@@ -173,23 +161,13 @@ def repeats(modules: Sequence[nn.Module]) -> bool:
 
 
 def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
-    """Return the outermost modules with parameters that one forward calls more than once.
-
-    Args:
-        model: the model.
-        called: its modules, each as often as one forward calls it.
-    """
+    """Return the outermost modules with parameters that are in `called` more than once."""
     counts = Counter(map(id, called))
     return list(_outermost(model, lambda each, _: counts[id(each)] > 1 and has_weights(each), ""))
 
 
 def outermost_called(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
-    """Return the outermost modules that one forward calls; for a single one, those within it.
-
-    Args:
-        model: the model.
-        called: the modules that the forward calls.
-    """
+    """Return the outermost modules that one forward calls; for a single one, those within it."""
     found: list[Block] = [("", model)]
     while len(found) == 1 and (inner := outermost_of(called, found[0][1], found[0][0])):
         found = inner
@@ -291,12 +269,7 @@ def _linked(module: nn.Module, children: list[Block]) -> list[Block]:
 
 
 class ModuleGroup(nn.Module):
-    """Consecutive modules of a sequence.
-
-    Args:
-        sequence: the sequence.
-        modules: the modules, in order.
-    """
+    """Consecutive modules of a sequence."""
 
     def __init__(self, sequence: nn.Sequential, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -320,11 +293,7 @@ _groups: WeakKeyDictionary[nn.Sequential, tuple[list[nn.Module], _Groups]] = Wea
 
 
 def groups_of(sequence: nn.Sequential) -> _Groups:
-    """Return the groups of a sequence with the names of their modules; none if it cannot have any.
-
-    Args:
-        sequence: a sequence whose forward calls its modules one after another.
-    """
+    """Return the groups of a sequence with the names of their modules; none if it has none."""
     if type(sequence).forward is not nn.Sequential.forward or _has_own_forward(sequence):
         return []
     found_modules: dict[str, nn.Module | None] = vars(sequence)["_modules"]  # may repeat one

@@ -3,17 +3,16 @@
 NOTE [ Chains that plan themselves ]
 
 Rule 1. A chain imports its `Budget` from here: `Sequential`, and the chains of invertible layers.
-Rule 2. The plan is made in the first forward with gradients. Another is made if a later forward
-        may need more memory: arguments that are larger in any dimension or of another type, an
-        input or a parameter that requires a gradient and did not, a module that trains and did not,
-        another autocast, or other modules; and where the drift guard has refused what an inverse
-        returned, so that the block is inverted no more. Plans of before are followed again where
-        they suffice, so that shapes of which none covers another do not plan at each step; those of
-        other modules are forgotten.
+Rule 2. The plan is made in the first forward with gradients. Another is made if a later forward may
+        need more memory: arguments that are larger in any dimension or of another type, an input or
+        a parameter that requires a gradient and did not, a module that trains and did not, another
+        autocast, or other modules; and where the drift guard has refused what an inverse returned.
+        Plans of before are followed again where they suffice, so that shapes of which none covers
+        another do not plan at each step; those of other modules are forgotten.
 Rule 3. A forward whose backward has not come holds bytes of the budget. One more forward beside it
         is an error before it takes memory, unless both fit (See NOTE [ Pending forwards ]).
-Rule 4. The outermost budget applies: a chain within another chain that has a budget, or within
-        a region that is recomputed in backward, makes no plan of its own.
+Rule 4. The outermost budget applies: a chain within another chain that has a budget, or within a
+        region that is recomputed in backward, makes no plan of its own.
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ class Budget:
         return self._bytes is not None
 
     def bound(self, memory: object) -> None:
-        """Set the bound to `memory`, or remove it if `memory` is not a number of bytes.
-
-        Raises:
-            ValueError: `memory` begins with a digit, but is not a number of bytes.
-        """
+        """Set the bound to `memory`, or remove it if `memory` does not begin as bytes do."""
         bytes_ = memory if is_bytes(memory) else None
         if bytes_ is not None:
             parse_bytes(bytes_, name="memory")  # or it is no number of bytes
@@ -106,9 +101,6 @@ class Budget:
             blocks: modules of the chain; a module may occur several times.
             guard: the drift guard of blocks that are inverted; None to invert none.
             loss: the loss that follows in each step, as for `recoup.plan`.
-
-        Raises:
-            BudgetError: no plan keeps to the budget, or not beside forwards that are pending.
         """
         if is_watched():
             return uncompiled(Budget.run)(self, chain, call, args, blocks, guard, loss)
@@ -220,9 +212,7 @@ class HasMemoryMode(nn.Module):
     def _ready_executor(self, links: Mapping[str, Any], ways: Sequence[Way] | None) -> Executor:
         """Return the executor for these links, the previous one if nothing has changed.
 
-        Args:
-            links: the modules in order, by their names in errors.
-            ways: the way in which each restores its input under "constant"; None in other modes.
+        `ways` are those in which each restores its input under "constant"; None in other modes.
         """
         key = (len(links), ways, self._drift, self._drift.kept)
         if self._executor is None or self._executor[0] != key:

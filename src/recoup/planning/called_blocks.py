@@ -1,19 +1,18 @@
-"""What forwards show of blocks: which are called, which are left out, and which are stages.
+"""What forwards show of blocks: which are called, left out or stages, and the output layer.
 
 NOTE [ Blocks that are left out ]
 
 Rule 1. A plan is for the forward that calls the most blocks. A step has a seed, so each run of it
         calls the same ones. If the measured step skipped some, a few forwards are run with other
-        seeds. The one that calls the most blocks is then measured instead, and rehearsed.
+        seeds, and the one that calls the most blocks is measured and rehearsed instead.
 Rule 2. A block that this one does not call is not a stage. If it is called later, it is recomputed
         from its arguments (See NOTE [ Following a plan ]).
 
 NOTE [ Stages ]
 
-Rule 3. A stage is a block whose forward passes its input from one submodule to the next and
-        returns the output of the last one. All of these submodules can be blocks in its place (the
-        layers of a Swin stage and its downsampling), if several of them that have submodules are
-        of one class.
+Rule 3. A stage is a block whose forward passes its input from one submodule to the next and returns
+        the output of the last one. If several of these that have submodules are of one class (the
+        layers of a Swin stage), all of them can be blocks in its place.
 Rule 4. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
         but none receives the output of the one before; and a residual connection around a list of
         layers belongs to none of the layers. Such a block is not divided.
@@ -31,14 +30,16 @@ Rule 7. It is not where it cannot run again, nor of a model of which ranks hold 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import dropwhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.modules import is_gathered
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import (
     Block,
@@ -57,21 +58,15 @@ from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Observer, Step
+from recoup.planning.tiled_head import TiledHead, is_linear
 
+_LEAST_ROWS, _MOST_ROWS = 64, 1024  # of a tile: a product of fewer is slow
 _MOST_TRIES = 64
 _ENOUGH_ALIKE = 3
 
 
 def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured]:
-    """Measure the step that calls the most blocks (See Rule 1).
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-
-    Returns:
-        The step with the seed under which it was measured, and the measurements.
-    """
+    """Return the step with the seed that calls the most blocks, measured (See Rule 1)."""
     measured, modules = measure_blocks(step, blocks), [module for _, module in blocks]
     called = {call.module for call in measured.calls}
     if len(called) == len(modules):
@@ -140,16 +135,7 @@ def _called_as(block: nn.Module) -> nn.Module | None:
 def with_modules_between(
     step: Step, blocks: list[Block], calls: Sequence[MeasuredCall]
 ) -> list[Block]:
-    """Return blocks with the modules that run before them and between them (See Rules 6 and 7).
-
-    Args:
-        step: the step, with the seed under which it was measured.
-        blocks: the names and modules of the blocks.
-        calls: its calls of them.
-
-    Returns:
-        The blocks; none if there are no such modules.
-    """
+    """Return blocks with the modules before and between them, if any (See Rules 6 and 7)."""
     taken = {id(part) for _, block in blocks for part in block.modules()}
     others = [
         module
@@ -180,10 +166,6 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
     """Return the kinds of blocks to choose from: those with divided stages (if any), and `blocks`.
 
     One forward is run if a block contains a list of modules of one class.
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
     """
     parts: dict[int, nn.Module] = {}
     for _, block in blocks:
@@ -255,3 +237,61 @@ def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
         return [module]
     found = [inner for part in called[0] for inner in _expanded(part, chains)]
     return found if repeats(found) else [module]
+
+
+def output_layer_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHead | None:
+    """Return the output layer of a model if it can run in tiles (Rule 1 of `tiled_head`).
+
+    One forward is run. `tiles` is how many it has; None to choose.
+    """
+    named = [block for _, block in blocks]
+    within = {each for block in named for each in block.modules()}
+    heads: dict[nn.Module, str] = {
+        module: name
+        for name, module in named_modules(step.model)
+        if isinstance(module, nn.Linear) and module not in within and not is_compiled(module)
+    }
+    with step.rehearsed():
+        calls = step.observe_forward([*named, *heads], lambda: _HeadObserver(heads)).calls
+    modules = [each.module for each in calls]
+    once = [each for each in calls if modules.count(each.module) == 1]
+    head = max(once, key=lambda each: each.num_bytes, default=None)
+    # FSDP2 gathers a weight for the calls of one module. Where that is the head, the weight is gone
+    # when a cross entropy asks for its pieces; where it is the model, FSDP2 reads what the model
+    # returns, in its last hook. Neither is so if the head is one of the layers of a model that
+    # returns its loss.
+    if head is None or is_gathered(head.module):
+        return None
+    # As large as the gradient of the weight, which is there at any time, are the logits of as
+    # many rows as there are features; they are there up to four times.
+    rows = min(max(head.num_features // 4, _LEAST_ROWS), _MOST_ROWS)
+    rows = rows if tiles is None else math.ceil(head.num_rows / tiles)
+    made = TiledHead(heads[head.module], head.module, head.num_rows, head.num_bytes, rows)
+    return made if head.num_rows > rows else None
+
+
+class _HeadCall(NamedTuple):
+    module: nn.Module
+    num_rows: int
+    num_features: int
+    num_bytes: int  # of its output
+
+
+class _HeadObserver(Observer):
+    """An observer of calls of the modules that may be the output layer, after the last block."""
+
+    def __init__(self, heads: Iterable[nn.Module]) -> None:
+        self._heads = set(heads)
+        self.calls: list[_HeadCall] = []
+
+    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note a call."""
+        if module not in self._heads:
+            self.calls.clear()
+            return
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and output.dim() > 1:
+            *rows, num_features = x.shape
+            is_by_row = [*output.shape[:-1]] == rows and output.shape[-1] > num_features
+            if is_by_row and is_linear(module, module.forward):
+                self.calls.append(_HeadCall(module, math.prod(rows), num_features, output.nbytes))

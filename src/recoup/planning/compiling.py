@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import time
 import warnings
 from collections import Counter
@@ -36,7 +37,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup._core.compile import with_own_code
 from recoup._core.operators import compiles_nothing
@@ -51,20 +54,12 @@ _logger = logging.getLogger(__name__)
 
 
 class BlockCode:
-    """The code that blocks run by: their own. It is a follower of blocks that all keep residuals.
-
-    A subclass is other code for the same results.
-    """
+    """The code that blocks run by: their own. It is a follower of blocks that keep residuals."""
 
     name = "eager"
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
-        """Return what all runs of one call of a block are by.
-
-        Args:
-            module: the block.
-            forward: its forward, bound.
-        """
+        """Return what all runs of one call of a block are by, given its bound forward."""
         del module
         return forward
 
@@ -74,14 +69,11 @@ class BlockCode:
 
 
 class CompiledCode(BlockCode):
-    """What torch.compile makes of blocks at one budget of its partitioner (See Rule 1).
+    """What torch.compile makes of blocks at one share of the bytes it would keep (See Rule 1).
 
-    Args:
-        share: the share of the bytes that the compiler would keep for the least time, from 0 to 1.
-        backend: "inductor", or "aot_eager" for graphs that are partitioned alike, but whose
-            operators run one by one.
-        failed: the structures of blocks that cannot be compiled, to which this code adds those
-            that it finds.
+    The backend is "inductor", or "aot_eager" for graphs that are partitioned alike, but whose
+    operators run one by one. `failed` are the structures of blocks that cannot be compiled; this
+    code adds those that it finds.
     """
 
     def __init__(
@@ -166,11 +158,7 @@ class CompiledCode(BlockCode):
 
 
 class CodeByModule(BlockCode):
-    """A code for each of some blocks; all others run by their own.
-
-    Args:
-        codes: the codes, by the id of the block.
-    """
+    """A code for each of some blocks, by their ids; all others run by their own."""
 
     def __init__(self, codes: dict[int, BlockCode]) -> None:
         self._codes = codes
@@ -201,26 +189,62 @@ def _call(forward: Forward, args: Args, kwargs: Kwargs) -> Any:
 # -- backends --------------------------------------------------------------------------------------
 
 
+def _partitioned(graph: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
+    """Return the graphs of forward and backward; what draws is kept (See Rule 2)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and _draws(node, graph):
+            # Of several outputs each is saved by itself: a tuple cannot be.
+            parts = [user for user in node.users if user.target is operator.getitem]
+            for saved in (node, *parts):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(graph, inputs, **kwargs)
+
+
+def _draws(node: Node, graph: GraphModule) -> bool:
+    """Whether a node draws random numbers, or a graph within it does (that of a branch)."""
+    called: list[Any] = [node.target, *node.args]  # its own operator, or one that it wraps
+    if any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in called):
+        return True
+    inner = (each for each in node.all_input_nodes if each.op == "get_attr")
+    graphs = (getattr(graph, str(each.target), None) for each in inner)
+    return any(
+        each.op == "call_function" and _draws(each, found)
+        for found in graphs
+        if isinstance(found, GraphModule)
+        for each in found.graph.nodes
+    )
+
+
+class _SavingDraws:
+    """`_partitioned`, as inductor takes it."""
+
+    def __call__(self, gm: Any, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
+        return _partitioned(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "recoup, draws are kept, 4"  # the key of its results in the compiler's cache
+
+
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    from recoup.planning.partitioning import SavingDraws
-
-    return compile_fx(graph, inputs, config_patches={"custom_partitioner_fn": SavingDraws()})
+    CustomPartitionerFn.register(_SavingDraws)  # no subclass: to import it imports the compiler
+    return compile_fx(graph, inputs, config_patches={"custom_partitioner_fn": _SavingDraws()})
 
 
 def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
-    from recoup.planning.partitioning import partitioned
-
     def as_it_is(graph: Any, inputs: Sequence[Any]) -> Any:
         del inputs
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
-        fw_compiler=as_it_is, partition_fn=partitioned, keep_inference_input_mutations=True
+        fw_compiler=as_it_is, partition_fn=_partitioned, keep_inference_input_mutations=True
     )
     return backend(graph, inputs)
 
@@ -240,11 +264,7 @@ _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 
 def backend_of(compile: bool | str) -> str | None:  # noqa: A002
-    """Return the backend by which blocks are compiled; None if they are not.
-
-    Raises:
-        ValueError: `compile` is neither a bool nor the name of a backend.
-    """
+    """Return the backend by which blocks are compiled; None if they are not."""
     if isinstance(compile, bool):
         return "inductor" if compile else None
     if not isinstance(compile, str) or compile not in _BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -262,12 +282,10 @@ _PERIOD = 4099  # a prime number, so that rows of a tensor are nudged in differe
 class NudgedCode(BlockCode):
     """The blocks' own code, whose outputs are off by one rounding error, up or down.
 
-    That shows what rounding grows to. In some models (deep networks with batch norms, before
-    training) two right codes of a block make gradients that differ by percents, since all that
-    follows amplifies what they round differently.
-
-    Nothing is drawn: an output is nudged alike whenever its block runs again. What a block was
-    given and passes on (a mask) is no result of it, and stays as it is.
+    That shows what rounding grows to: in deep networks with batch norms, before training, two right
+    codes of a block make gradients that differ by percents. Nothing is drawn: an output is nudged
+    alike whenever its block runs again. What a block was given and passes on (a mask) stays as it
+    is.
     """
 
     name = "nudged"

@@ -8,7 +8,7 @@ Rule 1. A forward of the model is a pass. The blocks that it calls are the stage
         model, a pass begins when a block is called whose stage is not after that of the last one.
 Rule 2. A block that is skipped (LayerDrop) is a stage that does nothing: the next block receives
         the output of the block before the gap, and the chain goes on, in no more bytes than with
-        the skipped block. If a block receives anything else, another chain begins at its stage.
+        it. If a block receives anything else, another chain begins at its stage.
 Rule 3. A block that is called in another order, or more often, or was not called when the plan was
         made, is recomputed from its arguments. The gradients are right in all of these cases; one
         warning says that memory may be exceeded.
@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -35,10 +36,12 @@ from recoup._core.call import Call, run_again
 from recoup._core.devices import explain_lack
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
+from recoup._core.kept_products import Products
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
 from recoup.planning.arguments import PlannedArguments
 from recoup.planning.blocks import Block
+from recoup.planning.compiling import BlockCode
 from recoup.planning.forwards import (
     Args,
     CallOutputs,
@@ -48,11 +51,10 @@ from recoup.planning.forwards import (
     followed,
 )
 from recoup.planning.pending import PendingForwards, StepBound
-from recoup.planning.planned_stages import PlannedStage, planned_stages
-from recoup.planning.pricing import MeasuredCall
+from recoup.planning.pricing import MeasuredCall, chains_of, selections
 from recoup.planning.step import Step
 from recoup.planning.tiled_head import TiledHead
-from recoup.schedules import Schedule
+from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
 
 Run = Literal["call", "first", "again", "inverse"]
 # From the index of a call to a context of a run of it: of the call as a whole in forward, of its
@@ -99,11 +101,7 @@ class _OpenChain:
 
 
 class _Pass:
-    """The progress of one forward of the model.
-
-    Args:
-        latest: the index of the stage of the last call, in the forwards of the step before it.
-    """
+    """The progress of one forward of the model, from the stage of the latest call on."""
 
     def __init__(self, latest: int = -1) -> None:
         self.latest = latest  # the index of the stage of the last call
@@ -147,12 +145,9 @@ class _WatchedCall(Call):
 class PlanFollower:
     """The follower of a model and its blocks (See Rule 1).
 
-    Args:
-        planned: the model and its blocks; those without a stage are recomputed if they are called.
-        schedule: a schedule of the calls, and of one more stage: the code after them.
-        arguments: the planned arguments, to warn of larger ones; None for no warning.
-        bound: the bound that the plan sets to each step; None for none, in rehearsals.
-        watching: what is entered around runs of calls; None for nothing.
+    Blocks without a stage in the schedule are recomputed if they are called. `arguments` are to
+    warn of larger ones, `bound` is what the plan sets to each step (None in rehearsals), and
+    `watching` is entered around runs of calls.
     """
 
     def __init__(
@@ -353,19 +348,97 @@ class PlannedModel(NamedTuple):
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def rehearsing(self, schedule: Schedule, watching: Watching | None = None) -> PlanFollower:
-        """Return a follower of a schedule, in steps that leave no trace."""
+        """Return a follower of a schedule of the calls and the code after them, in such steps."""
         guard = None if self.guard is None else self.guard.anew()
         return PlanFollower(self._replace(guard=guard), schedule, watching=watching)
 
     def followed(
         self, schedule: Schedule, watching: Watching | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which the model follows a schedule, in steps that leave no trace.
-
-        Steps tile the parts of the model themselves.
-
-        Args:
-            schedule: a schedule of the calls, and of one more stage: the code after them.
-            watching: what is entered around runs of calls; None for nothing.
-        """
+        """Return a context of steps without a trace that follow a schedule, and tile alone."""
         return followed(self.whole_modules, self.rehearsing(schedule, watching))
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+class PlannedStage(NamedTuple):
+    """The part of a plan for one call of a block.
+
+    Args:
+        name: the qualified name of the block.
+        module: the block.
+        executor: runs the schedule of its chain; None if all stages of that keep their residuals.
+        step: its index in that chain.
+        chosen: the operators whose results it keeps for its second run; None if it keeps none.
+        code: the code that it runs by.
+    """
+
+    name: str
+    module: nn.Module
+    executor: Executor | None
+    step: int
+    chosen: Products | None
+    code: BlockCode
+
+
+def planned_stages(
+    schedule: Schedule, calls: Sequence[MeasuredCall], guard: DriftGuard | None = None
+) -> list[PlannedStage]:
+    """Return a stage for each call, given a schedule of them and the code after them.
+
+    The drift guard is that of the first chain that inverts; the others get one with its settings.
+    """
+    variants = {a.index: a.variant for a in schedule.actions if isinstance(a, Tape)}
+    results = {a.start: a.results for a in schedule.actions if isinstance(a, Advance) and a.results}
+    stages: list[PlannedStage] = []
+    for start, stop in chains_of(calls):
+        executor = _executor_of(schedule, start, stop, guard)
+        if guard is not None and executor is not None and executor.guard is guard:
+            guard = guard.anew()
+        for index in range(start, stop):
+            step, call = index - start, calls[index]
+            is_kept = executor is None or executor.steps[step].is_taped
+            chosen, code = None, BlockCode()
+            if call.codes:
+                variant = variants.get(index, 0)
+                code = call.codes[variant] if is_kept else call.code_again or call.codes[0]
+            elif index in results:
+                chosen = selections(call)[results[index] - 1].products
+            stages.append(PlannedStage(call.name, call.module, executor, step, chosen, code))
+    return stages
+
+
+def _executor_of(
+    schedule: Schedule, start: int, stop: int, guard: DriftGuard | None
+) -> Executor | None:
+    """Return the executor of a chain; None if all of its stages keep their residuals."""
+    actions = tuple(_within(schedule.actions, start, stop))
+    runs_again = any(isinstance(action, Advance | Invert) for action in actions)
+    part = Schedule(stop - start, actions, name=schedule.name)
+    sweep = actions[: part.sweep_end]
+    inverts = any(isinstance(action, Invert) for action in actions)
+    if inverts and Keep(0) not in sweep and Offload(0) not in sweep:
+        # What an inverse gets wrong is computed again from the first state.
+        part = replace(part, actions=(Keep(0), *actions))
+    return Executor(part, guard=guard) if runs_again else None
+
+
+def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:
+    """Yield the actions on the stages of one chain, with the stages numbered from 0.
+
+    The last state of a chain counts where a stage is inverted from it: then only code follows that
+    is no block.
+    """
+    is_inverted_from = Invert(stop - 1) in actions
+    for action in actions:
+        if isinstance(action, Advance):
+            first, last = max(action.start, start), min(action.stop, stop)
+            if first < last:
+                yield Advance(first - start, last - start)
+        elif is_inverted_from and action.index == stop and isinstance(action, Keep | Load | Drop):
+            yield replace(action, index=stop - start)
+        elif start <= action.index < stop:
+            # The variant of the tape is known to the stage (`PlannedStage.code`).
+            of_stage = Tape(action.index) if isinstance(action, Tape) else action
+            yield replace(of_stage, index=action.index - start)

@@ -220,11 +220,8 @@ def _follow(
 class WrappedForwards:
     """The forwards of a group of modules, which go through one follower from `begin` to `end`.
 
-    Args:
-        follower: the follower that is called in place of the forwards.
-        owner: the object that `wrapped_forwards_in` finds from the modules, such as a plan.
-        is_held: whether the modules hold a reference to the owner. If not, the last other reference
-            to the owner ends the following.
+    `wrapped_forwards_in` finds the owner, such as a plan, from the modules. If they do not hold it,
+    its last other reference ends the following.
     """
 
     def __init__(
@@ -239,12 +236,7 @@ class WrappedForwards:
         self._warnings: set[str] = set()  # that were given
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
-        """Wrap the forwards of `modules`.
-
-        Raises:
-            ValueError: the forward of one of them goes through another follower already, or is
-                code of torch.jit.
-        """
+        """Wrap the forwards of `modules`; a ValueError if another plan has them, or torch.jit."""
         modules = list(modules)
         followed = set(map(id, modules))
         parts: dict[nn.Module, list[ModuleGroup]] = {}  # of sequences
@@ -385,13 +377,7 @@ def enclosing_checkpoints() -> tuple[int, object | None]:
 
 
 class CallOutputs:
-    """The tensors that a call returned, recognized when they are arguments of a later call.
-
-    They are referred to weakly.
-
-    Args:
-        outputs: the tensors.
-    """
+    """The tensors that a call returned, held weakly, and recognized as arguments later."""
 
     __slots__ = ("_outputs",)
 
@@ -403,13 +389,9 @@ class CallOutputs:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the indices of the arguments that are outputs, and the indices of these outputs.
 
-        An output that was changed in place since then does not count. No output counts if `module`
-        is sharded (FSDP2), because FSDP2 would not gather its parameters when the backward of
-        another block needs it run again.
-
-        Args:
-            arguments: the tensors among the arguments of a call.
-            module: the module that is called.
+        An output that was changed in place since does not count, and none does if `module` is
+        sharded: FSDP2 would not gather its parameters when the backward of another block needs it
+        run again.
         """
         if is_gathered(module):
             return (), ()

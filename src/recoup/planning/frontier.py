@@ -54,15 +54,13 @@ from recoup.planning.called_blocks import (
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import suspended
 from recoup.planning.options import PlanOptions, Policy, Room, checked_budget, place_of
-from recoup.planning.plan import Plan, draw_frontier, own_forwards
+from recoup.planning.plan import Plan, faster_of, own_forwards, verified
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
-from recoup.planning.priced_ways import price_codes, with_inverses
-from recoup.planning.ranks import is_sharded, largest_among_ranks
+from recoup.planning.priced_ways import price_codes, with_inverses, with_tiles
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
-from recoup.planning.step import Step
-from recoup.planning.tiling import with_tiles
+from recoup.planning.report import draw_frontier
+from recoup.planning.step import Step, is_sharded, largest_among_ranks
 from recoup.planning.verification import DifferentStepError
-from recoup.planning.verified_plan import faster_of, verified
 
 _NUM_ROWS = 12  # that are printed
 _SHARE_BETWEEN = 1 / 16  # of the peak that what runs between blocks must hold
@@ -119,11 +117,7 @@ class Frontier:
     """
 
     def __init__(
-        self,
-        kinds: Sequence[PricedBlocks],
-        room: Room,
-        remedy: str = "",
-        reason: str | None = None,
+        self, kinds: Sequence[PricedBlocks], room: Room, remedy: str = "", reason: str | None = None
     ) -> None:
         self.model = kinds[0].step.model
         self.baseline_bytes, self._room = room.baseline_bytes, room
@@ -214,12 +208,7 @@ class Frontier:
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.
 
-        Args:
-            budget_bytes: the budget of the plan.
-            more: how much more time it may take than the fastest plan, relative to that.
-
-        Raises:
-            BudgetError: no plan keeps to the budget.
+        It may take `more` of the time of the fastest plan longer.
         """
         fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
         most = (1 + more) * min((point.relative_time for point in fitting), default=0.0)
@@ -296,13 +285,7 @@ class Frontier:
 
 
 def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = None) -> Frontier:
-    """Return the plans for a step.
-
-    Args:
-        step: the step.
-        options: the options of the plans.
-        guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
-    """
+    """Return the plans for a step; without a guard, those that invert have one of their own."""
     model = step.model
     check_plannable(model)
     check_hooks_work()
@@ -371,11 +354,7 @@ def _with_modules_between(own: PricedBlocks) -> list[PricedBlocks]:
 
 
 def _keeping_all(step: Step, room: Room, error: RuntimeError | None = None) -> Frontier:
-    """Return the one plan of a model of which nothing can be run again.
-
-    Raises:
-        RuntimeError: `error`, if the plain step fails, too.
-    """
+    """Return the one plan of a model of which nothing can be run again, or raise what it raises."""
     try:
         whole = price_whole(step)
     except Exception:

@@ -2,15 +2,15 @@
 
 NOTE [ Measured steps ]
 
-Rule 1. The measured step recomputes every block in backward from its arguments. So measuring takes
-        about as little memory as any plan, and shows each phase of a block by itself: the run
-        without residuals in forward, the recomputation with residuals, and the backward.
+Rule 1. The measured step recomputes every block in backward from its arguments. So it takes about
+        as little memory as any plan, and shows each phase of a block by itself: the run without
+        residuals, the recomputation with residuals, and the backward.
 Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin and end. Memory that
-        is alive at the beginning of a block and is no argument of a block is attributed to the code
-        between blocks.
-Rule 3. A block may keep a copy of an argument (in another memory layout, or cast), or nothing of
-        it, in place of the argument. So it is noted which arguments are among its residuals. Those
-        that other calls were given, too, count as held, since these may hold them.
+        is alive where a block begins, and no argument of a block, belongs to the code between
+        blocks.
+Rule 3. A block may keep a copy of an argument (in another layout, or cast) in its place, or nothing
+        of it. So it is noted which arguments are among its residuals. Those that other calls were
+        given, too, count as held, since these may hold them.
 Rule 4. The work of operators is counted in the same step, to divide the time of a block among them.
         Compiled code does not run while work is counted, so plans over compiled blocks time all
         codes of a block instead.
@@ -18,22 +18,22 @@ Rule 4. The work of operators is counted in the same step, to divide the time of
 NOTE [ Times of a step ]
 
 Rule 5. Whole steps are timed, without counting bytes or work. What a step takes beyond the plain
-        one is what its blocks pay: their second runs, the hooks around them, the comparison, and
-        the copies of products. So all of that is in the costs, and the predictions for these three
-        steps are the times that were measured.
-Rule 6. What blocks pay is divided among them by the times of their second runs, one by one; calls
-        that are alike share the median of theirs. A clock that is read there waits for an
-        accelerator, so steps in which it is read say nothing else. Within a block, products and
-        other operators share its time by their counted work. What keeping them saves of that is
-        shown by steps that keep a third of them, two thirds and all; what lies between two of these
-        is interpolated. A mask that is drawn again costs less than its counted work says, and its
-        bits have to be packed, so the first third may save little where all save much.
+        one is what its blocks pay: second runs, the hooks around them, the comparison, and the
+        copies of products. So the predictions for these three steps are the times that were
+        measured.
+Rule 6. That is divided among blocks by the times of their second runs, one by one; calls that are
+        alike share the median of theirs. A clock that is read there waits for an accelerator, so
+        steps in which it is read say nothing else. Within a block, products and other operators
+        share its time by their counted work. What keeping them saves of that is shown by steps that
+        keep a third of them, two thirds and all, and interpolated between: a mask that is drawn
+        again costs less than its counted work says, and its bits have to be packed, so the first
+        third may save little where all save much.
 Rule 7. The steps are run in turn, several times if they are short, and the shortest time of each
-        counts, since other programs only make it longer. Times that are counted (without values)
-        are always the same: once is enough.
-Rule 8. The plain step, and those that keep products, are run only if the system has room for
-        them. The plain step then takes what is left of the other one without its second runs, and
-        what is kept saves its counted work.
+        counts, since other programs only make it longer. Counted times (without values) are always
+        the same: once is enough.
+Rule 8. The plain step, and those that keep products, are run only if the system has room for them.
+        Else the plain step takes what is left of the other one without its second runs, and what is
+        kept saves its counted work.
 """
 
 from __future__ import annotations
@@ -79,10 +79,14 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.planned_stages import each_alone
-from recoup.planning.pricing import Measured, MeasuredCall, saved_fraction, selection_of_part
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.step import Step, now, seconds_of
+from recoup.planning.pricing import (
+    Measured,
+    MeasuredCall,
+    each_alone,
+    saved_fraction,
+    selection_of_part,
+)
+from recoup.planning.step import Step, largest_among_ranks, now, seconds_of
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Way, constant
@@ -91,11 +95,8 @@ from recoup.schedules import Way, constant
 def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None = None) -> Measured:
     """Measure a step in which each block is recomputed (See Rule 1).
 
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-        code: the code that the blocks run by; it is timed, and its work is not counted (See
-            Rule 4). None to count the work of the blocks' own.
+    Where `code` is given, the blocks run by it, and are timed; else their own work is counted (See
+    Rule 4).
     """
     blocks = list(blocks)
     make_tables(step.device)
@@ -275,12 +276,7 @@ class _MeasuredCall(Call):
 
 
 def _bytes_of_changed(module: nn.Module, versions: Sequence[int]) -> int:
-    """Return the bytes of the buffers of modules that have changed some of theirs.
-
-    Args:
-        module: holds these modules.
-        versions: the versions of all buffers before.
-    """
+    """Return the bytes of the buffers of modules in one that have new versions."""
     before = dict(zip(map(id, module.buffers()), versions, strict=False))
     return sum(
         buffer.nbytes

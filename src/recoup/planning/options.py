@@ -32,8 +32,7 @@ from recoup._core.tensors import is_without_values
 from recoup.memory import parse_bytes
 from recoup.planning.compiling import backend_of
 from recoup.planning.forwards import Args, Kwargs
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.step import Step
+from recoup.planning.step import Step, largest_among_ranks
 from recoup.planning.work import SECONDS_PER_MOVED_BYTE
 from recoup.schedules import Offload, Schedule
 
@@ -48,11 +47,7 @@ _HEADROOM_OF_FIXED_SEGMENTS = 0.25
 
 
 def checked_budget(budget: int | str) -> int:
-    """Return the bytes of a budget.
-
-    Raises:
-        ValueError: `budget` is not a number of bytes.
-    """
+    """Return the bytes of a budget; a ValueError if it is no number of bytes."""
     return parse_bytes(budget, name="budget")
 
 
@@ -85,24 +80,7 @@ def check_keywords(function: str, options: Mapping[str, Any], names: Iterable[st
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options that all makers of plans share, checked; `recoup.plan` explains each.
-
-    Args:
-        loss: the loss of the step.
-        blocks: the modules that are kept or recomputed as a whole.
-        budget_of: what a budget bounds.
-        optimizer: the optimizer, for "total".
-        holds_output: whether the output is held while backward runs.
-        compile: whether blocks may run compiled.
-        exact: whether no block may be inverted.
-        offload_to: where inputs of blocks may wait.
-        tiles: whether parts may run in tiles.
-        num_forwards: the number of forwards before one backward.
-        headroom: the part of a budget that is left for fragmentation; None for that of the device.
-
-    Raises:
-        ValueError: one of them is invalid.
-    """
+    """The options that all makers of plans share, checked; `recoup.plan` explains each."""
 
     loss: Callable[[Any], Any] | None = None
     blocks: str | Iterable[str | nn.Module] | None = None
@@ -171,12 +149,7 @@ class PlanOptions:
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
 
     def check_policy(self, policy: str, budget: int | str | None) -> None:
-        """Raise ValueError if a policy is unknown, or beside something that it leaves no choice of.
-
-        Args:
-            policy: the policy.
-            budget: the budget; None for none.
-        """
+        """Raise ValueError if a policy is unknown, or leaves no choice of what else is given."""
         check_choice(*get_args(Policy), policy=policy)
         if budget is not None:
             raise ValueError(
@@ -192,11 +165,7 @@ class PlanOptions:
                 )
 
     def check_replan(self, model: nn.Module | None = None) -> None:
-        """Raise a ValueError if plans with these options cannot be made for other shapes.
-
-        Args:
-            model: the model, if the step calls nothing else.
-        """
+        """Raise a ValueError if no plans with these options can be made for other shapes."""
         if self.compile:
             raise ValueError(
                 "`replan` is True with `compile`, but compiled blocks are measured and timed for "
@@ -282,12 +251,9 @@ class NoOutputError(ValueError):
 def losses_from(loss: Callable[..., Any] | None) -> _Losses:
     """Return a function from the outputs of all forwards of a step to one scalar or several.
 
-    Without `loss`, the loss is the attribute or entry `loss` of an output, if it is a scalar. Else
-    it consists of the differentiable tensors in the output: scalars as they are, and the sum of
-    the absolute values of others.
-
-    Args:
-        loss: a function from the outputs to a scalar or several; None to find the loss.
+    Without `loss`, that is the attribute or entry `loss` of an output, if it is a scalar, or else
+    the differentiable tensors in the output: scalars as they are, and the sum of the absolute
+    values of others.
     """
     if loss is None:
         return lambda outputs: [each for output in outputs for each in _found(output)]
@@ -367,12 +333,7 @@ class OffloadPlace(NamedTuple):
 
 
 def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) -> OffloadPlace:
-    """Return the place that the argument `offload_to` means, whose speed is measured.
-
-    Raises:
-        ValueError: it is no folder, or host memory for a model that is there already.
-        OffloadError: no file can be made in the folder.
-    """
+    """Return the place that the argument `offload_to` means, whose speed is measured."""
     if offload_to is None or offload_to == "host":
         is_away = is_accelerator(device)
         if offload_to == "host" and not is_away:

@@ -20,10 +20,9 @@ NOTE [ The first step ]
 Rule 5. A plan is rehearsed with the loss that it was given. What a training loop computes outside
         of the model (a loss, label smoothing, another model) shows in a step of that loop alone. So
         the first step is measured, from its first forward to the end of its backward.
-Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
-        as well if the forward or the backward fails, if the graph is freed without a backward, and
-        with the next forward. A backward in another thread says nothing, and cannot end it: the
-        next forward does.
+Rule 6. The watch ends when torch frees the backward, after everything that belongs to it; if the
+        forward or the backward fails, or the graph is freed without a backward; and with the next
+        forward. A backward in another thread says nothing, and cannot end it.
 Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On an accelerator the
         statistics of the allocator are read, and not reset, since they may be the user's.
 """
@@ -103,13 +102,7 @@ class PendingForwards(threading.local):
         return [found for _, found in pairs]
 
     def add(self, output: Any, held_bytes: int, latest: int) -> None:
-        """Note that a forward has ended.
-
-        Args:
-            output: its output.
-            held_bytes: the bytes that it holds until its backward.
-            latest: the index of the last stage of its plan that it called.
-        """
+        """Note that a forward has ended; its arguments are those of `_Forward`."""
         made = _Forward(held_bytes, latest, self._watch)
         # Logits that are not computed have a loss that does not pass through them.
         outputs = [each for each in tensors_within(output) if not isinstance(each, LazyLogits)]
@@ -165,12 +158,7 @@ class StepBound:
         return self.pending.alive()
 
     def check(self, model: nn.Module) -> list[_Forward]:
-        """Return the forwards that are pending before one more forward of the model.
-
-        Raises:
-            BudgetError: that one more takes more bytes than the budget.
-            ValueError: the model trains, and the plan was made in evaluation mode (See Rule 4).
-        """
+        """Return the forwards that are pending before one more, or raise (See Rules 3 and 4)."""
         for module, was_training in self.modes:
             if module.training and not was_training:
                 raise ValueError(
@@ -216,14 +204,8 @@ class StepBound:
 class _StepWatch:
     """A watch on a step, from now to the end of its backward.
 
-    Args:
-        name: the class of the model.
-        device: the device whose bytes are counted.
-        most_bytes: the most that its plan leaves to a step.
-
-    Attributes:
-        is_done: whether the step has come to its backward, so that no other one is watched.
-        is_ending: whether that backward, once it is freed, ends the watch.
+    `is_done` says that the step has come to its backward, so that no other one is watched, and
+    `is_ending` that this backward, once it is freed, ends the watch.
     """
 
     def __init__(self, name: str, device: torch.device, most_bytes: int) -> None:

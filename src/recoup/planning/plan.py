@@ -1,25 +1,54 @@
-"""Plans: what each block of a model does, the model that follows it, and the picture of it."""
+"""Plans: the fastest that keeps to a budget, and the model that follows it.
+
+NOTE [ Few rehearsals ]
+
+Rule 1. The fastest point that is predicted to fit is rehearsed first, and mostly fits. If not, the
+        points below it are bisected. Every point that is returned has been rehearsed.
+Rule 2. The point with the least bytes is always rehearsed, so its bytes succeed as a budget, and an
+        error can name them. If it took more than the point that keeps everything is predicted to
+        take (where blocks keep less than their recomputation needs), that one is rehearsed, too.
+Rule 3. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
+        even if it is predicted to take somewhat more than the budget.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from recoup._core.tensors import check_modules
-from recoup.memory.figures import COLORS, INK, QUIET, finish, path_of, rendered
-from recoup.planning.following import PlanFollower
+from recoup.errors import BudgetError, ChangedError, ReplayError
+from recoup.memory import format_bytes
+from recoup.memory.figures import path_of
+from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
+from recoup.planning.options import Room
 from recoup.planning.pending import PendingForwards, StepBound
-from recoup.planning.report import PlanReport
-from recoup.schedules import trace
+from recoup.planning.priced_blocks import PricedBlocks
+from recoup.planning.report import PlanReport, draw
+from recoup.planning.step import (
+    Rehearsed,
+    is_sharded,
+    largest_among_ranks,
+    rehearse_planned,
+    seconds_of,
+)
+from recoup.planning.verification import DifferentStepError
 
 _logger = logging.getLogger(__name__)
+_NEAR = 1.25  # budgets; what is predicted to take so much may take less
+_NUM_ROUNDS = 3
+_NOISE = 0.03  # a relative difference of times that says nothing
+_MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
 def applied_plans(model: nn.Module) -> list[Plan]:
@@ -148,11 +177,7 @@ class Plan(PlanReport):
         return self
 
     def apply_while_held(self) -> Plan:
-        """Let the model follow the plan as `apply` does, as long as the plan object is alive.
-
-        Returns:
-            The plan.
-        """
+        """Let the model follow the plan as `apply` does, as long as the plan object is alive."""
         return self._apply(is_held=False)
 
     def _apply(self, *, is_held: bool) -> Plan:
@@ -170,11 +195,7 @@ class Plan(PlanReport):
         return self
 
     def bound(self, pending: PendingForwards) -> StepBound:
-        """Return the bound that it sets to steps.
-
-        Args:
-            pending: the forwards of the model whose backward is pending.
-        """
+        """Return the bound that it sets to steps, beside the forwards whose backward is pending."""
         num = self.planned.num_forwards  # together they hold what was measured
         held = [self._held_bytes // num] * (num if num > 1 else 1 + (self.pending or 0))
         return StepBound(
@@ -184,11 +205,7 @@ class Plan(PlanReport):
         )  # fmt: skip
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:
-        """Return a follower of the plan, which warns once of larger arguments.
-
-        Args:
-            bound: the bound that it sets to steps; None for its own.
-        """
+        """Return a follower of the plan, with the bound of the plan or another one."""
         bound = self.bound(self._pending) if bound is None else bound
         return PlanFollower(self.planned, self.schedule, self.sizes, bound)
 
@@ -239,93 +256,186 @@ class Plan(PlanReport):
         return draw(self, path_of(path))
 
 
-# -- pictures --------------------------------------------------------------------------------------
-
-_BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
+# -- the plan for priced blocks --------------------------------------------------------------------
 
 
-# The plans over one kind of blocks: its name, and for each plan the peak of a step, in bytes, and
-# its time, where 1 is a step with everything kept.
-Line = tuple[str, Sequence[tuple[int, float]]]
+def verified(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
+    """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ])."""
+    kind.expect_plain()
+    try:
+        return _planned(kind, budget_bytes, room)
+    except (ChangedError, ReplayError) as error:  # steps differ, or runs of a block
+        difference = error
+    kind.expect_again()
+    with suppress(ChangedError, ReplayError):
+        return _planned(kind, budget_bytes, room)
+    for what, other in _simpler(kind):
+        with suppress(ChangedError, ReplayError, BudgetError):
+            plan = _rehearsed(other, budget_bytes, room)
+            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=6)
+            return plan
+    if isinstance(difference, DifferentStepError):
+        raise difference
+    raise DifferentStepError(str(difference)) from difference
 
 
-def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the plans over each kind of blocks into a file, and return the path."""
-    unit, name = _unit(max(size for _, points in lines for size, _ in points))
-
-    def draw_panel(panels: Sequence[Any]) -> None:
-        _frontier(panels[0], lines, unit, name)
-
-    path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
-    return path
-
-
-def draw(plan: PlanReport, path: Path) -> Path:
-    """Draw a plan into a file, and return the path."""
-    unit, name = _unit(plan.most_bytes)
-
-    def draw_panels(panels: Sequence[Any]) -> None:
-        _over_a_step(panels[0], plan, unit, name)
-        least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
-        points = [
-            (plan.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
-            for each in plan.frontier
-        ]
-        _frontier(panels[1], [("all plans", points)], unit, name)
-        size, time = points[plan.frontier.index(plan.point)]
-        panels[1].plot(
-            size / unit, time, "o", color=_AFTER, markersize=9,
-            markeredgecolor="white", zorder=5, clip_on=False, label="this plan",
-        )  # fmt: skip
-        panels[1].legend(loc="upper right", frameon=False, fontsize=9.5)
-
-    path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
-    return path
+def _planned(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
+    """Return the plan, with fewer ways where these take more bytes than was predicted."""
+    errors: list[BudgetError] = []
+    for each in _with_fewer_ways(kind):
+        try:
+            return _rehearsed(each, budget_bytes, room)
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.least_bytes)
 
 
-def _unit(num_bytes: int) -> tuple[int, str]:
-    for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= 2 * size:
-            return size, name
-    return 1, "bytes"
+def _with_fewer_ways(kind: PricedBlocks) -> Iterator[PricedBlocks]:
+    """Yield the blocks, then without inverses, then without results that are kept, either."""
+    yield kind
+    if kind.policy is not None:
+        return
+    if kind.guard is not None:
+        yield (kind := _without_inverses(kind))
+    if any(cost.results for cost in kind.costs):
+        yield _without_results(kind)
 
 
-def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> None:
-    colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
-    for (name, points), color in zip(lines, colors, strict=False):
-        sizes, times = [size / unit for size, _ in points], [time for _, time in points]
-        mark = "o" if len(sizes) == 1 else None  # one plan is a point
-        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name, marker=mark)
-    times = [time for _, points in lines for _, time in points]
-    low, high = min(times), max(times)
-    height = (high - low) or 0.1
-    axes.set_ylim(low - 0.05 * height, high + 0.25 * height)  # room for the legend
-    axes.set_xlim(0, None)
-    axes.legend(loc="upper right", frameon=False, fontsize=9.5)
-    finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({unit_name})")
+def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
+    """Yield the same blocks with fewer ways, and what plans for them do."""
+    if kind.policy is not None:
+        return
+    if kind.guard is not None:
+        kind = _without_inverses(kind)._replace(guard=None)
+        yield "inverts nothing", kind
+    yield "keeps no results of products", _without_results(kind)
+    yield "keeps all residuals", kind._replace(points=kind.points[-1:])
 
 
-def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
-    again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
-    first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
-    whole = plan.kept_seconds or 1.0
-    for point, color, text in (
-        (plan.frontier[-1], _BEFORE, "everything kept"),
-        (plan.point, _AFTER, "this plan"),
-    ):
-        # The costs bound a peak from above; the point has what was measured.
-        most = plan.baseline_bytes + point.peak_bytes
-        times, levels, last = [0.0], [plan.baseline_bytes], 0.0
-        for moment in trace(point.schedule, plan.costs, first):  # its peak is at its middle
-            now = moment.seconds / whole
-            times += [(last + now) / 2, now]
-            levels += [plan.baseline_bytes + b for b in (moment.peak_bytes, moment.held_bytes)]
-            last = now
-        axes.plot(times, [min(b, most) / unit for b in levels], color=color, label=text)
-    budget = plan.budget_bytes / unit
-    if plan.policy is None:
-        axes.axhline(budget, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), label="budget")
-    axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
-    axes.set_xlim(0, None)
-    axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
-    finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
+def _without_results(kind: PricedBlocks) -> PricedBlocks:
+    return kind.with_costs([replace(cost, results=()) for cost in kind.costs])
+
+
+def _without_inverses(kind: PricedBlocks) -> PricedBlocks:
+    return kind.with_costs([replace(cost, is_invertible=False) for cost in kind.costs])
+
+
+def _seconds_under(plan: Plan, kind: PricedBlocks) -> float:
+    """Return the seconds of a step of `kind` that follows a plan which was rehearsed."""
+    with plan.planned.followed(plan.schedule):
+        return seconds_of(kind.step)
+
+
+def faster_of(found: Sequence[tuple[Plan, PricedBlocks]]) -> Plan:
+    """Return the plan whose steps, run in turn, are fastest; the smallest of those close to it."""
+    if len(found) == 1:
+        return found[0][0]
+    model = found[0][0].model
+    rounds = [[_seconds_under(*one) for one in found] for _ in range(_NUM_ROUNDS)]
+    seconds = largest_among_ranks(model, list(map(min, zip(*rounds, strict=True))))
+    quick = (1 + _NOISE) * min(seconds)
+    plans = [plan for (plan, _), taken in zip(found, seconds, strict=True) if taken <= quick]
+    return min(plans, key=lambda plan: plan.rehearsed_peak_bytes)
+
+
+def _rehearsed(kind: PricedBlocks, budget_bytes: int, room: Room) -> Plan:
+    """Return the plan for the fastest point whose rehearsal keeps to the budget."""
+    step, budget = kind.step, room.of(budget_bytes)
+    last: dict[int, Rehearsed] = {}  # of each point
+    planned = PlannedModel.of(step, kind.blocks, kind.calls, kind.guard)
+
+    def rehearse(index: int) -> int:
+        point = kind.points[index]
+        tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
+        with planned.followed(point.schedule):
+            found = rehearse_planned(step, tolerance)
+            for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
+                if found.peak_bytes > budget:  # See Rule 3 of NOTE [ One decision on all ranks ]
+                    found = min(found, rehearse_planned(step, tolerance), key=itemgetter(0))
+        last[index] = found
+        return kind.bytes_beside(found.peak_bytes, found.held_bytes)
+
+    # The plain step has shown that there is room for it (See Rule 3).
+    within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
+    points = kind.points if kind.policy is None else kind.points[:1]
+    peaks = [point.peak_bytes for point in points]
+    choice = choose(peaks, budget, rehearse, fastest_within=within)
+    if choice.point_index is None:
+        raise _too_small(kind, budget_bytes, room, choice.least_bytes)
+    point = kind.points[choice.point_index]
+    with planned.followed(point.schedule):
+        step_seconds = seconds_of(step)  # where a block may repeat its first run by turns
+    return Plan(
+        kind, planned, point, last[choice.point_index]._replace(peak_bytes=choice.peak_bytes),
+        step_seconds=step_seconds, least_bytes=choice.least_bytes, budget_bytes=budget_bytes,
+        room=room,
+    )  # fmt: skip
+
+
+def _too_small(kind: PricedBlocks, budget_bytes: int, room: Room, step_bytes: int) -> BudgetError:
+    tail, tiling, baseline = kind.costs[-1], "", room.baseline_bytes
+    after = max(tail.tape_run_bytes, tail.reverse_bytes)
+    least = room.budget_for(step_bytes)
+    if not kind.may_tile and 2 * after > step_bytes:
+        tiling = (
+            f" {format_bytes(after)} are for the code after the blocks: `tiles=True` takes a part "
+            "of that if it is a linear output layer and its cross entropy."
+        )
+    alive = f", {format_bytes(baseline)} of which are alive before a step" if baseline else ""
+    alive += f", with a headroom of {room.headroom:.3g} of it" if room.headroom else ""
+    return BudgetError(
+        f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
+        f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
+        f"Give that much, a smaller batch, or smaller `blocks`.{tiling}",
+        least,
+    )
+
+
+class Choice(NamedTuple):
+    """A point by its index, None if no rehearsal kept to the budget; its peak; the least budget."""
+
+    point_index: int | None
+    peak_bytes: int
+    least_bytes: int
+
+
+def choose(
+    predicted_bytes: Sequence[int],
+    budget_bytes: int,
+    rehearse: Callable[[int], int],
+    *,
+    fastest_within: float = 1.0,
+) -> Choice:
+    """Return the fastest point whose rehearsal keeps to the budget.
+
+    At most about ``log2(n) + 4`` of n points, from the slowest with the least bytes to the fastest,
+    are rehearsed, and two if the predictions hold. The fastest point is rehearsed if its predicted
+    peak is at most `fastest_within` budgets.
+    """
+    peaks: dict[int, int] = {}
+
+    def fits(index: int) -> bool:
+        if index not in peaks:
+            peaks[index] = rehearse(index)
+        return peaks[index] <= budget_bytes
+
+    found: int | None = None
+    last = len(predicted_bytes) - 1
+    low, high = 0, sum(peak <= budget_bytes for peak in predicted_bytes)
+    is_near = predicted_bytes[last] <= fastest_within * budget_bytes
+    if high <= last and is_near and fits(last):  # See Rule 3
+        found, low = last, high
+    index = high - 1
+    while low < high:
+        if fits(index):
+            found, low = index, index + 1
+        else:
+            high = index
+        index = (low + high) // 2
+    if fits(0) and found is None:  # See Rule 2
+        found = 0
+    least = peaks[0]
+    if predicted_bytes[last] < least:
+        found = last if fits(last) else found
+        least = min(least, peaks[last])
+    return Choice(found, least if found is None else peaks[found], least)

@@ -3,10 +3,10 @@
 NOTE [ Kinds of blocks ]
 
 Rule 1. If a stage is divided (NOTE [ Stages ]), smaller blocks have a smaller least budget. An
-        undivided stage that keeps its products does not keep the input of each block within it,
-        and is faster at some budgets. So both kinds are measured. The plan uses the kind that is
-        predicted to recompute less within the budget or, if no rehearsal of that kind keeps to the
-        budget, the other one.
+        undivided stage that keeps its products does not keep the input of each block within it, and
+        is faster at some budgets. So both kinds are measured. The plan uses the kind that is
+        predicted to recompute less within the budget or, if no rehearsal of it keeps to the budget,
+        the other one.
 Rule 2. Compiled code draws other numbers than the blocks' own, so a plan over compiled blocks is
         compared with a step in which they are compiled and keep all. Codes of one block round
         otherwise. If that shows, the distance between the plain step and one that runs all blocks
@@ -23,10 +23,9 @@ Rule 4. What is kept in the sweep then counts several times. So the schedules of
 NOTE [ Policies ]
 
 Rule 5. A policy says what each block does, so there is nothing to search: its plan has one schedule
-        of the blocks that were measured, is rehearsed and compared as any plan, and has no budget.
-Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and of
-        blocks that a step calls several times, all calls are treated alike. Blocks through which no
-        gradient goes keep nothing in any case.
+        of the measured blocks, is rehearsed and compared as any plan, and has no budget.
+Rule 6. As by hand, the last block runs again, too, though its residuals are needed at once; and all
+        calls of a block are treated alike. Blocks without a gradient keep nothing in any case.
 Rule 7. To save attention is to keep products (NOTE [ Kept products ]), of which a block then has no
         others to choose from.
 """
@@ -47,27 +46,26 @@ from recoup.planning.compiling import CodeByModule
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, times_of
 from recoup.planning.options import OffloadPlace, Policy
-from recoup.planning.planned_stages import each_alone
 from recoup.planning.pricing import (
     Measured,
     MeasuredCall,
     as_in_plain_step,
+    each_alone,
     price,
     selections,
 )
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks, on_any_rank
-from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
+from recoup.planning.step import (
+    Rehearsed,
+    Step,
+    largest_among_ranks,
+    largest_costs_among_ranks,
+    on_any_rank,
+    rehearse,
+    seconds_of,
+)
 from recoup.planning.verification import Outcome, has_room
 from recoup.planning.work import is_attention
-from recoup.schedules import (
-    Cost,
-    Point,
-    Schedule,
-    frontier,
-    linear,
-    simulate,
-    trace,
-)
+from recoup.schedules import Cost, Point, Schedule, frontier, linear, simulate, trace
 
 _NOISE = 1.03  # of times, which says nothing
 
@@ -154,12 +152,7 @@ class PricedBlocks(NamedTuple):
         return self._replace(pending=pending).with_costs(self.costs)
 
     def bytes_beside(self, peak_bytes: int, held_bytes: int) -> int:
-        """Return what a step takes beside these forwards (See Rule 3).
-
-        Args:
-            peak_bytes: its peak.
-            held_bytes: the bytes that its forward holds until its backward.
-        """
+        """Return what a step with this peak, whose forward holds so much, takes (See Rule 3)."""
         if self.pending is None:
             return peak_bytes
         gradients = sum(p.nbytes for p in self.step.model.parameters() if p.requires_grad)
@@ -173,11 +166,7 @@ class PricedBlocks(NamedTuple):
         return Point(peak_bytes, found.seconds, found.num_forwards, schedule, found.num_inverses)
 
     def under_policy(self, policy: Policy) -> PricedBlocks:
-        """Return the blocks with the plan that follows a policy, and the one that keeps all.
-
-        Raises:
-            ValueError: attention is to be saved, and none of the blocks has a kernel for it.
-        """
+        """Return the blocks with the plan that follows a policy, and the one that keeps all."""
         whole, saves_attention = self.points[-1], policy == "save attention"
         if policy == "keep" or not self.calls:
             return self._replace(points=[whole], policy=policy)
@@ -219,11 +208,7 @@ class PricedBlocks(NamedTuple):
         return self._replace(step=step)
 
     def plain(self, *, is_tiled: bool = False) -> Rehearsed:
-        """Run a step that keeps all residuals.
-
-        Args:
-            is_tiled: whether the parts that may run in tiles do so.
-        """
+        """Run a step that keeps all residuals, in tiles where it may be and `is_tiled`."""
         step = self.step if is_tiled else replace(self.step, tiled=None)
         code = CodeByModule({id(call.module): call.codes[0] for call in self.calls if call.codes})
         with followed([module for _, module in self.blocks], code):
@@ -259,12 +244,7 @@ def codes_again(calls: Sequence[MeasuredCall]) -> CodeByModule | None:
 
 
 def _points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
-    """Return the plans that are best for some budget; those that offload have bytes in flight.
-
-    Args:
-        costs: the costs of the calls, and of the code after them.
-        place: where inputs may wait.
-    """
+    """Return the plans that are best for some budget; those that offload have bytes in flight."""
     staying = [replace(cost, offload_seconds=None) for cost in costs]
     points = list(frontier(staying))
     if place.seconds_per_byte is None:
@@ -291,14 +271,8 @@ def price_blocks(
 ) -> PricedBlocks:
     """Measure blocks, and find the best plans for them; times are in seconds.
 
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-        place: where the inputs of blocks may wait.
-        before: other blocks of the same step, whose plain step was run.
-
-    Raises:
-        ValueError: no forward calls them.
+    `before` are other blocks of the same step, whose plain step was run. A ValueError says that no
+    forward calls the blocks.
     """
     step, measured = measure_most(step, blocks)
     if not measured.calls:

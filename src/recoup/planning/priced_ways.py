@@ -1,4 +1,4 @@
-"""The costs of blocks that may run compiled, or be inverted.
+"""The costs of blocks that may run compiled, be inverted, or have their output layer in tiles.
 
 NOTE [ Costs of several codes ]
 
@@ -10,12 +10,12 @@ Rule 2. The whole tape of a call is that of its fastest code. Codes that keep le
 Rule 3. Where a call is run again, all of its runs are by the code that then needs the least memory
         (`Cost.again`): a plan runs a call again only where keeping the smallest tape is too much.
 Rule 4. What lies between blocks is taken from a step that recomputes every block by that code,
-        since a plan that recomputes everything must be predicted exactly (NOTE [ A step as a
-        chain ]).
-Rule 5. Compiled code draws other random numbers than the block's own, so a block is compiled for
-        all budgets or for none: in a plan over compiled blocks those stay as they are that cannot
-        be compiled, or for which every compiled code takes more bytes and more time. The plan with
-        no block compiled is the other kind to choose from (NOTE [ Kinds of blocks ], Rule 1).
+        since a plan that recomputes everything must be predicted exactly (NOTE [ A step as a chain
+        ]).
+Rule 5. Compiled code draws other random numbers, so a block is compiled for all budgets or for
+        none: in a plan over compiled blocks those stay as they are that cannot be compiled, or for
+        which every compiled code takes more bytes and more time. The plan with no block compiled is
+        the other kind to choose from (NOTE [ Kinds of blocks ], Rule 1).
 Rule 6. Where a step draws nothing, compiled blocks must give the gradients of uncompiled ones, but
         for what rounding grows to (Rule 7 of NOTE [ Compared steps ]). Where it draws, only
         compiled steps can be compared with each other. A code that draws otherwise than the first
@@ -28,8 +28,8 @@ NOTE [ Inverted blocks ]
 Rule 7. A block is inverted if the caller allows rounding, and if its call can be (See Rule 4 of
         NOTE [ The inputs and outputs of a call ]). The first block of a chain is not: its input is
         kept, so that what an inverse gets wrong can be computed again.
-Rule 8. One more step is run, in which every such block is inverted, by the executor that plans
-        run by. What an inverse and the backward after it have alive is read where the next block
+Rule 8. One more step is run, in which every such block is inverted, by the executor that plans run
+        by. What an inverse and the backward after it have alive is read where the next block
         begins.
 Rule 9. A block whose inverse the drift guard refuses in that step, or has refused before, is not
         inverted. If that step fails (an inverse has another shape, a block counts in a buffer), no
@@ -56,16 +56,16 @@ import torch
 from recoup._core.compile import is_compiled
 from recoup._core.devices import generator_states, same_states, with_seed
 from recoup._core.drift_guard import DriftGuard
-from recoup.errors import ChangedError, ReplayError
+from recoup.errors import ChangedError, GradientError, ReplayError
 from recoup.memory.meter import Span, timeline
+from recoup.planning.called_blocks import output_layer_of
 from recoup.planning.compiling import SHARES, BlockCode, CompiledCode, NudgedCode
 from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import followed
 from recoup.planning.measuring import measure_blocks, medians_of_alike
-from recoup.planning.planned_stages import chains_of
-from recoup.planning.priced_blocks import PricedBlocks, codes_again
-from recoup.planning.pricing import Measured, MeasuredCall, price
-from recoup.planning.ranks import (
+from recoup.planning.priced_blocks import PricedBlocks, codes_again, price_blocks
+from recoup.planning.pricing import Measured, MeasuredCall, chains_of, price
+from recoup.planning.step import (
     is_sharded,
     largest_among_ranks,
     largest_costs_among_ranks,
@@ -80,6 +80,8 @@ _logger = logging.getLogger("recoup.planning.compiling")
 _NUM_STEPS = 2  # that are timed
 _NOISE = 0.01  # a relative difference of times that says nothing
 _EPS_OF_TF32 = 2.0**-11
+_WORTH = 1 / 32  # of the least bytes: smaller logits are left alone
+_LESS = 0.97  # of the least bytes: a head that leaves more is left alone
 
 
 class _Candidate(NamedTuple):
@@ -108,24 +110,14 @@ class _Candidate(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """The codes of a block in a plan, by their places among all that it can run by.
-
-    Args:
-        tapes: the code of the whole tape, and those of the thinner ones.
-        again: the code of calls that are run again.
-    """
+    """The codes of a block by their places: of the whole tape, thinner ones, and runs again."""
 
     tapes: list[int]
     again: int
 
 
 def price_codes(own: PricedBlocks, backend: str) -> list[PricedBlocks]:
-    """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5).
-
-    Args:
-        own: the blocks, priced by the work of their own code.
-        backend: the backend of the compiler.
-    """
+    """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5)."""
     try:
         growth = _growth(own)
         candidates = _candidates(own, backend, growth)
@@ -167,13 +159,7 @@ def _compiled(
 
 
 def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost:
-    """Return the cost of a call.
-
-    Args:
-        tapes: the code of its whole tape, and those of its thinner ones.
-        again: the code by which it runs if it is run again.
-        between: a cost from which what lies between blocks is taken (See Rule 4).
-    """
+    """Return the cost of a call whose surroundings are those of `between` (See Rules 2 to 4)."""
     whole = tapes[0]
 
     def selective(cost: Cost, seconds: float) -> SelectiveTape:
@@ -304,15 +290,7 @@ def _chosen(candidates: Sequence[_Candidate]) -> _Codes | None:
 
 
 def with_inverses(kind: PricedBlocks, guard: DriftGuard) -> PricedBlocks:
-    """Return the same blocks with the costs of their inverses (See Rule 8).
-
-    Args:
-        kind: the blocks, with the costs of keeping and recomputing.
-        guard: the drift guard of the plans.
-
-    Returns:
-        The blocks with the costs of inverses, or `kind` itself if no block can be inverted.
-    """
+    """Return the same blocks with the costs of their inverses, if any (See Rule 8)."""
     chains = list(chains_of(kind.calls))
     refused = {chains[0][0] + place for place in guard.kept} if len(chains) == 1 else set[int]()
     inverted = _invertible(kind, chains) - refused
@@ -359,13 +337,7 @@ def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[in
 def _measured_inverses(
     kind: PricedBlocks, guard: DriftGuard, inverted: set[int]
 ) -> dict[int, tuple[float, int]]:
-    """Return the work of each inverse, and its most bytes beyond the output of its call (Rule 8).
-
-    Args:
-        kind: the blocks.
-        guard: a guard with the settings of that of the step.
-        inverted: the calls that are inverted; all others are recomputed.
-    """
+    """Return the work of each inverse, and its most bytes beyond the output (See Rule 8)."""
     step, works = kind.step, dict.fromkeys(inverted, 0.0)
     marks: list[tuple[int, Span]] = []  # the calls that backward came to
     ways: list[Way] = ["invert" if i in inverted else "recompute" for i in range(len(kind.calls))]
@@ -400,3 +372,22 @@ def _measured_inverses(
         for (index, before), (_, span) in pairwise(marks)
         if index in inverted and index not in refused
     }
+
+
+def with_tiles(kind: PricedBlocks, tiles: int | bool) -> list[PricedBlocks]:
+    """Return blocks, and the same with their head in tiles if that can take fewer bytes."""
+    head = output_layer_of(kind.step, kind.blocks, None if tiles is True else tiles)
+    num_bytes = 0 if head is None else head.num_bytes
+    most, is_missing = largest_among_ranks(kind.step.model, [num_bytes, head is None])
+    if head is None or is_missing or most < _WORTH * kind.points[0].peak_bytes:
+        return [kind]
+    step = replace(kind.step, tiled=head)
+    step.verification.expect(kind.measured.outcome, is_plain=False)  # of a step without tiles
+    try:
+        found = price_blocks(step, kind.blocks, kind.place)
+    except (ChangedError, GradientError):
+        return [kind]  # other code does with the output what only the whole can serve
+    if found.points[0].peak_bytes > _LESS * kind.points[0].peak_bytes:
+        return [kind]
+    found.step.verification.allow_other_sums(head.eps)  # known now
+    return [kind, found._replace(plain_seconds=kind.plain_seconds)]

@@ -7,13 +7,12 @@ Rule 1. The calls of blocks are the stages. The code after the last call, with t
 Rule 2. The costs are chosen so that `simulate` reproduces the bytes measured at every border of the
         step that recomputes each block. So errors in what the costs leave out cancel.
 Rule 3. If a block saves its own output, its tape holds that output until after the block behind it
-        is reversed. In the measured step, the output was freed during that backward. So the bytes
-        are added to what comes after that in the backward, if the block before keeps its residuals.
+        is reversed. In the measured step, it was freed during that backward. So the bytes are added
+        to what comes after that in the backward, if the block before keeps its residuals.
 Rule 4. A block that draws random numbers keeps the random state if it is recomputed, and one that
-        changes buffers, as a batch norm does, copies of them. Those bytes count as beside the
-        chain, and are subtracted from the whole tape, which needs neither (at most to zero
-        residuals, so if a block has smaller residuals than a random state, recomputing it seems
-        cheaper than it is).
+        changes buffers, as a batch norm does, copies of them. Those bytes are beside the chain, and
+        subtracted from the whole tape, which needs neither (at most to zero residuals, so
+        recomputing a block with less seems cheaper than it is).
 Rule 5. A block whose residuals do not hold its input has so much less of a tape (at least that of
         the input, though), unless the block before holds it as its own output. What a second run
         fills holds the input that it was given.
@@ -22,8 +21,8 @@ Rule 6. Autograd frees what a first run has saved at a node when the gradients o
         of its own on a GPU). So what the plain step takes beyond its prediction is added to the
         backward of each block that keeps its residuals.
 Rule 7. A block may keep the outputs of costly operators, those with the most work per byte first.
-        Operators after the last residual are left out, because a recomputation stops before them
-        if its output is not needed, and takes no memory for them.
+        Operators after the last residual are left out, because a recomputation stops before them if
+        its output is not needed.
 Rule 8. It stops earlier if the last residuals are held: outputs that are kept in any case, what the
         block returns, which the block after it keeps as its input, and small ones, such as the mean
         and the deviation of a batch norm. So that norm, and the sum and activation after it, do not
@@ -45,7 +44,21 @@ from recoup.memory.meter import Span
 from recoup.planning.compiling import BlockCode
 from recoup.planning.verification import Outcome
 from recoup.planning.work import Product, Residual
-from recoup.schedules import Cost, Results, SelectiveTape, linear, simulate
+from recoup.schedules import (
+    Action,
+    Advance,
+    Cost,
+    Drop,
+    Keep,
+    Load,
+    Results,
+    Reverse,
+    Schedule,
+    SelectiveTape,
+    Tape,
+    linear,
+    simulate,
+)
 
 _MOST_SELECTIONS = 5
 _SMALL = 64  # of this size, so many residuals are no more than all of them
@@ -178,12 +191,7 @@ class Measured:
 
 
 def price(measured: Measured, moving_seconds: float | None) -> list[Cost]:
-    """Return the costs of the calls, and of the code after them.
-
-    Args:
-        measured: the measurements of a step.
-        moving_seconds: the time of offloading a byte; None if nothing is offloaded.
-    """
+    """Return the costs of the calls and the code after them, given the seconds of moving a byte."""
     beside = _beside(measured)
     beside = [*(b + _replay(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
@@ -305,9 +313,7 @@ def _cost(
 def _held_longer(levels: Sequence[int], num_bytes: int) -> int:
     """Return how much higher a peak is if a tensor of these bytes is not freed (See Rule 3).
 
-    Args:
-        levels: the bytes alive after each event of the span in which it is freed, if known.
-        num_bytes: the bytes of the tensor.
+    `levels` are the bytes after each event of the span in which it is freed, if known.
     """
     frees = [place for place, (a, b) in enumerate(pairwise(levels), 1) if a - b == num_bytes]
     if not num_bytes or not frees:
@@ -412,3 +418,25 @@ def _selection(
     saved_work = end - last + sum(each.work for each in products if each.start < last)
     kept = Products(funcs, frozenset(chosen), unchanged, held)
     return Selection(kept, len(chosen), results, saved_work)
+
+
+def each_alone(results: Sequence[int | None]) -> Schedule:
+    """Return a schedule in which each call is treated alone, and the code after them is taped.
+
+    `results` has the number of what each call keeps with its input, 0 for nothing; None for a call
+    that keeps its residuals.
+    """
+    actions: list[Action] = [Tape(len(results)), Reverse(len(results))]
+    for index, kept in reversed(list(enumerate(results))):
+        if kept is None:
+            actions = [Tape(index), *actions, Reverse(index)]
+        else:
+            first = (Keep(index), Advance(index, index + 1, kept))
+            actions = [*first, *actions, Load(index), Drop(index), Tape(index), Reverse(index)]
+    return Schedule(len(results) + 1, tuple(actions))
+
+
+def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the stop of each chain."""
+    starts = [index for index, call in enumerate(calls) if index == 0 or not call.is_linked]
+    yield from pairwise([*starts, len(calls)])

@@ -6,23 +6,22 @@ Rule 1. Backward runs as in training and accumulates into an empty `.grad`, so t
         the same memory. The previous `.grad` is restored, also that of leaves outside the model.
 Rule 2. Hooks of parameters do not run: one that steps an optimizer would train.
 Rule 3. Buffers, the attributes of modules (lists and dicts included), and the random streams of
-        torch, Python and numpy are restored, and the parameters that are known to be written to.
-        If another parameter has changed, that is an error.
+        torch, Python and numpy are restored, and the parameters that are known to be written to. If
+        another parameter has changed, that is an error.
 Rule 4. The garbage collector is disabled. It would free reference cycles at different moments on
         different ranks, so that the peaks would differ, and with them the plans.
 
 NOTE [ Restored state ]
 
 Rule 5. Of a module, its class, its attributes (hooks, buffers and children among them) and the
-        `requires_grad` of its parameters are restored. Submodules are found through `modules()`
-        and through attributes that hold them.
+        `requires_grad` of its parameters are restored. Submodules are found through `modules()` and
+        through attributes that hold them.
 Rule 6. Of lists, dicts, sets and deques, and of the attributes of users' objects, the entries are
-        restored, a few levels deep. The containers stay the same objects, since other code holds
-        references to them.
-Rule 7. Of tensors and numpy arrays found on the way, other than parameters, the values are
-        restored, and of tensors the version counter too. Values are compared, because a version
-        counter does not show every change (numpy, `.data` and views with a version counter of
-        their own write past it).
+        restored, a few levels deep. The containers stay the same objects: other code refers to
+        them.
+Rule 7. Of tensors and numpy arrays on the way, other than parameters, the values are restored, and
+        of tensors the version counter too. Values are compared, because a version counter does not
+        show every change (numpy, `.data` and views with a counter of their own write past it).
 Rule 8. Other parameters are not copied, since a copy of all of them may not fit. A parameter that
         was given other memory gets its own back; a write to one is detected by a sum of its values.
 Rule 9. Of generators of torch, Python and numpy found on the way the states are restored.
@@ -47,9 +46,13 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.captured import captured_by
+from recoup._core.compile import never_compiled
 from recoup._core.devices import generators_restored
 from recoup._core.modules import is_gathered
+from recoup._core.operators import DispatchMode, has_schema, traits_of
+from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import set_versions, version_of
+from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import check_is_in_its_mode, ends_of, is_without_values
 from recoup.errors import ReplayError
 
@@ -83,10 +86,6 @@ def rehearsal(
         values: the arguments of the step, and functions that it calls: of these the modules,
             tensors and generators that they hold themselves are restored.
         undo: what restores the parameters that are written to, called at the end.
-
-    Raises:
-        ReplayError: another parameter was changed.
-        ValueError: the model has no values, outside of its FakeTensorMode.
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
     check_is_in_its_mode(parameters)
@@ -94,12 +93,7 @@ def rehearsal(
     arguments = [value for value in values if not _is_function(value)]
     found = StateSnapshot([module, *arguments], _held_by(values))
     torch.clear_autocast_cache()  # earlier casts would not be counted
-    with (
-        generators_restored(),
-        streams_restored(),
-        without_gradients(parameters),
-        uncollected(),
-    ):
+    with generators_restored(), streams_restored(), without_gradients(parameters), uncollected():
         _here.num_rehearsals += 1
         try:
             yield
@@ -225,13 +219,9 @@ _OF_NOBODY = frozenset((
 
 
 class StateSnapshot:
-    """A snapshot of the state that can be reached from some values.
+    """A copy of the state that can be reached from roots, but for parameters.
 
-    Kept: a copy of each tensor that is not a parameter, and of the entries of each container.
-
-    Args:
-        roots: modules, and nested values that may contain tensors.
-        others: values of which only modules, tensors and generators are restored.
+    Of `others`, only modules, tensors and generators are restored.
     """
 
     def __init__(self, roots: Iterable[object], others: Iterable[object] = ()) -> None:
@@ -390,3 +380,36 @@ def _total(tensor: Tensor) -> float:
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     total = float(abs(torch.sum(tensor.detach(), dtype=kind)))
     return total if total == total else float("inf")
+
+
+class WriteWatch(DispatchMode):
+    """A mode that copies the parameters of a model that operators write to, before they do.
+
+    So a copy of all parameters, which may not fit, is not needed. Operators show every write, also
+    one through `.data`, which leaves the version as it was. `written` are these parameters, in the
+    order of the first writes, and `undo` puts the copies back.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.written: list[nn.Parameter] = []
+        self.undo: list[Undo] = []
+        self._untouched: dict[torch.UntypedStorage, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            for storage in storages_of([parameter]):
+                self._untouched.setdefault(storage, []).append(parameter)
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        writes = traits_of(func).writes if has_schema(func) else ()
+        given = (*enumerate(args), *kwargs.items())
+        for storage in storages_of(tensors_in([each for key, each in given if key in writes])):
+            for parameter in self._untouched.pop(storage, ()):
+                self.written.append(parameter)
+                self.undo.append(restoring(parameter))
+        return func(*args, **kwargs)

@@ -3,26 +3,25 @@
 NOTE [ Plans for several shapes ]
 
 Rule 1. A plan serves the shapes that are no larger in any dimension than those it was made with: a
-        step with them takes no more bytes. What it loses there is bounded by its own frontier. If
+        step with them takes no more bytes. What it loses there is bounded by its own frontier: if
         bytes grow at most with the square of the entries (attention), the plan of a smaller shape
         is at most as fast as the frontier at a budget that is larger by that square. The bound
-        decides whether a smaller shape gets a plan of its own. A plan that keeps everything serves
-        all smaller shapes.
-Rule 2. A shape that none of them serves is first tried under the plan whose shapes are nearest: in
+        decides whether a smaller shape gets a plan of its own.
+Rule 2. A shape that none of them serves is first tried under the plan whose shapes are nearest, in
         one step that leaves no trace. If it keeps to the budget, that plan serves it from then on.
-        So lengths of which each is a little longer than the one before need a step each and few
-        plans. No batch is made up for a plan ahead: the model may have no more positions, which on
-        a GPU ends the process, and a loss may have no targets for it.
-Rule 3. Plans are made before the forward begins, in a hook that runs before all others of the
-        model (FSDP2 gathers parameters in one). The arguments are those that the caller gave, and
-        the steps are run as for the first plan, hooks included.
+        So lengths of which each is a little longer than the one before need few plans. No batch is
+        made up for a plan ahead: the model may have no more positions, which on a GPU ends the
+        process, and a loss may have no targets for it.
+Rule 3. Plans are made before the forward begins, in a hook that runs before all others of the model
+        (FSDP2 gathers parameters in one). The arguments are those that the caller gave, and the
+        steps are run as for the first plan, hooks included.
 Rule 4. No plan is made without gradients, for evaluation after training, within a region or a
         second run of one, or in a rehearsal of a model around this one.
 Rule 5. A plan is entered when it is complete. If planning fails or is interrupted, the others serve
         what they served before. Shapes that the new one serves are served by no other.
 Rule 6. A plan is made only while one thread calls the model: the steps that make it clear the
-        gradients that another thread may be accumulating. With several threads, shapes that no
-        plan serves are an error.
+        gradients that another thread may be accumulating. With several threads, shapes that no plan
+        serves are an error.
 Rule 7. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
         the same plan, or all make one.
 Rule 8. All forwards of a step follow plans that are made for the largest of them. So where a plan
@@ -61,9 +60,8 @@ from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
-from recoup.planning.step import Step, rehearse_planned
+from recoup.planning.step import Step, largest_among_ranks, rehearse_planned
 
 _MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
 _NEAR = 0.97  # of the entries: such a shape loses nothing that is worth a plan
@@ -123,14 +121,7 @@ class _OfThread(threading.local):
 class PlansByShape:
     """The follower of the plans of a model, which makes one for a call that none serves.
 
-    Args:
-        first: the first plan.
-        step: the step that it was made for.
-        budget_bytes: the budget.
-        options: the options of the plans.
-
-    Raises:
-        ValueError: there is no tensor among the arguments.
+    A ValueError says that there is no tensor among the arguments of the step of the first one.
     """
 
     def __init__(self, first: Plan, step: Step, budget_bytes: int, options: PlanOptions) -> None:
@@ -189,11 +180,7 @@ class PlansByShape:
         return self._entry.follower.called(module, forward, args, kwargs)
 
     def serve(self, args: Args, kwargs: Kwargs) -> None:
-        """Choose the plan for the next call, with these arguments, or make one.
-
-        Raises:
-            BudgetError: no plan for these arguments keeps to the budget.
-        """
+        """Choose the plan for the next call, with these arguments, or make one."""
         group = self._group
         is_plain = not torch.is_grad_enabled() or is_traced() or enclosing_checkpoints()[0]
         if group is None or group.follower is None or is_plain:

@@ -1,4 +1,4 @@
-"""A plan in numbers: a line, a table, and what it does not choose."""
+"""A plan in numbers and pictures: a line, a table, what it does not choose, and its figures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from recoup._core.devices import Peaks
 from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
+from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
 from recoup.memory.size import aligned, shown_beside
 from recoup.planning.arguments import PlannedArguments
 from recoup.planning.blocks import kind_of, modules_of
@@ -31,6 +33,7 @@ from recoup.schedules import (
     Schedule,
     Tape,
     simulate,
+    trace,
 )
 
 
@@ -60,18 +63,7 @@ class BlockPlan(NamedTuple):
 
 
 class PlanReport:
-    """A plan in numbers, and how it prints.
-
-    Args:
-        kind: the blocks with their costs and the plans that are best for some budget.
-        planned: the model and these blocks.
-        point: the one of the plans that the model follows.
-        rehearsed: what a step that followed it took.
-        step_seconds: the time of such a step.
-        least_bytes: the fewest bytes that a step was seen to take.
-        budget_bytes: the budget.
-        room: the room that it leaves for a step.
-    """
+    """A plan in numbers, and how it prints: a point of a kind of blocks, and its rehearsal."""
 
     def __init__(
         self,
@@ -146,14 +138,7 @@ class PlanReport:
         return _rows_of(self.planned.calls, self.costs, self.schedule)
 
     def most_lost(self, share: float) -> float:
-        """Return how much slower it is at most than other plans, if all took less bytes.
-
-        Args:
-            share: the bytes that every plan would take, relative to those that it takes.
-
-        Returns:
-            The time lost, relative to that of a step.
-        """
+        """Return the most relative time lost to other plans if all took `share` of its bytes."""
         budget = (self.usable_bytes - self.baseline_bytes) / max(share, 1e-9)
         fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
         least = min([self.point.seconds, *fitting])
@@ -307,3 +292,95 @@ def _held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator
             "`gradient_checkpointing` is on: the model runs its layers again itself, and the plan "
             "leaves them to it; call `gradient_checkpointing_disable()` and plan again"
         )
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+_BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
+
+
+# The plans over one kind of blocks: its name, and for each plan the peak of a step, in bytes, and
+# its time, where 1 is a step with everything kept.
+Line = tuple[str, Sequence[tuple[int, float]]]
+
+
+def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
+    """Draw the plans over each kind of blocks into a file, and return the path."""
+    unit, name = _unit(max(size for _, points in lines for size, _ in points))
+
+    def draw_panel(panels: Sequence[Any]) -> None:
+        _frontier(panels[0], lines, unit, name)
+
+    path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
+    return path
+
+
+def draw(plan: PlanReport, path: Path) -> Path:
+    """Draw a plan into a file, and return the path."""
+    unit, name = _unit(plan.most_bytes)
+
+    def draw_panels(panels: Sequence[Any]) -> None:
+        _over_a_step(panels[0], plan, unit, name)
+        least, whole = plan.frontier[-1].seconds, plan.kept_seconds or 1.0
+        points = [
+            (plan.baseline_bytes + each.peak_bytes, 1 + (each.seconds - least) / whole)
+            for each in plan.frontier
+        ]
+        _frontier(panels[1], [("all plans", points)], unit, name)
+        size, time = points[plan.frontier.index(plan.point)]
+        panels[1].plot(
+            size / unit, time, "o", color=_AFTER, markersize=9,
+            markeredgecolor="white", zorder=5, clip_on=False, label="this plan",
+        )  # fmt: skip
+        panels[1].legend(loc="upper right", frameon=False, fontsize=9.5)
+
+    path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
+    return path
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= 2 * size:
+            return size, name
+    return 1, "bytes"
+
+
+def _frontier(axes: Any, lines: Sequence[Line], unit: int, unit_name: str) -> None:
+    colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
+    for (name, points), color in zip(lines, colors, strict=False):
+        sizes, times = [size / unit for size, _ in points], [time for _, time in points]
+        mark = "o" if len(sizes) == 1 else None  # one plan is a point
+        axes.step(sizes, times, where="post", color=color, linewidth=2.2, label=name, marker=mark)
+    times = [time for _, points in lines for _, time in points]
+    low, high = min(times), max(times)
+    height = (high - low) or 0.1
+    axes.set_ylim(low - 0.05 * height, high + 0.25 * height)  # room for the legend
+    axes.set_xlim(0, None)
+    axes.legend(loc="upper right", frameon=False, fontsize=9.5)
+    finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({unit_name})")
+
+
+def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
+    again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
+    first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
+    whole = plan.kept_seconds or 1.0
+    for point, color, text in (
+        (plan.frontier[-1], _BEFORE, "everything kept"),
+        (plan.point, _AFTER, "this plan"),
+    ):
+        # The costs bound a peak from above; the point has what was measured.
+        most = plan.baseline_bytes + point.peak_bytes
+        times, levels, last = [0.0], [plan.baseline_bytes], 0.0
+        for moment in trace(point.schedule, plan.costs, first):  # its peak is at its middle
+            now = moment.seconds / whole
+            times += [(last + now) / 2, now]
+            levels += [plan.baseline_bytes + b for b in (moment.peak_bytes, moment.held_bytes)]
+            last = now
+        axes.plot(times, [min(b, most) / unit for b in levels], color=color, label=text)
+    budget = plan.budget_bytes / unit
+    if plan.policy is None:
+        axes.axhline(budget, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), label="budget")
+    axes.set_ylim(0, 1.15 * plan.most_bytes / unit)
+    axes.set_xlim(0, None)
+    axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=3)
+    finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")

@@ -16,12 +16,7 @@ from torch import nn
 from recoup._arguments import check_callable, check_flag, is_whole
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.arguments import (
-    built_arguments,
-    check_module,
-    example_arguments,
-    shapes_of,
-)
+from recoup.planning.arguments import built_arguments, check_module, example_arguments, shapes_of
 from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import (
@@ -34,28 +29,6 @@ from recoup.planning.options import (
 from recoup.planning.plan import Plan
 from recoup.planning.replanning import PlansByShape
 from recoup.planning.step import Step
-
-
-@overload
-def plan(  # pyright: ignore[reportOverlappingOverload] - with neither, it is this one
-    model: nn.Module,
-    *example_args: Any,
-    budget: None = ...,
-    policy: None = ...,
-    loss: Callable[[Any], Any] | None = ...,
-    blocks: str | Iterable[str | nn.Module] | None = ...,
-    budget_of: Literal["step", "total"] = ...,
-    optimizer: torch.optim.Optimizer | None = ...,
-    holds_output: bool = ...,
-    compile: bool | str = ...,
-    exact: bool = ...,
-    offload_to: str | os.PathLike[str] | None = ...,
-    tiles: bool | int = ...,
-    num_forwards: int = ...,
-    headroom: float | None = ...,
-    replan: bool = ...,
-    **example_kwargs: Any,
-) -> Frontier: ...
 
 
 @overload
@@ -223,19 +196,7 @@ def plan(
 
 
 def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool = False) -> Plan:
-    """Return the plan for a step.
-
-    Args:
-        step: the step, made with the options.
-        budget: a number of bytes.
-        options: the options of the plan.
-        replan: whether the plan makes plans for other shapes (NOTE [ Plans for several shapes ]).
-
-    Raises:
-        BudgetError: no plan keeps to the budget.
-        ValueError: an argument is invalid.
-        ReplayError: as for `plan`.
-    """
+    """Return the plan for a step that was made with the options; it raises what `plan` does."""
     budget_bytes = checked_budget(budget)
     if replan:
         options.check_replan(step.root)

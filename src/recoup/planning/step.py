@@ -1,4 +1,18 @@
-"""Training steps of a model that leave no trace, and their outcomes, peaks and times."""
+"""Training steps of a model that leave no trace, alike on all ranks that hold parts of it.
+
+NOTE [ One decision on all ranks ]
+
+Rule 1. The collectives of one rank wait for those of the others. A rank that rehearsed a different
+        plan, or one plan more than the others, would wait forever.
+Rule 2. Every decision that depends on measurements uses the largest number that any rank measured.
+        So all ranks decide alike, and a plan keeps to its budget on all of them.
+Rule 3. The backend may free a buffer in a thread of its own, a moment after the collective has
+        ended. The allocator does not report this, and the buffer counts until the step ends.
+        So a rehearsal that exceeded the budget is repeated a few times, and the least peak counts.
+Rule 4. A block whose forward has collectives (tensor parallelism) repeats them where it runs again.
+        Their time is in the measured times of the block, if there is a network to measure. FSDP2
+        gathers outside of blocks, for backward in any case.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +21,26 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from recoup._core.compile import is_compiled, never_compiled
-from recoup._core.devices import (
-    Peaks,
-    accelerator,
-    is_accelerator,
-    seed_generators,
-    synchronize,
-)
-from recoup._core.operators import (
-    DispatchMode,
-    InMode,
-    explain_higher_order,
-    has_schema,
-    traits_of,
-)
-from recoup._core.pytree import flatten, tensors_in
+from recoup._core.compile import is_compiled
+from recoup._core.devices import Peaks, accelerator, is_accelerator, seed_generators, synchronize
+from recoup._core.operators import InMode, explain_higher_order
+from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
-from recoup._core.storage_tracking import storages_of
 from recoup._core.tensors import is_without_values
 from recoup.memory.meter import Span, Timeline, most_of, timeline
 from recoup.planning.arguments import explain_model
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import Args, Kwargs, followed
-from recoup.planning.ranks import largest_among_ranks, on_any_rank
 from recoup.planning.rehearsal import (
     Undo,
+    WriteWatch,
     foreign_leaves,
     rehearsal,
     restoring,
@@ -47,6 +49,7 @@ from recoup.planning.rehearsal import (
 from recoup.planning.tiled_head import TiledHead
 from recoup.planning.verification import DifferentStepError, Outcome, Verification, outcome_of
 from recoup.planning.work import counted_seconds, timed_by_work
+from recoup.schedules import Cost
 
 
 class Observer:
@@ -112,12 +115,9 @@ class Step:
 
     @contextmanager
     def counted(self, line: Timeline) -> Generator[Timeline]:
-        """Return a context in which a run of the step leaves no trace, and its bytes are counted.
+        """Return a context in which a run leaves no trace, and a timeline counts its bytes.
 
         The gradients are freed at its end: memory allocated within a timeline is freed within it.
-
-        Args:
-            line: the timeline, which begins and ends with the context.
         """
         _take_workspaces(self.device)
         with self.rehearsed(), line:
@@ -129,7 +129,7 @@ class Step:
         """Run a forward, and return the step with the parameters that it writes to."""
         if any(map(is_compiled, self.model.modules())):
             return self  # the compiler gives up what it meets under a dispatch mode
-        watch = _WriteWatch(self.model)
+        watch = WriteWatch(self.model)
         with self._restoring(watch.undo), suppress(Exception), InMode(watch):
             self.observe_forward((), Observer)  # if it fails, so will the measured step
         return replace(self, written=tuple(watch.written))
@@ -159,9 +159,8 @@ class Step:
     ) -> list[Tensor | None]:
         """Run the step, and return the gradients of the arguments that require them.
 
-        Args:
-            mark: what to call at the beginning and the end of forward, and of backward.
-            between: what to call before backward begins.
+        `mark` is called at the beginning and the end of forward, and of backward, and `between`
+        before backward.
         """
         calls = self._calls()
         given = [t for t in flatten(calls[0])[0] if t.requires_grad and t.is_leaf]
@@ -192,15 +191,11 @@ class Step:
     def observe_forward(
         self, modules: Iterable[nn.Module], observing: Callable[[], AnyObserver]
     ) -> AnyObserver:
-        """Run a forward of the step, and return an observer of the calls of modules.
+        """Run a forward of the step, and return an observer, newly made, of the calls of modules.
 
         There is a graph, which a forward may ask for (hooks of tensors), but nothing is kept for
         its backward. A forward that fails so runs a backward of its own (forces): it is run once
-        more, by another observer, with all that it keeps.
-
-        Args:
-            modules: the modules.
-            observing: returns an observer.
+        more with all that it keeps.
         """
         modules = list(modules)
         with suppress(Exception), saving(_NotKept):
@@ -284,12 +279,8 @@ def rehearse(step: Step) -> Rehearsed:
 def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
     """Run a step of a model that follows a plan, and compare its outcome with the expected one.
 
-    Args:
-        step: the step.
-        tolerance: the relative difference of gradients that inverses may make.
-
-    Raises:
-        DifferentStepError: on some rank the outcome differs from that of the plain step.
+    Inverses may make gradients differ by the tolerance, relative. A DifferentStepError says that
+    the outcome differs on some rank.
     """
     found = rehearse(step)
     difference = step.verification.difference(found.outcome, tolerance)
@@ -360,40 +351,71 @@ def _seed_all(seed: int) -> None:
         numpy.seed(seed % 2**32)
 
 
-class _WriteWatch(DispatchMode):
-    """A mode that copies the parameters of a model that operators write to, before they do.
+# -- ranks -----------------------------------------------------------------------------------------
 
-    So a copy of all parameters, which may not fit, is not needed. Operators show every write, also
-    one through `.data`, which leaves the version as it was.
 
-    Args:
-        model: the model.
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of `model`."""
+    return bool(_meshes_of(model))
 
-    Attributes:
-        written: these parameters, in the order of the first writes.
-        undo: what puts the copies back.
+
+def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[float]:
+    """Return the largest of each of `numbers` among the ranks that hold parts of `model`."""
+    meshes = _meshes_of(model)
+    if not meshes:
+        return list(numbers)
+    found = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
+    for mesh in meshes:
+        moved = found.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        found = moved.cpu()
+    return [float(number) for number in found]
+
+
+def on_any_rank(model: nn.Module, condition: bool) -> bool:
+    """Whether a condition holds on any of these ranks."""
+    return largest_among_ranks(model, [float(condition)]) != [0.0]
+
+
+def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[Cost]:
+    """Return the largest costs among the ranks that hold parts of `model`.
+
+    If the ranks found different variants or results of stages, all of them are left out.
     """
+    found = [tuple(costs)]
+    for mesh in _meshes_of(model):
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, found, group=group)
+            found = [each for several in gathered for each in several]
+    if len({tuple((len(c.variants), len(c.results)) for c in each) for each in found}) > 1:
+        found = [tuple(replace(c, variants=(), results=()) for c in each) for each in found]
+    if len(found) > 1:  # one may end a run where it need not, or hold its input, on one rank alone
+        found = [tuple(map(_with_tape_again, each)) for each in found]
+    return list(_largest(found))
 
-    supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.written: list[nn.Parameter] = []
-        self.undo: list[Undo] = []
-        self._untouched: dict[torch.UntypedStorage, list[nn.Parameter]] = {}
-        for parameter in model.parameters():
-            for storage in storages_of([parameter]):
-                self._untouched.setdefault(storage, []).append(parameter)
+def _with_tape_again(cost: Cost) -> Cost:
+    """Return a cost with the tape that a run in backward makes, also where it is the whole one."""
+    tape = cost.tape_again
+    stopped_run_bytes = tape.run_bytes(goes_on=False)
+    return replace(cost, again=replace(tape, stopped_run_bytes=stopped_run_bytes))
 
-    @never_compiled
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        writes = traits_of(func).writes if has_schema(func) else ()
-        given = (*enumerate(args), *kwargs.items())
-        for storage in storages_of(tensors_in([each for key, each in given if key in writes])):
-            for parameter in self._untouched.pop(storage, ()):
-                self.written.append(parameter)
-                self.undo.append(restoring(parameter))
-        return func(*args, **kwargs)
+
+def _largest(values: Sequence[Any]) -> Any:
+    """Return the largest of numbers; of tuples and dataclasses, number by number."""
+    first = values[0]
+    if isinstance(first, tuple):
+        return tuple(map(_largest, zip(*values, strict=True)))
+    if is_dataclass(first):
+        own = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
+        return replace(cast("Any", first), **{name: _largest(each) for name, each in own.items()})
+    return max(values) if type(first) in (int, float) else first
+
+
+def _meshes_of(model: nn.Module) -> list[Any]:
+    """Return the meshes of the parameters that are DTensors, in the order of the parameters."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    return list({mesh: None for mesh in meshes if mesh is not None})

@@ -196,15 +196,10 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class LinearCall:
-    """A call of a linear output layer.
+    """A call of a linear output layer, with a name for error messages.
 
-    Args:
-        name: its name in error messages.
-        rows: its input, of shape (..., D).
-        weight: its weight.
-        bias: its bias.
-        cross_entropy: called in place of torch's with the logits and the other arguments; it may
-            return NotImplemented.
+    `cross_entropy` is called in place of torch's with the logits and the other arguments; it may
+    return NotImplemented.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ Rule 4. Sketches may differ by the rounding of kernels, relative to the tensor, 
         plain step is run once more. The largest distance between its two runs (from kernels that
         sum in no fixed order) is then allowed as well, as far as it can be rounding: of every
         tensor, since it is chance which of them a run moves. In 16 bits that can be several
-        hundredths: a gradient of attention is a small sum of large terms.
+        hundredths.
 Rule 5. Where a plan inverts blocks, the tolerance of its drift guard is allowed, relative to the
         norm of each gradient.
 Rule 6. Parts in tiles, and codes of compiled blocks, sum in another order. That is allowed more
@@ -77,13 +77,9 @@ class Summary(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Everything that a step changed.
+    """Everything that a step changed, by name where it has one.
 
-    Args:
-        gradients: the summaries of gradients, by name.
-        buffers: the summaries of buffers, by name.
-        states: the states of the random generators.
-        streams: those of the streams of Python and numpy, as far as they are in use.
+    The streams are those of Python and numpy, as far as they are in use.
     """
 
     gradients: dict[str, Summary]
@@ -106,13 +102,7 @@ class Outcome(NamedTuple):
 def outcome_of(
     model: nn.Module, given: Sequence[Tensor | None], written: Sequence[nn.Parameter] = ()
 ) -> Outcome:
-    """Return the outcome of a step.
-
-    Args:
-        model: the model, with its gradients.
-        given: the gradients of the arguments.
-        written: the parameters that the forward writes to, which count as buffers.
-    """
+    """Return the outcome of a step; `given` are gradients of arguments, `written` parameters."""
     states, streams = generator_states(), {"Python": pickle.dumps(random.getstate())}
     if (numpy := sys.modules.get("numpy.random")) is not None:
         streams["numpy"] = pickle.dumps(numpy.get_state())
@@ -132,12 +122,8 @@ def outcome_of(
 class Verification:
     """The comparison of rehearsals of a step with an expected outcome.
 
-    Args:
-        growth: what rounding errors grow to in each tensor, relative (See Rule 7).
-
-    Attributes:
-        expected: the expected outcome, if there is one.
-        is_plain: whether the expected outcome is that of the plain step (See Rule 2).
+    `growth` is what rounding errors grow to in each tensor, relative (See Rule 7); `is_plain` says
+    whether the expected outcome is that of the plain step (See Rule 2).
     """
 
     def __init__(self, growth: Mapping[str, float] | None = None) -> None:
@@ -150,18 +136,12 @@ class Verification:
     def allow_other_sums(self, eps: float) -> None:
         """Allow the rounding of sums that are taken in another order (See Rule 6).
 
-        Args:
-            eps: the machine epsilon of what is summed, which may be larger than that of the sums.
+        The `eps` of what is summed may be larger than that of the sums.
         """
         self._rounding, self._most, self._least_eps = _ROUNDING_OF_SUMS, _MOST_OF_SUMS, eps
 
     def expect(self, outcome: Outcome, *, is_plain: bool) -> None:
-        """Set the expected outcome; that of the plain step replaces that of another one.
-
-        Args:
-            outcome: the outcome of a step.
-            is_plain: whether nothing was recomputed in that step.
-        """
+        """Set the expected outcome; that of the plain step replaces that of another one."""
         if self.expected is None or is_plain > self.is_plain:
             self.expected, self.is_plain = outcome, is_plain
 
@@ -177,12 +157,7 @@ class Verification:
                         self._spread = max(self._spread, spread)
 
     def allow_growth(self, outcome: Outcome, nudged: Outcome) -> None:
-        """Allow what rounding errors grow to (See Rule 7).
-
-        Args:
-            outcome: the outcome of a step.
-            nudged: its outcome with each output of a block off by one rounding error.
-        """
+        """Allow what a rounding error in each output of a block grows to (See Rule 7)."""
         moved = nudged.of_tensors
         for name, summary in outcome.of_tensors.items():
             if summary.norm > 0:
@@ -191,12 +166,7 @@ class Verification:
                 self.growth[name] = min(max(growth, least), _MOST_GROWTH)
 
     def difference(self, outcome: Outcome, tolerance: float = 0.0) -> str | None:
-        """Return a message if `outcome` differs from the expected one, else None.
-
-        Args:
-            outcome: the outcome of a planned step.
-            tolerance: the relative difference of gradients that inverses may make (See Rule 5).
-        """
+        """Return a message if `outcome` differs from the expected one, else None (See Rule 5)."""
         expected = self.expected
         if expected is None:
             return None

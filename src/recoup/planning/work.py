@@ -47,11 +47,7 @@ _COSTLY_NAMES = frozenset((
 
 
 def is_costly(func: Any) -> bool:
-    """Whether the output of an operator is worth keeping.
-
-    That holds for products, convolutions, attention, recurrent layers, and dropout masks, which are
-    kept as bits.
-    """
+    """Whether the output of an operator is worth keeping; masks of dropout are kept as bits."""
     return _name_of(func) in _COSTLY_NAMES or is_attention(func) or is_mask(func)
 
 
@@ -115,11 +111,6 @@ class WorkCounter(DispatchMode):
         call: the call whose residuals are listed; None for none.
         counts_operators: whether operators are counted. If not, no mode is active, under which
             nothing would be compiled.
-
-    Attributes:
-        work: the work until now.
-        products: the costly operators, in order.
-        saved_storages: the memory of residuals that regions do not keep.
     """
 
     supports_higher_order_operators = True
@@ -172,11 +163,7 @@ class WorkCounter(DispatchMode):
         self._listed.append((found, storages))
 
     def residuals(self, outputs: Container[torch.UntypedStorage]) -> list[Residual]:
-        """Return the residuals of the call, in order.
-
-        Args:
-            outputs: the memory of what it has returned.
-        """
+        """Return the residuals of the call, in order, given the memory of what it returned."""
         return [
             each._replace(is_output=any(storage in outputs for storage in storages))
             for each, storages in self._listed
@@ -194,11 +181,7 @@ class WorkCounter(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator and count it.
-
-        Raises:
-            RecoupError: it runs without values, and keeps a workspace.
-        """
+        """Run the operator and count it; a RecoupError without values if it keeps a workspace."""
         kwargs = {} if kwargs is None else kwargs
         if getattr(func, "_overloadpacket", None) in _WITH_WORKSPACE and is_without_values():
             raise RecoupError(

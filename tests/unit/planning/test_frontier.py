@@ -17,8 +17,8 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning import frontier as frontier_module
+from recoup.planning.plan import choose
 from recoup.planning.verification import DifferentStepError
-from recoup.planning.verified_plan import choose
 from tests.neighbours.planned import Net, give_steady_times, give_steps_times, loss_of
 from tests.plan_oracle import Made, assert_as_plain, between, peak_of, stack, step_of, ways_of
 

@@ -199,8 +199,10 @@ def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
     _, _, made = planned()
     assert made.predicted_time_ratio > 1
     panels = [MagicMock(), MagicMock()]
-    monkeypatch.setattr("recoup.planning.plan.rendered", lambda draw, *_, **__: draw(panels) or b"")
-    monkeypatch.setattr("recoup.planning.plan.finish", lambda *_: None)
+    monkeypatch.setattr(
+        "recoup.planning.report.rendered", lambda draw, *_, **__: draw(panels) or b""
+    )
+    monkeypatch.setattr("recoup.planning.report.finish", lambda *_: None)
     made.figure(tmp_path / "plan.png")
     before, after = (call.args[0] for call in panels[0].plot.call_args_list)
     (place,) = (call.args[1] for call in panels[1].plot.call_args_list)
