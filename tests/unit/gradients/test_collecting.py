@@ -121,6 +121,27 @@ def test_mean_of_unequal_parts(mode):
         assert store.weight == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("first", ["plain", "graph"])
+@pytest.mark.parametrize("layer", ["linear", "sparse"])
+def test_gradients_with_and_without_a_graph_are_summed(layer, first, mode):
+    """And can be differentiated again."""
+    module, (x, _) = made(layer)
+    weight, store = module.weight, GradStore(module.parameters())
+    more = GradStore.from_backward((weight**4).sum(), [weight], create_graph=True)
+    calls = [
+        lambda: store.backward(loss_of(module(x)), mode=mode),
+        lambda: store.backward((weight**3).sum(), create_graph=True),
+        lambda: store.extend_(more, alpha=0.5),
+    ]
+    for call in calls if first == "plain" else reversed(calls):
+        call()
+    want = plain(module, [x])["weight"] + 3 * weight**2 + 2 * weight**3
+    torch.testing.assert_close(store[weight], want, rtol=1e-14, atol=1e-14)
+    second = [torch.autograd.grad(each.sum(), weight)[0] for each in (store[weight], want)]
+    torch.testing.assert_close(*second)
+
+
 CHANGES = {
     "backward": lambda store, a: store.backward(a.exp().sum()),
     "extend_": lambda store, a: store.extend_(GradStore.from_backward(a.exp().sum(), [a])),
