@@ -151,4 +151,5 @@ def _conditions(found: dict, table: str, packages: tuple[str, ...]) -> str:
         groups.setdefault(", ".join(words), []).append(model.partition(",")[0])
     if len(groups) == 1:
         return f"{next(iter(groups))}."
-    return "; ".join(f"{' and '.join(models)}: {words}" for words, models in groups.items()) + "."
+    listed = lambda models: " and ".join(filter(None, [", ".join(models[:-1]), models[-1]]))  # noqa: E731
+    return "; ".join(f"{listed(models)}: {words}" for words, models in groups.items()) + "."
