@@ -65,7 +65,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return _failed(_one_line(error), 1)
     except (*_MISTAKES, RecoupError) as error:
         is_mistake = isinstance(error, _MISTAKES) and not isinstance(error, BudgetError)
-        return _failed(_with_options(_one_line(error), given), 2 if is_mistake else 1)
+        text = _one_line(error)
+        if _is_of_recoup(error):
+            text = _with_options(text, given)
+        return _failed(text, 2 if is_mistake else 1)
     except KeyboardInterrupt:
         print("recoup: stopped", file=sys.stderr)
         return 130
@@ -222,6 +225,12 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_of_recoup(error: BaseException) -> bool:
+    """Whether code of this package raised an error, not that of the user."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("recoup", "__main__")
 
 
 def _with_options(text: str, options: Container[str]) -> str:

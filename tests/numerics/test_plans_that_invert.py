@@ -213,7 +213,7 @@ def test_drift_that_begins_later_is_computed_again_and_planned_anew(monkeypatch)
     first = plan_of(chain)
     assert any(isinstance(chain[index], Stiffening) for index in inverted_by(first))
     monkeypatch.setattr(Stiffening, "error", 0.01)
-    result_of(chain, step)  # found late in the first step (Rule 3 of NOTE [ Sketches ])
+    result_of(chain, step)  # found late in the first step (Rule 3 of NOTE [ Drift ])
     for _ in range(3):
         assert_same_tensors(result_of(chain, step), wanted, RTOL)
     assert chain.drift.kept

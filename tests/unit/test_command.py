@@ -33,6 +33,9 @@ def raises():
 def loss_that_ends(y):
     raise SystemExit
 
+def loss_with_words(y):
+    raise ValueError("`blocks` is a word of the loss")
+
 build = lambda: model(torch.ones(64, 8))
 keywords = lambda: model({"input": torch.ones(64, 8)}, n=3)
 misfit = lambda: model(torch.ones(2, 3))
@@ -64,6 +67,7 @@ MISTAKES = {
     "explain models:build --figure plan.gif": "must end in one of .png",
     "explain models:build --figure folder.png": "folder.png is a folder",
     "explain models:build --blocks nowhere": "`--blocks` is 'nowhere'",
+    "explain models:build --loss models:loss_with_words": "`blocks` is a word of the loss",
     "explain models:build --estimate --tiles": "`--tiles` needs a step that is run",
     "explain models:build --estimate --device abacus": "`--device` needs a step that is run",
     "explain models:nothing": "returned a int, but must return a model",

@@ -105,7 +105,7 @@ def _mark(fn: Any, what_it_calls: str) -> None:
 
 
 def uncompiled(fn: F, *, recursive: bool = True) -> F:
-    """Return `fn` as one at which the graph breaks, as at what it calls, if `recursive`."""
+    """Return `fn` as one at which the graph breaks; `recursive` skips what it calls, too."""
     if (fn, recursive) not in _uncompiled:
         _uncompiled[fn, recursive] = torch.compiler.disable(fn, recursive=recursive)
     return _uncompiled[fn, recursive]
@@ -199,10 +199,9 @@ _anchor = torch.tensor(0, device="cpu")  # an operator without tensors is not ta
 _begun: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
+# The cache holds the library: torch takes back what it registers when it is freed.
 @functools.cache
-def _register_once() -> (
-    torch.library.Library
-):  # torch takes back what it registers when it is freed
+def _register_once() -> torch.library.Library:
     library, fx = torch.library.Library("recoup", "FRAGMENT"), cast("Any", torch.fx)
     for name, run in (("again_from_here", _from_here), ("again_until_here", _until_here)):
         library.define(f"{name}(Tensor anchor) -> ()")

@@ -235,7 +235,8 @@ _registered: set[Any] = set()
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:  # the last one last, with what they ask for
+    def __init__(self) -> None:
+        # The last one last, with what they ask for.
         self.interceptors: list[tuple[frozenset[Any], Interceptor]] = []
 
 

@@ -270,14 +270,14 @@ def first_layers(levels: int | None, alpha: float | None) -> list[InvertibleModu
 def check_labels(labels: object, num_classes: int, num_samples: int, name: str = "labels") -> None:
     """Raise ValueError unless `labels`, in errors `name`, are `num_samples` of the classes."""
     needed = f"this flow has {num_classes} classes: give whole numbers, 0 to {num_classes - 1},"
-    got, is_whole = shown(labels), False
+    got, is_whole = "", False
     if isinstance(labels, Tensor):
         got = f"of type {labels.dtype} and shape {tuple(labels.shape)}"
         is_whole = not (labels.is_floating_point() or labels.is_complex())
         is_whole &= labels.dtype != torch.bool and labels.shape == (num_samples,)
     if not isinstance(labels, Tensor) or not is_whole:
         needed = f"{needed} of shape ({num_samples},), one a sample"
-        raise ValueError(f"`{name}` is {got}, but {needed}.")
+        raise ValueError(f"`{name}` is {got or shown(labels)}, but {needed}.")
     # On CUDA this synchronises; without it a wrong label would be a fatal device error.
     if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(

@@ -111,8 +111,10 @@ class Algebra(Container):
                 "no mean. Collect with `backward`, merge with `extend_` (`alpha` adds no weight), "
                 "or divide with `scale_`."
             )
-        weight, self.weight = self.weight, 1.0
-        return self if weight == 1 else self.scale_(1 / weight)
+        if self.weight != 1:
+            self.scale_(1 / self.weight)
+        self.weight = 1.0
+        return self
 
     def __add__(self, other: object) -> Self:
         return self.clone().__iadd__(other)
@@ -246,7 +248,8 @@ def _factors(weight: object, alpha: object) -> tuple[float, float]:
             f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
             "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
         )
-    return float(_factor_in(alpha, "alpha")), 0.0
+    needed = "a single real number, finite, that scales all gradients that are added"
+    return float(number_in(needed, math.isfinite, alpha=alpha)), 0.0
 
 
 def _factor_in(given: object, argument: str) -> float | Tensor:

@@ -246,7 +246,7 @@ class LipSwish(nn.Module):
 
 
 def _of_sides(name: str, given: Any) -> dict[str, Any]:
-    """Return the two numbers of a tuple by their names, and anything else by the one name."""
-    if not isinstance(given, tuple) or len(cast("tuple[Any, ...]", given)) != 2:
+    """Return the one or two numbers of a tuple by their names, anything else by the one name."""
+    if not isinstance(given, tuple) or len(cast("tuple[Any, ...]", given)) not in (1, 2):
         return {name: given}
     return {f"{name}[{at}]": each for at, each in enumerate(cast("tuple[Any, ...]", given))}

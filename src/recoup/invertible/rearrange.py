@@ -191,7 +191,7 @@ class Permute(InvertibleModule):
         if not order.numel() or order.sort().values.tolist() != list(range(order.numel())):
             raise ValueError(
                 f"`permutation` is {order.tolist()}, but must hold each number from 0 to its "
-                "length - 1 once. Give the number of channels for a random order."
+                "length - 1 once, and one at least. Give the number of channels for a random order."
             )
         self.register_buffer("permutation", order)
 

@@ -36,7 +36,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recoup._arguments import check_callable, check_choice
+from recoup._arguments import check_callable
 from recoup._core.captured import parts_of
 from recoup._core.compile import is_loaded, never_compiled
 from recoup._core.pytree import tensors_in
@@ -126,8 +126,8 @@ class Residuals:
         Raises:
             ValueError: if `way` is unknown.
         """
-        if way is not None:
-            check_choice(*_WAYS, way=way)
+        if way is not None and way not in _WAYS:
+            raise ValueError(f"`way` is {way!r}, but must be one of {', '.join(_WAYS)}, or None.")
         return sum(each.num_bytes for each in self.entries if way in (None, each.way))
 
     def __str__(self) -> str:

@@ -348,14 +348,17 @@ class PlannedModel(NamedTuple):
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def rehearsing(self, schedule: Schedule, watching: Watching | None = None) -> PlanFollower:
-        """Return a follower of a schedule of the calls and the code after them, in such steps."""
+        """Return a follower of a schedule, in steps that leave no trace."""
         guard = None if self.guard is None else self.guard.anew()
         return PlanFollower(self._replace(guard=guard), schedule, watching=watching)
 
     def followed(
         self, schedule: Schedule, watching: Watching | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context of steps without a trace that follow a schedule, and tile alone."""
+        """Return a context of such steps, which tile the parts of the model themselves.
+
+        The schedule is of the calls, and of one more stage: the code after them.
+        """
         return followed(self.whole_modules, self.rehearsing(schedule, watching))
 
 

@@ -102,7 +102,7 @@ class PendingForwards(threading.local):
         return [found for _, found in pairs]
 
     def add(self, output: Any, held_bytes: int, latest: int) -> None:
-        """Note that a forward has ended; its arguments are those of `_Forward`."""
+        """Note that a forward has ended; `held_bytes` and `latest` are those of `_Forward`."""
         made = _Forward(held_bytes, latest, self._watch)
         # Logits that are not computed have a loss that does not pass through them.
         outputs = [each for each in tensors_within(output) if not isinstance(each, LazyLogits)]

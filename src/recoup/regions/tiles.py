@@ -108,8 +108,6 @@ class Tiles:
         num_tiles = max(1, min(cut.tiles, self.num_rows))  # See Rule 3
         size, more = divmod(self.num_rows, num_tiles)
         self.sizes = [size + (place < more) for place in range(num_tiles)]  # rows of each tile
-        if cut.target is not None:
-            self._ids_of([cut.target])  # raises if there is no such argument
         self._targets = None if cut.reduction == "none" else self._counted()
 
     @property

@@ -322,6 +322,7 @@ def test_fifty_steps_with_infinities_are_those_of_the_standard_loop(way, windows
                 stores[0].clip_norm_(0.1), want, rtol=0, atol=0, equal_nan=True
             )
         parts = [store.split(*optimizers[1]) for store in stores]
+        assert not any(map(len, stores))
         for optimizer, own in zip(optimizers[1], zip(*parts, strict=True), strict=True):
             recoup.step(optimizer, *own, scaler=scalers[1], consume=way != "kept")
             assert all(len(store) == 0 for store in own) or way == "kept"
