@@ -58,6 +58,9 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "additive-board": lambda: (
         AdditiveCoupling(conv(2, 2), conv(2, 2), split="checkerboard"), images(2, 2, 4)
     ),
+    "mixture-board-second": lambda: mixture(
+        4, (2, 2), 2, 2, condition="second", split="checkerboard"
+    ),
     "affine-board": lambda: (AffineCoupling(conv(1, 2), split="checkerboard"), images(1, 4, 2)),
     "mixture": lambda: mixture(4, (2, 2), 2, 3),
     "mixture-of-one": lambda: mixture(1, (2, 1)),
