@@ -39,11 +39,12 @@ def images(*size: int) -> Tensor:
     return torch.randn(2, *size)
 
 
-def mixture(k: int, halves: tuple[int, int], *size: int) -> Any:
+def mixture(k: int, halves: tuple[int, int], *size: int, **options: Any) -> Any:
     """A coupling of mixtures of `k`, and what it takes: how much is given, and how much changed."""
     given, changed = halves
     network = (conv if size else net)(given, (3 * k + 2) * changed)
-    return MixtureCoupling(network, num_components=k), images(given + changed, *size)
+    channels = given if "split" in options else given + changed
+    return MixtureCoupling(network, num_components=k, **options), images(channels, *size)
 
 
 BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
