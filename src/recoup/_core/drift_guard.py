@@ -16,7 +16,7 @@ Rule 3. A stage whose input is too far off is run again from its true input, whi
         recompute, and a schedule keeps the input of those.
 Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time, and so
         does one that fails: a spline may refuse what is a rounding beyond its bounds. (A warning
-        says so, since sampling will fail, too.) One is given if most states have to be kept.
+        says so, since sampling will fail, too; another one, that most states have to be kept.)
 
 NOTE [ Compared states ]
 

@@ -16,11 +16,11 @@ Rule 4. A run that is looked at also shows whether a decision hangs on numbers f
         may be a rounding error off. What is made of integers, constants and draws alone (the mask
         of an attention, the buckets of positions) is the same to the bit, and decides alike.
 Rule 5. A run that is looked at, and its later runs, pass every operator through a mode, under which
-        nothing is compiled. Other runs intercept those operators alone that decided then (NOTE [
-        Interception ]), or may, where code finds its modules as it runs. Both must decide alike; if
-        another operator decides later, the residuals show it. A mode within (that records a block
-        of code) must see the same operators in each run: there an operator runs, and its output is
-        written over.
+        nothing is compiled. Other runs intercept (NOTE [ Interception ]) those operators alone that
+        decided then, or may decide, where code finds its modules as it runs. Both must decide
+        alike; if another operator decides later, the residuals show it. A mode within (that records
+        a block of code) must see the same operators in each run: there an operator runs, and its
+        output is written over.
 """
 
 from __future__ import annotations
@@ -240,6 +240,7 @@ class KeptOutputs:
         return beneath(func, args, kwargs, given) if call[-1] else given(args, kwargs)
 
 
+@functools.cache
 def _may_draw(func: Any) -> bool:
     return not has_schema(func) or traits_of(func).may_draw
 

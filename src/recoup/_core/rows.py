@@ -65,7 +65,8 @@ class RowCheck:
     fn: Callable[..., Any]  # whose buffers and tensors are put back
     split: Sequence[Tensor]  # the tensors that have the rows
     dim: int  # of the rows
-    # Runs it on some rows, given their places and the tensors to take for those in `split`, by id.
+    # Runs it on some rows, given their places and the tensors to take for those in `split`, by id,
+    # and returns the rows of its outputs, or sums over rows.
     run: Callable[[Sequence[int], dict[int, Tensor]], Found]
     takes_gradients: bool = False  # whether gradients are compared, too
     draws: bool = False  # whether the function was seen to draw

@@ -7,7 +7,7 @@ Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 colu
         its place does. It costs about as much as the plain sum. A few entries are their own sketch.
         That of integers, which must be told apart exactly, is a hash of their bits: of many, the
         sum of their words of 32 bits modulo 2**64, each times the odd numbers of its row and column
-        (of words of 64 the last bit times any odd is one).
+        (of words of 64 bits, the highest bit times any odd number is that bit again).
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.

@@ -88,7 +88,7 @@ _looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
 _decides: defaultdict[Any, set[Code]] = defaultdict(set)  # by the operator
 _draws: set[Code] = set()  # or may have drawn
 _counts: set[Code] = set()  # modules that changed a buffer of their own
-_writes: set[Code] = set()  # those that wrote to a parameter, or to a plain attribute
+_writes: set[Code] = set()  # those that wrote to a parameter, or to a tensor in an attribute
 _finds: set[Code] = set()  # called modules which it does not hold
 
 

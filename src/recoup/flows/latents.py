@@ -75,8 +75,10 @@ class Base(nn.Module):
             return Normal(like.new_zeros(()), like.new_ones(()), validate_args=False)
         if not self._values:
             return self._given
-        values: dict[str, Any] = {
-            name: value.to(like if value.is_floating_point() else like.device, non_blocking=True)
+        values = {
+            name: value.to(
+                like.device, like.dtype if value.is_floating_point() else None, non_blocking=True
+            )
             for name, value in self._values.items()
         }
         kind: Any = type(self._given)

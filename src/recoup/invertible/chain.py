@@ -273,7 +273,11 @@ class HasChain(nn.Module):
 
     @property
     def memory(self) -> Memory:
-        """The memory mode, which may be set at any time; a `Schedule`, for `chain` alone."""
+        """The memory mode, which may be set at any time.
+
+        It is then also that of parts with chains of their own; a `Schedule`, made for one chain, is
+        not.
+        """
         return self.chain.memory
 
     @memory.setter

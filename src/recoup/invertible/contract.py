@@ -262,7 +262,7 @@ def check_channels(x: Any, num_channels: int) -> None:
 def check_has_channels(x: Any, least: int, layer: str, way_out: str) -> None:
     """Raise ValueError unless `x` is a tensor of shape ``(N, C, ...)`` with so many channels."""
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < least:
-        needed = f"(N, C, ...) with C of at least {least}"
+        needed = "(N, C, ...)" + (f" with C of at least {least}" if least else "")
         raise ValueError(f"{got(x)}, but {layer} needs {needed}. {way_out}")
 
 

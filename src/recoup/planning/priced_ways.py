@@ -10,8 +10,7 @@ Rule 2. The whole tape of a call is that of its fastest code. Codes that keep le
 Rule 3. Where a call is run again, all of its runs are by the code that then needs the least memory
         (`Cost.again`): a plan runs a call again only where keeping the smallest tape is too much.
 Rule 4. What lies between blocks is taken from a step that recomputes every block by that code,
-        since a plan that recomputes everything must be predicted exactly (NOTE [ A step as a chain
-        ]).
+        since a plan that recomputes all must be predicted exactly (NOTE [ A step as a chain ]).
 Rule 5. Compiled code draws other random numbers, so a block is compiled for all budgets or for
         none: in a plan over compiled blocks those stay as they are that cannot be compiled, or for
         which every compiled code takes more bytes and more time. The plan with no block compiled is

@@ -92,8 +92,8 @@ class MeasuredCall:
             that an earlier call was given.
         is_frozen: whether none of its outputs requires a gradient.
         output_bytes: bytes of its output.
-        unheld_bytes: the part of `state_bytes` that its residuals do not hold (Rule 3 of NOTE [
-            Measured steps ]).
+        unheld_bytes: the part of `state_bytes` that its residuals do not hold (Rule 3 of
+            NOTE [ Measured steps ]).
         counted_work: the counted work of one forward.
         work: the same; once it is timed, the seconds of a second run.
         shares: the parts of its counted work that are saved where values are kept, as `Times` has

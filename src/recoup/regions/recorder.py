@@ -152,10 +152,11 @@ class OpRecorder(DispatchMode):
             return
         memory.made_as = layout = memory.whole(tensor.dtype)
         made = {0: RecordedTensor(memory, layout)}, frozenset((memory,))
-        # Whether it covers every byte of the memory exactly once.
-        dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        covers = tensor.permute(dims).is_contiguous() and tensor.nbytes == memory.num_bytes
-        if is_overwritten and not memory.kept and covers:
+        is_whole = False  # whether every byte of the memory is overwritten, exactly once
+        if is_overwritten and not memory.kept and tensor.nbytes == memory.num_bytes:
+            dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+            is_whole = tensor.permute(dims).is_contiguous()
+        if is_whole:
             kwargs = {"dtype": tensor.dtype, "device": tensor.device}
             self._block.ops.append(RecordedOp(torch.empty, (layout.geometry[0], kwargs), *made))
             return
