@@ -102,8 +102,8 @@ def with_called_parts(step: Step, blocks: list[Block]) -> list[Block]:
     """Return blocks with modules within them in place of those that no forward calls.
 
     Those are lists and dicts of modules, and groups whose sequence is not called (Rule 4 of
-    NOTE [ Groups of modules ]). One forward is run if there may be any, to see what it calls within them.
-    Where that is nothing (LayerDrop), what has a forward is taken.
+    NOTE [ Groups of modules ]). One forward is run if there may be any, to see what it calls within
+    them. Where that is nothing (LayerDrop), what has a forward is taken.
     """
     called_as = {id(block): _called_as(block) for _, block in blocks}
     within = [block for _, block in blocks if called_as[id(block)] not in (block, step.root)]
