@@ -327,9 +327,10 @@ def _check(
 
 def _different(first: Compared, tensor: Tensor | None, found: float | None) -> str:
     what = f"a {first.dtype} of shape {tuple(first.shape)}"
-    is_same = tensor is not None and first.address and tensor.data_ptr() == first.address
-    if is_same and version_of(tensor) != first.version:
-        return f"{what} that it reads from outside was changed in place since forward"
+    if tensor is not None and first.address:
+        is_same = tensor.data_ptr() == first.address
+        if is_same and version_of(tensor) != first.version:
+            return f"{what} that it reads from outside was changed in place since forward"
     off = "" if found is None else f", off by {found:.1e} of its length"
     return f"it made {what} with other values than the first run{off}"
 
