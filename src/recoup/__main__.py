@@ -17,7 +17,7 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -65,10 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _failed(_one_line(error), 1)
     except (*_MISTAKES, RecoupError) as error:
         is_mistake = isinstance(error, _MISTAKES) and not isinstance(error, BudgetError)
-        text = _one_line(error)
-        if _is_of_recoup(error):
-            text = _with_options(text, given)
-        return _failed(text, 2 if is_mistake else 1)
+        return _failed(_with_options(error, given), 2 if is_mistake else 1)
     except KeyboardInterrupt:
         print("recoup: stopped", file=sys.stderr)
         return 130
@@ -104,17 +101,9 @@ def _loaded(name: str) -> Any:
 
 
 def _explain(
-    build: str,
-    budget: str | None,
-    blocks: str | None,
-    loss: str | None,
-    device: str,
-    figure: Path | None,
-    html: Path | None,
-    compile: bool,  # noqa: A002
-    tiles: bool,
-    estimate: bool,
-) -> None:
+    build: str, budget: str | None, blocks: str | None, loss: str | None, device: str,
+    figure: Path | None, html: Path | None, compile: bool, tiles: bool, estimate: bool,  # noqa: A002
+) -> None:  # fmt: skip
     """Print what each block of a model does with its residuals to keep to a number of bytes."""
     options: Any = {"blocks": blocks, "loss": None if loss is None else _loaded(loss)}
     if estimate:
@@ -158,13 +147,9 @@ def _logged(name: str) -> Generator[None]:
 
 
 def _curve(
-    build: str,
-    depths: list[int],
-    memories: list[str],
-    device: str,
-    repeats: int,
+    build: str, depths: list[int], memories: list[str], device: str, repeats: int,
     figure: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Print a table of memory and time against depth, each point measured in its own process."""
     num_points, num_measured = len(set(depths)) * len(set(memories)), 0
 
@@ -189,12 +174,12 @@ def _curve(
 
 def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:
     """Return the model and its arguments, on the device."""
-    builder = _loaded(build)
+    builder, name = _loaded(build), f"`build` ({build})"
     try:
         built: Any = builder()
     except Exception as error:
-        raise _StepError(f"`build` ({build})", error) from error
-    model, args, kwargs = model_and_arguments(built, f"`build` ({build})")
+        raise _StepError(name, error) from error
+    model, args, kwargs = model_and_arguments(built, name)
     try:
         model.to(device)
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
@@ -227,20 +212,13 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_of_recoup(error: BaseException) -> bool:
-    """Whether code of this package raised an error, not that of the user."""
+def _with_options(error: BaseException, options: Iterable[str]) -> str:
+    """Return an error in a line, one of recoup's own with options in place of arguments."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("recoup", "__main__")
-
-
-def _with_options(text: str, options: Container[str]) -> str:
-    """Return an error of a function with the options of the command in place of its arguments."""
-
-    def named(found: re.Match[str]) -> str:
-        is_option = found[1] in options and found[1] != "build"
-        return f"`--{found[1]}`" if is_option else found[0]
-
-    return re.sub(r"`(\w+)(?:=[^`]*)?`", named, text)
+    if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("recoup", "__main__"):
+        return _one_line(error)
+    names = "|".join({*options} - {"build"})
+    return re.sub(rf"`({names})(?:=[^`]*)?`", r"`--\1`", _one_line(error))
 
 
 def _failed(text: str, code: int) -> int:
@@ -263,10 +241,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     about = "training that remembers less"
     parser = _Parser(prog="recoup", about=about, usage="COMMAND [options]")
-    version = (
-        f"recoup {recoup.__version__} (Python {platform.python_version()}, "
-        f"torch {torch.__version__})"
-    )
+    python, own = platform.python_version(), recoup.__version__
+    version = f"recoup {own} (Python {python}, torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=version, help="say the versions")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
