@@ -8,31 +8,16 @@ from torch import distributions as dist
 from torch import nn
 
 import recoup
+from recoup import invertible as inv
 from recoup.errors import NotInvertibleError
 from recoup.flows import DenseNetwork
-from recoup.invertible import (
-    ActNorm,
-    AdditiveCoupling,
-    AffineCoupling,
-    Chain,
-    Flip,
-    InvertibleModule,
-    InvertibleResidual,
-    LipschitzConv2d,
-    LipschitzLinear,
-    MixtureCoupling,
-    Split,
-    VariationalDequantize,
-    adapt,
-    check_invertible,
-)
 from tests.invertible_zoo import Scale
 from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.zoo import leaf
 
 
-class ForwardOnly(ActNorm):
-    inverse = InvertibleModule.inverse  # which is missing
+class ForwardOnly(inv.ActNorm):
+    inverse = inv.InvertibleModule.inverse  # which is missing
 
 
 class Density(ForwardOnly):
@@ -48,18 +33,20 @@ def dense(inputs, outputs, **options):
 def mixtures():
     network = dense(2, 22, dropout=0.5)
     sides = [{"condition": side, "num_components": 3} for side in ("first", "second", "first")]
-    return [each for side in sides for each in (ActNorm(4), MixtureCoupling(network, **side))]
+    return [
+        each for side in sides for each in (inv.ActNorm(4), inv.MixtureCoupling(network, **side))
+    ]
 
 
 def with_splits():
-    second = AdditiveCoupling(dense(2, 2), nn.Linear(2, 2), condition="second")
-    stages = [AffineCoupling(dense(2, 4)), second, Flip(), Split()]
-    return [*stages, AffineCoupling(nn.Linear(1, 2)), Split()]
+    second = inv.AdditiveCoupling(dense(2, 2), nn.Linear(2, 2), condition="second")
+    stages = [inv.AffineCoupling(dense(2, 4)), second, inv.Flip(), inv.Split()]
+    return [*stages, inv.AffineCoupling(nn.Linear(1, 2)), inv.Split()]
 
 
 def convolutions():
     return nn.Sequential(
-        LipschitzConv2d(2, 4, 3, padding=1), nn.ELU(), LipschitzConv2d(4, 2, 3, padding=1)
+        inv.LipschitzConv2d(2, 4, 3, padding=1), nn.ELU(), inv.LipschitzConv2d(4, 2, 3, padding=1)
     )
 
 
@@ -69,23 +56,23 @@ def residual(log_det):
     return [
         each
         for network in networks
-        for each in (ActNorm(2), InvertibleResidual(network, log_det=log_det))
+        for each in (inv.ActNorm(2), inv.InvertibleResidual(network, log_det=log_det))
     ]
 
 
 def learned_noise():
     """At 256 levels in float32: the noise cannot be had back from the sum."""
     side = {"condition": "second", "split": "checkerboard"}
-    chain = Chain(ActNorm(1), AffineCoupling(nn.Conv2d(1, 2, 3, padding=1), **side))
-    return [Flip(), VariationalDequantize(256, chain), ActNorm(1), Flip()]
+    chain = inv.Chain(inv.ActNorm(1), inv.AffineCoupling(nn.Conv2d(1, 2, 3, padding=1), **side))
+    return [inv.Flip(), inv.VariationalDequantize(256, chain), inv.ActNorm(1), inv.Flip()]
 
 
 def adapted():
     loc = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     transform = dist.AffineTransform(loc, 2.0, event_dim=1)
-    first, second = adapt(transform), adapt(transform)
+    first, second = inv.adapt(transform), inv.adapt(transform)
     first.loc = loc  # of a transform, which is no module
-    return [ActNorm(4), first, second]
+    return [inv.ActNorm(4), first, second]
 
 
 STAGES = {  # with an input, and the context that they are given
@@ -94,7 +81,7 @@ STAGES = {  # with an input, and the context that they are given
     **{f"residual, {log_det}": (lambda each=log_det: residual(each), lambda: leaf(3, 2, 3, 3), 0)
        for log_det in ("exact", "series", "unbiased")},
     "learned noise": (learned_noise, lambda: torch.randint(256, (3, 1, 4, 4)).float(), 0),
-    "densities": (lambda: [Flip(), Density(4), Flip(), Density(4)], lambda: leaf(5, 4), 0),
+    "densities": (lambda: [inv.Flip(), Density(4), inv.Flip(), Density(4)], lambda: leaf(5, 4), 0),
     "adapted": (adapted, lambda: leaf(5, 4), 0),
 }  # fmt: skip
 
@@ -104,7 +91,7 @@ STAGES = {  # with an input, and the context that they are given
 def test_gradients_are_those_of_linear_memory(name):
     make, of_x, size = STAGES[name]
     x = of_x()
-    chain, given = Chain(*make()).to(x.dtype), [x, *([leaf(len(x), size)] if size else [])]
+    chain, given = inv.Chain(*make()).to(x.dtype), [x, *([leaf(len(x), size)] if size else [])]
     assert chain.takes_context == (size > 0)
     call = lambda chain, given: chain(*given)  # noqa: E731
     want = run_step(chain, given, call=call)
@@ -115,8 +102,8 @@ def test_gradients_are_those_of_linear_memory(name):
 
 
 def test_constant_memory_says_what_it_recomputes():
-    block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
-    chain = Chain(Flip(), block, Flip(), block)
+    block = inv.InvertibleResidual(nn.Sequential(inv.LipschitzLinear(4, 4), nn.ELU()))
+    chain = inv.Chain(inv.Flip(), block, inv.Flip(), block)
     with pytest.warns(UserWarning, match=r"2 of 4 modules \(`1`, `3`\) are recomputed"):
         chain.memory = "constant"
 
@@ -125,10 +112,10 @@ def test_constant_memory_says_what_it_recomputes():
 def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(memory):
     x = torch.arange(8.0).view(1, 8)
     for stages in (
-        (Split(), Split(), Flip()),
-        (Flip(), Flip(), Chain(Chain(Split()), Split(), Flip())),
+        (inv.Split(), inv.Split(), inv.Flip()),
+        (inv.Flip(), inv.Flip(), inv.Chain(inv.Chain(inv.Split()), inv.Split(), inv.Flip())),
     ):
-        chain = Chain(*stages, memory=memory)
+        chain = inv.Chain(*stages, memory=memory)
         y, _ = chain(x)
         found = [each.flatten().tolist() for each in y]
         assert found == [[4.0, 5.0, 6.0, 7.0], [2.0, 3.0], [1.0, 0.0]]
@@ -156,8 +143,8 @@ def test_what_is_no_pair_names_the_stage(name):
     x, words = torch.ones(2, 3), rf" of module `1` \(Scale\) (?s:.*){expected}"
     for memory in ("linear", "constant"):
         with pytest.raises(ValueError, match=f"`forward`{words}"):
-            Chain(Flip(), Scale(forward=change), Flip(), memory=memory)(x)
-        chain = Chain(ActNorm(3), Scale(inverse=change), Flip(), memory=memory)
+            inv.Chain(inv.Flip(), Scale(forward=change), inv.Flip(), memory=memory)(x)
+        chain = inv.Chain(inv.ActNorm(3), Scale(inverse=change), inv.Flip(), memory=memory)
         y, log_det = chain(x.requires_grad_())
         with pytest.raises(ValueError, match=f"`inverse`{words}"):
             chain.inverse(y)
@@ -166,19 +153,19 @@ def test_what_is_no_pair_names_the_stage(name):
                 (y.sum() + log_det.sum()).backward()
 
 
-class Empty(Flip):
-    forward = InvertibleModule.forward
+class Empty(inv.Flip):
+    forward = inv.InvertibleModule.forward
 
 
 def test_a_missing_direction_is_said_when_the_chain_is_made():
     assert issubclass(NotInvertibleError, ValueError)
     with pytest.raises(NotInvertibleError, match=r"`modules\[1\]` is a ForwardOnly.*inverts_in_b"):
-        Chain(Flip(), ForwardOnly(4))
+        inv.Chain(inv.Flip(), ForwardOnly(4))
     with pytest.raises(ValueError, match=r"`modules\[0\]` is a Empty.*define `forward`"):
-        Chain(Empty())
+        inv.Chain(Empty())
     with pytest.raises(NotInvertibleError, match=r"module `0` \(ForwardOnly\) has no inverse"):
         recoup.Sequential(ForwardOnly(4), memory="constant")
-    chain = Chain(Flip(), Flip(), Flip(), Density(4))  # is sampled after all
+    chain = inv.Chain(inv.Flip(), inv.Flip(), inv.Flip(), Density(4))  # is sampled after all
     with pytest.raises(NotImplementedError, match="Density does not define `inverse`") as caught:
         chain.inverse(torch.ones(2, 4))
     assert "It is module `3` (Density) of the chain." in caught.value.__notes__
@@ -198,18 +185,20 @@ def layers():
 
 def test_transforms_of_torch_keep_the_contract():
     x = torch.randn(3, 4, dtype=torch.float64)
-    adapted = [*map(adapt, layers())]
-    for layer in (*adapted, Chain(*adapted)):
-        assert check_invertible(layer, x)
+    adapted = [*map(inv.adapt, layers())]
+    for layer in (*adapted, inv.Chain(*adapted)):
+        assert inv.check_invertible(layer, x)
     # One that saturates is recomputed.
     assert [layer.inverts_in_backward for layer in adapted] == [True, True, False, True]
     assert "recomputed: its inverse is not known to be cheap and exact" in repr(adapted[2])
-    assert adapt(adapted[0]) is adapted[0]
+    assert inv.adapt(adapted[0]) is adapted[0]
 
 
 def test_a_norm_that_was_frozen_before_counts_once():
     nets = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)]
-    chain = Chain(*(layer for net in nets for layer in (AffineCoupling(net), Flip()))).double()
+    chain = inv.Chain(
+        *(layer for net in nets for layer in (inv.AffineCoupling(net), inv.Flip()))
+    ).double()
 
     def three_steps(chain, x):
         for is_training in (False, True):

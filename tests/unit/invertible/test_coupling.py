@@ -6,31 +6,23 @@ import pytest
 import torch
 from torch import nn
 
+from recoup import invertible as inv
 from recoup.errors import NotInvertibleError
 from recoup.flows import DenseNetwork
-from recoup.invertible import (
-    AdditiveCoupling,
-    AffineCoupling,
-    Chain,
-    Flip,
-    MixtureCoupling,
-    Permute,
-    Squeeze,
-)
 from recoup.invertible import mixture as module
 from tests.invertible_zoo import Says, kept_bytes, stiff
 from tests.oracle import assert_same_step, run_step
 from tests.unit.flows.models import filled
 
 # What a network returns for each value that the coupling changes.
-COPIES = {AdditiveCoupling: 1, AffineCoupling: 2, MixtureCoupling: 26}
+COPIES = {inv.AdditiveCoupling: 1, inv.AffineCoupling: 2, inv.MixtureCoupling: 26}
 kinds = pytest.mark.parametrize("kind", COPIES)
 conditions = pytest.mark.parametrize("condition", ["first", "second"])
 
 
 @pytest.mark.parametrize("logit", [0.0, -1e4])
 def test_extreme_logits_give_a_finite_loss_gradient_and_inverse(logit):
-    layer = AffineCoupling(Says(logit, num_channels=4))
+    layer = inv.AffineCoupling(Says(logit, num_channels=4))
     x = torch.randn(3, 4, 2, 2, requires_grad=True)
     y, log_det = layer(x)
     (y.pow(2).sum() - log_det.sum()).backward()
@@ -68,7 +60,7 @@ def test_the_squares_of_one_colour_pass_unchanged(kind, condition):
     assert torch.equal(y[:, :, same], x[:, :, same])
     assert (y[:, :, ~same] != x[:, :, ~same]).all()
     assert torch.equal(seen[0], x * same)
-    if kind is AdditiveCoupling:  # what the network says at the other places does not count
+    if kind is inv.AdditiveCoupling:  # what the network says at the other places does not count
         shift = layer.network(x * same)
         torch.testing.assert_close(y[:, :, ~same], (x + shift)[:, :, ~same])
 
@@ -77,22 +69,22 @@ def test_block_of_revnets():
     f, g, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.randn(3, 4)
     x1, x2 = x.chunk(2, dim=1)
     y1 = x1 + f(x2)
-    y, _ = AdditiveCoupling(f, g, condition="second")(x)
+    y, _ = inv.AdditiveCoupling(f, g, condition="second")(x)
     assert torch.equal(y, torch.cat([y1, x2 + g(y1)], dim=1))
 
 
 def test_what_the_docstrings_say_is_kept():
     x, k = torch.randn(2, 4, 8, 8, requires_grad=True), 16
     unit = x.untyped_storage().nbytes()
-    assert kept_bytes(AdditiveCoupling(Says(1.0, num_channels=2)), x) == 0
-    assert kept_bytes(AffineCoupling(nn.Conv2d(2, 4, 1, bias=False)), x) <= 2 * unit + 64
+    assert kept_bytes(inv.AdditiveCoupling(Says(1.0, num_channels=2)), x) == 0
+    assert kept_bytes(inv.AffineCoupling(nn.Conv2d(2, 4, 1, bias=False)), x) <= 2 * unit + 64
     mixture = nn.Conv2d(2, (3 * k + 2) * 2, 1, bias=False)
-    kept = kept_bytes(MixtureCoupling(mixture, num_components=k), x)
+    kept = kept_bytes(inv.MixtureCoupling(mixture, num_components=k), x)
     assert 12 * k * unit / 2 < kept < 16 * k * unit / 2
 
 
 def exact(depth, scale=1.0):
-    return Chain(*stiff(depth, scale, exact=True, fraction_bits=12))
+    return inv.Chain(*stiff(depth, scale, exact=True, fraction_bits=12))
 
 
 def on_grid(*shape):
@@ -100,12 +92,12 @@ def on_grid(*shape):
 
 
 def moved():
-    coupling = AdditiveCoupling(nn.Conv2d(4, 4, 3, padding=1), exact=True)
-    return Chain(Squeeze(), *[coupling, Flip(), Permute(8)] * 20)
+    coupling = inv.AdditiveCoupling(nn.Conv2d(4, 4, 3, padding=1), exact=True)
+    return inv.Chain(inv.Squeeze(), *[coupling, inv.Flip(), inv.Permute(8)] * 20)
 
 
 def on_a_board():
-    return AdditiveCoupling(nn.Conv2d(1, 1, 3, padding=1), exact=True, split="checkerboard")
+    return inv.AdditiveCoupling(nn.Conv2d(1, 1, 3, padding=1), exact=True, split="checkerboard")
 
 
 EXACT = {
@@ -128,8 +120,8 @@ def test_the_very_bits_come_back(name):
 
 def test_the_gradient_goes_straight_through():
     network, x = nn.Linear(2, 2), torch.randn(3, 4, requires_grad=True)
-    plain = AdditiveCoupling(network)
-    coarse = AdditiveCoupling(network, exact=True, fraction_bits=4)
+    plain = inv.AdditiveCoupling(network)
+    coarse = inv.AdditiveCoupling(network, exact=True, fraction_bits=4)
     assert not torch.equal(coarse(x)[0], plain(x)[0])
     given, want = (
         torch.autograd.grad(each(x)[0].sum(), [x, network.weight]) for each in (coarse, plain)
@@ -147,7 +139,7 @@ def test_under_autocast_values_stay_on_the_grid():
 
 
 def vectors(k=4):
-    layer = MixtureCoupling(DenseNetwork(3, (3 * k + 2) * 2, width=6), num_components=k)
+    layer = inv.MixtureCoupling(DenseNetwork(3, (3 * k + 2) * 2, width=6), num_components=k)
     return filled(layer, 1.0), torch.randn(3, 5, dtype=torch.float64)
 
 
@@ -167,7 +159,7 @@ def test_it_is_the_coupling_of_the_paper_and_a_share_of_the_identity():
     shift, raw_scale = -0.7, 0.4
     says = Says(*logits, *means, *raw, shift, raw_scale)
     x = torch.linspace(-4, 4, 21, dtype=torch.float64).view(-1, 1)
-    y, log_det = MixtureCoupling(says, num_components=3)(torch.cat([x, x], dim=1))
+    y, log_det = inv.MixtureCoupling(says, num_components=3)(torch.cat([x, x], dim=1))
     logits, means, raw = torch.tensor([logits, means, raw], dtype=torch.float64)
     scales = (3 * torch.tanh(raw / 3)).exp()
     means = means + torch.tensor([-1.0, 0.0, 1.0])
@@ -199,7 +191,7 @@ def test_far_values_have_a_finite_log_det_gradient_and_inverse(dtype):
 
 def test_in_a_wide_gap_the_inverse_is_not_lost():
     # Two sharp components 40 apart: between them the distribution function is flat to every digit.
-    layer = MixtureCoupling(Says(0.0, 0.0, -19.0, 19.0, -9.0, -9.0, 0.0, 0.0), num_components=2)
+    layer = inv.MixtureCoupling(Says(0.0, 0.0, -19.0, 19.0, -9.0, -9.0, 0.0, 0.0), num_components=2)
     x = torch.zeros(41, 2)
     x[:, 1] = torch.linspace(-20, 20, 41)
     y, log_det = layer(x)
