@@ -16,7 +16,7 @@ BUILDERS = {
     "flow++": (FlowPlusPlus, {"width": 6, "num_steps": 2, "num_components": 3}),
     "iresnet": (IResNet, {"width": 8, "num_steps": 2}),
 }
-SMALL, VECTOR = (1, 4, 4), (5,)
+SMALL = 1, 4, 4
 
 
 def built(name, shape=(1, 8, 8), **options):

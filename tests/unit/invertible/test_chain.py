@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import distributions as dist
@@ -44,20 +46,11 @@ def with_splits():
     return [*stages, inv.AffineCoupling(nn.Linear(1, 2)), inv.Split()]
 
 
-def convolutions():
-    return nn.Sequential(
-        inv.LipschitzConv2d(2, 4, 3, padding=1), nn.ELU(), inv.LipschitzConv2d(4, 2, 3, padding=1)
-    )
-
-
 def residual(log_det):
-    first = convolutions()
-    networks = first, convolutions(), first
-    return [
-        each
-        for network in networks
-        for each in (inv.ActNorm(2), inv.InvertibleResidual(network, log_det=log_det))
-    ]
+    conv = partial(inv.LipschitzConv2d, kernel_size=3, padding=1)
+    first, second = (nn.Sequential(conv(2, 4), nn.ELU(), conv(4, 2)) for _ in range(2))
+    block = partial(inv.InvertibleResidual, log_det=log_det)
+    return [each for net in (first, second, first) for each in (inv.ActNorm(2), block(net))]
 
 
 def learned_noise():
@@ -69,8 +62,7 @@ def learned_noise():
 
 def adapted():
     loc = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    transform = dist.AffineTransform(loc, 2.0, event_dim=1)
-    first, second = inv.adapt(transform), inv.adapt(transform)
+    first, second = map(inv.adapt, [dist.AffineTransform(loc, 2.0, event_dim=1)] * 2)
     first.loc = loc  # of a transform, which is no module
     return [inv.ActNorm(4), first, second]
 
@@ -110,11 +102,9 @@ def test_constant_memory_says_what_it_recomputes():
 
 @pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
 def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(memory):
-    x = torch.arange(8.0).view(1, 8)
-    for stages in (
-        (inv.Split(), inv.Split(), inv.Flip()),
-        (inv.Flip(), inv.Flip(), inv.Chain(inv.Chain(inv.Split()), inv.Split(), inv.Flip())),
-    ):
+    x, inner = torch.arange(8.0).view(1, 8), inv.Chain(inv.Split())
+    whole = inv.Split(), inv.Split(), inv.Flip()
+    for stages in (whole, (inv.Flip(), inv.Flip(), inv.Chain(inner, *whole[1:]))):
         chain = inv.Chain(*stages, memory=memory)
         y, _ = chain(x)
         found = [each.flatten().tolist() for each in y]
@@ -122,24 +112,20 @@ def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(m
         torch.testing.assert_close(chain.inverse(y)[0], x)
 
 
-NO_PAIRS = {
-    "no log-det": (
-        lambda _, x, d: x,
-        r"returned a tensor of shape \(2, 3\) and type torch.float32\.",
-    ),
-    "none": (lambda _, x, d: None, "returned a NoneType"),
-    "turned round": (lambda _, x, d: (d, x), r"shape \(2, 3\).* as the log-determinant"),
-    "a sum over the batch": (lambda _, x, d: (x, d.sum()), r"shape \(\) .* as the log-determinant"),
-    "integers": (lambda _, x, d: (x, d.long()), "type torch.int64 on cpu as the log-determinant"),
-    "another device": (lambda _, x, d: (x, d.to("meta")), "on meta as the log-determinant"),
-    "another batch": (lambda _, x, d: (x.view(3, 2), d), r"shape \(3, 2\).* as the value"),
-    "a tuple": (lambda _, x, d: ((x, x), d), "tuple (of 2 values )?as the value"),
-}
+NO_PAIRS = [
+    (lambda _, x, d: x, r"returned a tensor of shape \(2, 3\) and type torch.float32\."),
+    (lambda _, x, d: None, "returned a NoneType"),
+    (lambda _, x, d: (d, x), r"shape \(2, 3\).* as the log-determinant"),
+    (lambda _, x, d: (x, d.sum()), r"shape \(\) .* as the log-determinant"),
+    (lambda _, x, d: (x, d.long()), "type torch.int64 on cpu as the log-determinant"),
+    (lambda _, x, d: (x, d.to("meta")), "on meta as the log-determinant"),
+    (lambda _, x, d: (x.view(3, 2), d), r"shape \(3, 2\).* as the value"),
+    (lambda _, x, d: ((x, x), d), "tuple (of 2 values )?as the value"),
+]
 
 
-@pytest.mark.parametrize("name", NO_PAIRS)
-def test_what_is_no_pair_names_the_stage(name):
-    change, expected = NO_PAIRS[name]
+@pytest.mark.parametrize(("change", "expected"), NO_PAIRS)
+def test_what_is_no_pair_names_the_stage(change, expected):
     x, words = torch.ones(2, 3), rf" of module `1` \(Scale\) (?s:.*){expected}"
     for memory in ("linear", "constant"):
         with pytest.raises(ValueError, match=f"`forward`{words}"):
@@ -171,21 +157,13 @@ def test_a_missing_direction_is_said_when_the_chain_is_made():
     assert "It is module `3` (Density) of the chain." in caught.value.__notes__
 
 
-def layers():
-    torch.manual_seed(0)
-    loc, scale = (torch.randn(4, dtype=torch.float64) for _ in range(2))
-    affine = dist.AffineTransform(loc, scale.exp())
-    return [
-        dist.IndependentTransform(affine, 1),
-        dist.ComposeTransform([dist.ExpTransform(), dist.ExpTransform().inv]),
-        dist.SigmoidTransform(),
-        dist.AffineTransform(-0.5, 3.0).inv,
-    ]
-
-
 def test_transforms_of_torch_keep_the_contract():
-    x = torch.randn(3, 4, dtype=torch.float64)
-    adapted = [*map(inv.adapt, layers())]
+    x, loc, scale = (torch.randn(n, 4, dtype=torch.float64) for n in (3, 1, 1))
+    adapted = [*map(inv.adapt, (
+        dist.IndependentTransform(dist.AffineTransform(loc[0], scale[0].exp()), 1),
+        dist.ComposeTransform([dist.ExpTransform(), dist.ExpTransform().inv]),
+        dist.SigmoidTransform(), dist.AffineTransform(-0.5, 3.0).inv,
+    ))]  # fmt: skip
     for layer in (*adapted, inv.Chain(*adapted)):
         assert inv.check_invertible(layer, x)
     # One that saturates is recomputed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -124,19 +125,14 @@ def test_lipswish_rises_by_at_most_one():
 
 def dense(size=2, width=8, coefficient=0.9):
     torch.manual_seed(0)
-    network = nn.Sequential(
-        LipschitzLinear(size, width, coefficient=coefficient),
-        LipSwish(),
-        LipschitzLinear(width, size, coefficient=coefficient),
-    ).double()
+    linear = partial(LipschitzLinear, coefficient=coefficient)
+    network = nn.Sequential(linear(size, width), LipSwish(), linear(width, size)).double()
     for parameter in network.parameters():
         nn.init.normal_(parameter)
     return network
 
 
-def double(*shape):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+double = partial(torch.randn, dtype=torch.float64)
 
 
 every_log_det = pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
@@ -190,18 +186,13 @@ def test_nothing_is_held_when_the_call_has_ended():
 
 
 def test_series_converges_to_exact_within_the_stated_bound():
-    block, x = InvertibleResidual(dense(coefficient=0.95)), double(50, 2)
+    block, x = InvertibleResidual(dense(coefficient=0.95)), double(50, 2).requires_grad_()
     lipschitz, exact, errors = 0.95**2, block(x)[1], []
     # The series without noise: in two dimensions these signs average to the identity.
-    probes = [
-        torch.tensor(signs, dtype=x.dtype).expand_as(x) for signs in ((1.0, 1.0), (1.0, -1.0))
-    ]
+    probes = [torch.tensor([1.0, sign]).to(x).expand_as(x) for sign in (1.0, -1.0)]
     for num_terms in (1, 4, 16, 64):
-        weights = series_weights(num_terms, 0, 0.5)
-        found = sum(
-            power_series(block.network, x.requires_grad_(), probe, weights, wants_grad=False)[1] / 2
-            for probe in probes
-        )
+        series = partial(power_series, weights=series_weights(num_terms, 0, 0.5), wants_grad=False)
+        found = sum(series(block.network, x, probe)[1] / 2 for probe in probes)
         error = (found - exact).abs().max().item()
         bound = 2 * lipschitz ** (num_terms + 1) / ((num_terms + 1) * (1 - lipschitz))
         assert error <= bound
@@ -277,9 +268,8 @@ def test_inverse_that_does_not_converge_names_the_block_and_the_way_out():
 
 
 def test_a_large_sample_leaves_the_others_exact():
-    block = InvertibleResidual(
-        nn.Sequential(LipschitzLinear(2, 8, coefficient=0.9), nn.Tanh(), LipschitzLinear(8, 2))
-    )
+    first = LipschitzLinear(2, 8, coefficient=0.9)
+    block = InvertibleResidual(nn.Sequential(first, nn.Tanh(), LipschitzLinear(8, 2)))
     y = torch.tensor([[1e6, 1e6], [0.5, -0.3]])
     together, alone = block.inverse(y)[0][1], block.inverse(y[1:])[0][0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
