@@ -222,9 +222,9 @@ def test_batches_of_any_shape_and_no_context():
     nice = partial(library("zuko").flows.NICE, DIM, transforms=4)
     x, context = torch.randn(BATCH, BATCH, DIM), torch.randn(BATCH, BATCH)
     values = [(nice(), (), torch.randn(*shape, DIM)) for shape in ((), (5,), (2, 3))]
-    for plain, args, x in (*values, (nice(context=BATCH), (context,), x)):
+    for plain, args, each in (*values, (nice(context=BATCH), (context,), x)):
         ours = recoup.train_in(copy.deepcopy(plain))
-        torch.testing.assert_close(ours(*args).log_prob(x), plain(*args).log_prob(x))
+        torch.testing.assert_close(ours(*args).log_prob(each), plain(*args).log_prob(each))
     for name, shape in (("zuko_affine", (5, BATCH)), ("zuko_autoregressive", ())):
         plain, ours = pair(name)
         context = given()[1]
