@@ -37,33 +37,14 @@ def shared(m, a):
     return m.evaluate(m.network, a)
 
 
-def both(m, a):
-    return m.evaluate(m.network, a) + m.evaluate(m.other, a)
+def direct(m, a):
+    return m.network(a)
 
 
 def times_one_without_gradient(m, a):
     with torch.no_grad():
         fixed = m.evaluate(m.other, a)
     return m.evaluate(m.network, a) * fixed
-
-
-def pair(x, linear):
-    y = linear(x)
-    return y.tanh(), y.sin()
-
-
-def product_of_two(m, a):
-    one, two = m.evaluate(m.network, a)
-    return one * two
-
-
-def with_another_look(m, a):
-    m.evaluate(m.network, 2 * a)
-    return m.evaluate(m.network, a)
-
-
-def changed_in_place(m, a):
-    return m.evaluate(m.network, a).mul_(2.0)
 
 
 def force(m, a):
@@ -73,33 +54,38 @@ def force(m, a):
         return torch.autograd.grad(m.network(z).sum(), z, create_graph=True)[0]
 
 
-def drawing():
-    return nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+def two(x, linear):
+    return (y := linear(x)).tanh(), y.sin()
 
 
 def one_network_twice():
-    network = drawing()
+    network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     return AdditiveCoupling(network, network)
 
 
 RIGHT = {
     "shared": lambda: Shift(shared),
     "two in another order": lambda: Shift(
-        both, lambda m, a: m.evaluate(m.other, a) + m.evaluate(m.network, a)
+        lambda m, a: m.evaluate(m.network, a) + m.evaluate(m.other, a),
+        lambda m, a: m.evaluate(m.other, a) + m.evaluate(m.network, a),
     ),
     "without a gradient": lambda: Shift(times_one_without_gradient),
-    "two outputs": lambda: Shift(product_of_two, network=Fn(pair, nn.Linear(3, 3))),
+    "two outputs": lambda: Shift(
+        lambda m, a: torch.mul(*m.evaluate(m.network, a)), network=Fn(two, nn.Linear(3, 3))
+    ),
     "a force": lambda: Shift(force),
 }
 PERHAPS = {  # with what an error must say
-    "not in inverse": (lambda: Shift(shared, lambda m, a: m.network(a)), "Shift"),
-    "not in forward": (lambda: Shift(lambda m, a: m.network(a), shared), "Shift"),
-    "more in inverse": (lambda: Shift(shared, with_another_look), "Shift"),
-    "output changed in place": (lambda: Shift(changed_in_place), "Shift"),
+    "not in inverse": (lambda: Shift(shared, direct), "Shift"),
+    "not in forward": (lambda: Shift(direct, shared), "Shift"),
+    "more in inverse": (
+        lambda: Shift(shared, lambda m, a: (m.evaluate(m.network, 2 * a), shared(m, a))[1]), "Shift"
+    ),
+    "output changed in place": (lambda: Shift(lambda m, a: shared(m, a).mul_(2.0)), "Shift"),
     "draws without evaluate": (lambda: Direct(0.5), "Direct"),
     "draws in another order": (lambda: Direct(0.5, both=True), "Direct"),
     "draws twice": (one_network_twice, "Use two networks"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*RIGHT, *PERHAPS])

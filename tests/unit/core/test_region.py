@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -48,11 +48,11 @@ def test_an_argument_keeps_its_class_and_what_was_set_on_it(kind, way):
 
 @pytest.mark.filterwarnings("ignore:.*MaskedTensor")
 def test_what_a_class_wraps_that_is_not_known_is_not_compared():
-    w = torch.randn(3, 4)
+    w, fn = torch.randn(3, 4), lambda x: (x * x).sin()
     x = torch.masked.masked_tensor(w, w > 0, requires_grad=True)
-    recoup.checkpoint(lambda x: (x * x).sin(), x).sum().backward()
-    want = torch.autograd.grad((x * x).sin().sum(), x)
-    assert torch.equal(x.grad.to_tensor(0.0), want[0].to_tensor(0.0))
+    calls = fn(x), recoup.checkpoint(fn, x)
+    found = [torch.autograd.grad(y.sum(), x)[0].to_tensor(0.0) for y in calls]
+    assert torch.equal(*found)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_reference_counting_alone_frees_a_region(name, ends):
     call, x = CALLS.get(name, inverting), leaf(8, 64)
     for _ in range(2):  # looked at, and later
         with no_collector(), StorageTracker() as tracker:
-            try:
+            with suppress(KeyError, ReplayError):
                 loss = call(x * 1).square().sum()
                 if ends == "twice":
                     torch.autograd.grad(loss, x, retain_graph=True)
@@ -117,8 +117,6 @@ def test_reference_counting_alone_frees_a_region(name, ends):
                     torch.autograd.grad(grad.sum(), x)
                 elif ends != "never":
                     torch.autograd.grad(loss, x)
-            except (KeyError, ReplayError) as error:
-                del error
             loss = grad = None
             assert tracker.current_bytes == 0
         assert hooks_in_force() is None
@@ -136,24 +134,21 @@ def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
     assert int(module.n) == 3
 
 
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, numbers):
+        ctx.save_for_backward(x, numbers)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos(), None
+
+
 def test_a_seed_that_a_kernel_has_not_written_is_no_difference(monkeypatch):
     """As attention without dropout returns it, where there is an accelerator."""
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, numbers):
-            ctx.save_for_backward(x, numbers)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * ctx.saved_tensors[0].cos(), None
-
     x, draws = torch.randn(5, requires_grad=True), iter(range(100))
-
-    def code(x, size):
-        return Attention.apply(x, torch.tensor([next(draws)] * size).squeeze())
-
+    code = lambda x, n: Attention.apply(x, torch.tensor([next(draws)] * n).squeeze())  # noqa: E731
     for size, found in ((1, torch.device("cuda")), (3, torch.device("cuda")), (1, None)):
         monkeypatch.setattr(outcome, "accelerator", lambda found=found: found)
         with nullcontext() if size == 1 and found else pytest.raises(ReplayError):
@@ -211,9 +206,7 @@ HIDING = {
     "group norm": lambda x, factor: F.group_norm((x * factor)[..., None], 2, eps=1e-9).exp(),
     "batch norm": lambda x, f: F.batch_norm(x * f, None, None, training=True, eps=1e-9).exp(),
     "normalized": lambda x, factor: F.normalize(x * factor).exp(),
-    "standardized": lambda x, factor: (
-        ((y := x * factor) - y.mean(1, True)) / y.std(1, keepdim=True)
-    ).exp(),
+    "standardized": lambda x, f: (((y := x * f) - y.mean(1, True)) / y.std(1, keepdim=True)).exp(),
     "over its norm": lambda x, factor: ((y := x * factor) / y.norm(dim=1, keepdim=True)).exp(),
     **{name: part_of(part) for name, part in PARTS.items()},
 }
@@ -231,10 +224,8 @@ def test_a_factor_is_seen_where_a_result_does_not_show_it(name):
 
 def test_norms_of_what_is_not_finite_zero_or_in_16_bits_are_no_error():
     def code(x, n):  # of which rounding in 16 bits is off in the second run
-        rounded = (x * (1 + n * 2**-9)).bfloat16().float()
-        return (
-            F.layer_norm(rounded, (64,)).bfloat16().exp() * F.normalize(x * 0) * (x[0] / 0).norm()
-        )
+        normed = F.layer_norm((x * (1 + n * 2**-9)).bfloat16().float(), (64,))
+        return normed.bfloat16().exp() * F.normalize(x * 0) * (x[0] / 0).norm()
 
     x = torch.randn(16, 64, requires_grad=True)
     runs = iter((0, 1))
