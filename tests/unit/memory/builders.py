@@ -18,8 +18,6 @@ def chain(depth, memory):
 
 
 class Pair(nn.LayerNorm):
-    """Two outputs, as an invertible module has them, and some that are no tensors."""
-
     def forward(self, x, shift):
         return (x * self.weight + shift, (self.weight.log().sum(), None, "text"))
 
