@@ -10,15 +10,8 @@ import torch
 from torch import nn
 from torch.distributions import Normal
 
+from recoup import invertible as inv
 from recoup.flows import ConvNetwork, DenseNetwork, Logistic
-from recoup.invertible import (
-    ActNorm,
-    AdditiveCoupling,
-    InvertibleConv1x1LU,
-    InvertibleResidual,
-    LipschitzConv2d,
-    VariationalDequantize,
-)
 from recoup.invertible.contract import as_tuple
 from tests.oracle import assert_same_step
 from tests.unit.flows.models import SMALL, built, classes, digits, filled, step_of, stirred
@@ -39,7 +32,7 @@ from tests.unit.flows.models import SMALL, built, classes, digits, filled, step_
 def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, options, is_first):
     flow = stirred(built(name, shape, **options))
     for module in flow.modules() if is_first else ():
-        if isinstance(module, ActNorm):
+        if isinstance(module, inv.ActNorm):
             module.started = False
     num_networks = sum(hasattr(stage, "network") and "dropout" in options for stage in flow.chain)
     assert sum(isinstance(m, nn.Dropout) for m in flow.modules()) >= num_networks
@@ -105,18 +98,18 @@ def test_the_order_of_the_layers(name, options, kinds):
 def test_options_choose_the_layers():
     flow = built("glow", coupling="additive", conv1x1="lu")
     kinds = [type(stage) for stage in flow.chain]
-    assert kinds.count(AdditiveCoupling) == kinds.count(InvertibleConv1x1LU) == 4
+    assert kinds.count(inv.AdditiveCoupling) == kinds.count(inv.InvertibleConv1x1LU) == 4
     flow = built("iresnet", num_levels=2, coefficient=0.7, num_terms=5)
-    blocks = [stage for stage in flow.chain if isinstance(stage, InvertibleResidual)]
+    blocks = [stage for stage in flow.chain if isinstance(stage, inv.InvertibleResidual)]
     assert {(block.log_det, block.num_terms) for block in blocks} == {("unbiased", 5)}
     assert all(0.7**6 < block.continuation == 0.5 for block in blocks)
-    layers = [layer for layer in flow.modules() if isinstance(layer, LipschitzConv2d)]
+    layers = [layer for layer in flow.modules() if isinstance(layer, inv.LipschitzConv2d)]
     assert [layer.kernel_size[0] for layer in layers[:3]] == [3, 1, 3]
     assert {layer.coefficient for layer in layers} == {0.7}
     plane = built("iresnet", (2,), levels=None, coefficient=0.95).chain[1]
     assert plane.continuation == pytest.approx(0.95**3)
     assert plane.log_det == "exact"
-    assert isinstance(built("flow++", variational=True).dequantize, VariationalDequantize)
+    assert isinstance(built("flow++", variational=True).dequantize, inv.VariationalDequantize)
     assert [s.exact for s in built("nice", exact=True).chain if hasattr(s, "exact")] == [True] * 4
     assert isinstance(built("nice").base.distribution(), Logistic)
     assert isinstance(built("nice", base=Normal(0.0, 1.0)).base.distribution(), Normal)

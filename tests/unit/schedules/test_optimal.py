@@ -12,42 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recoup import schedules as sch
 from recoup.errors import ScheduleError
-from recoup.schedules import (
-    Action,
-    Advance,
-    Cost,
-    Drop,
-    Invert,
-    Keep,
-    Load,
-    Offload,
-    Results,
-    Reverse,
-    Schedule,
-    SelectiveTape,
-    Simulation,
-    Tape,
-    frontier,
-    linear,
-    optimal,
-    simulate,
-)
+from recoup.schedules.actions import Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
 from recoup.schedules.search import fastest
 
-Actions = tuple[Action, ...]
+Actions = tuple[sch.Action, ...]
 
 
-def every_simulation(costs: Sequence[Cost]) -> list[Simulation]:
+def every_simulation(costs: Sequence[sch.Cost]) -> list[sch.Simulation]:
     """What every persistent schedule costs, with every further choice that is not ruled out."""
     found = []
     for actions in _sweep(costs, 0, returns=False):
         with suppress(ScheduleError):
-            found.append(simulate(Schedule(len(costs), actions), costs=costs))
+            found.append(sch.simulate(sch.Schedule(len(costs), actions), costs=costs))
     return found
 
 
-def _sweep(costs: Sequence[Cost], start: int, *, returns: bool) -> Iterator[Actions]:
+def _sweep(costs: Sequence[sch.Cost], start: int, *, returns: bool) -> Iterator[Actions]:
     """All ways to solve the stages from `start` on in the sweep.
 
     With `returns`, ``x_start`` is the working state again in the end, for an inverse to begin at.
@@ -90,7 +72,7 @@ def _sweep(costs: Sequence[Cost], start: int, *, returns: bool) -> Iterator[Acti
 
 
 def _again(
-    costs: Sequence[Cost], start: int, stop: int, *, kept: bool, stays: bool
+    costs: Sequence[sch.Cost], start: int, stop: int, *, kept: bool, stays: bool
 ) -> Iterator[Actions]:
     """All ways to solve stages in backward, from the working state ``x_start``."""
     drop: Actions = (Drop(start),) if kept else ()
@@ -118,13 +100,13 @@ TIMES = st.integers(0, 4).map(float)
 def thins(draw, state):
     stopped = draw(st.none() | SIZES)
     whole = (stopped or 0) + draw(SIZES)
-    return SelectiveTape(state + draw(SIZES), draw(TIMES), whole, draw(SIZES), stopped)
+    return sch.SelectiveTape(state + draw(SIZES), draw(TIMES), whole, draw(SIZES), stopped)
 
 
 @st.composite
 def results(draw):
     taped = draw(SIZES)
-    return Results(taped + draw(SIZES), draw(TIMES), taped, draw(st.booleans()))
+    return sch.Results(taped + draw(SIZES), draw(TIMES), taped, draw(st.booleans()))
 
 
 @st.composite
@@ -132,7 +114,7 @@ def costs_with_moments(draw):
     names = "run_bytes", "tape_run_bytes", "reverse_bytes", "between_bytes"
     moments = {name: draw(SIZES) for name in names} | {"left_bytes": draw(st.integers(-4, 12))}
     state = draw(SIZES)
-    return Cost(draw(TIMES), state, state + draw(SIZES), **moments)
+    return sch.Cost(draw(TIMES), state, state + draw(SIZES), **moments)
 
 
 @st.composite
@@ -157,22 +139,24 @@ def costs_with_choices(draw):
 def check_all_budgets(chain):
     found = every_simulation(chain)
     least, most = (f([s.peak_bytes for s in found]) for f in (min, max))
-    points = frontier(chain)
+    points = sch.frontier(chain)
     assert points[0].peak_bytes == least
     assert points[-1].seconds == min(s.seconds for s in found)
     for budget in range(least - 1, most + 2):
         if budget < least:
             with pytest.raises(ScheduleError, match=f"needs at least {least} bytes"):
-                optimal(chain, budget)
+                sch.optimal(chain, budget)
             continue
-        simulation = simulate(optimal(chain, budget), costs=chain)
+        simulation = sch.simulate(sch.optimal(chain, budget), costs=chain)
         assert simulation.peak_bytes <= budget
         assert simulation.seconds == min(s.seconds for s in found if s.peak_bytes <= budget)
     for point in points:
-        simulation = simulate(point.schedule, costs=chain)
+        simulation = sch.simulate(point.schedule, costs=chain)
         for name in ("peak_bytes", "seconds", "num_forwards", "num_inverses"):
             assert getattr(simulation, name) == getattr(point, name)
-        assert simulate(optimal(chain, point.peak_bytes), costs=chain).seconds == point.seconds
+        assert (
+            sch.simulate(sch.optimal(chain, point.peak_bytes), costs=chain).seconds == point.seconds
+        )
     for before, after in pairwise(points):
         assert before.peak_bytes < after.peak_bytes
         assert before.seconds > after.seconds
@@ -180,7 +164,7 @@ def check_all_budgets(chain):
     # again alone.
     cached = tuple(replace(cost, cached_bytes=cost.state_bytes) for cost in chain)
     for candidate in fastest(cached):
-        assert simulate(candidate.build(), costs=cached).peak_bytes <= candidate.peak_bytes
+        assert sch.simulate(candidate.build(), costs=cached).peak_bytes <= candidate.peak_bytes
 
 
 WITH_MOMENTS = st.lists(costs_with_moments(), min_size=1, max_size=5)
@@ -195,19 +179,19 @@ def test_the_frontier_is_that_of_exhaustive_search(chain):
 
 def test_an_output_is_held_where_the_stage_after_keeps_it():
     """Only then does it cost nothing, but for what it holds while that stage is reversed."""
-    holding = Results(num_bytes=1, seconds=0.25, holds_output=True)
-    stage = Cost(1.0, 10, 50, results=(holding,), lent_bytes=10)
-    last = Cost(1.0, 10, 10, reverse_bytes=90, is_fixed=True, lent_bytes=10)
-    (held,) = [p for p in frontier([stage, last]) if p.seconds == 2.25]
+    holding = sch.Results(num_bytes=1, seconds=0.25, holds_output=True)
+    stage = sch.Cost(1.0, 10, 50, results=(holding,), lent_bytes=10)
+    last = sch.Cost(1.0, 10, 10, reverse_bytes=90, is_fixed=True, lent_bytes=10)
+    (held,) = [p for p in sch.frontier([stage, last]) if p.seconds == 2.25]
     assert Advance(0, 1, 1) in held.schedule.actions
-    lends = simulate(held.schedule, costs=[stage, last]).peak_bytes
+    lends = sch.simulate(held.schedule, costs=[stage, last]).peak_bytes
     kept_alone = replace(holding, holds_output=False)
     alone = [replace(stage, results=(kept_alone,)), last]
-    assert simulate(held.schedule, costs=alone).peak_bytes == lends - 10
+    assert sch.simulate(held.schedule, costs=alone).peak_bytes == lends - 10
     for after in (replace(last, is_linked=False), replace(last, offload_seconds=0.5)):
-        assert all(p.seconds != 2.25 for p in frontier([stage, after]))
+        assert all(p.seconds != 2.25 for p in sch.frontier([stage, after]))
     # Nor within a segment, whose states are not kept.
-    for point in frontier([stage, replace(stage, state_bytes=30), last]):
+    for point in sch.frontier([stage, replace(stage, state_bytes=30), last]):
         sweep = point.schedule.actions[: point.schedule.sweep_end]
         if Advance(0, 1, 1) in sweep:
             assert Keep(1) in sweep or Tape(1) in sweep
@@ -216,22 +200,22 @@ def test_an_output_is_held_where_the_stage_after_keeps_it():
 def various(num_stages, seed, most=10**7):
     draw = random.Random(seed)
     states = [draw.randint(1, most) for _ in range(num_stages)]
-    return [Cost(draw.random(), state, state + draw.randint(0, 9 * most)) for state in states]
+    return [sch.Cost(draw.random(), state, state + draw.randint(0, 9 * most)) for state in states]
 
 
 def test_optimal_is_as_good_as_the_known_curve():  # of 32 stages, a tape being 4 states
-    costs = [Cost(1.0, 1, 4)] * 32
+    costs = [sch.Cost(1.0, 1, 4)] * 32
     for budget, most in {129: 1.0, 98: 1.25, 66: 1.5, 24: 1.9, 18: 2.0, 13: 2.5, 11: 3.0}.items():
-        simulation = simulate(optimal(costs, budget), costs=costs)
+        simulation = sch.simulate(sch.optimal(costs, budget), costs=costs)
         assert simulation.num_forwards <= most * 32
         assert simulation.peak_bytes <= budget
 
 
 def test_budgets_are_kept_and_solutions_that_are_left_out_cost_little(monkeypatch):
     costs, seconds = various(24, seed=0), {8: [], 16: [], 500: []}
-    most = simulate(linear(24), costs=costs).peak_bytes
+    most = sch.simulate(sch.linear(24), costs=costs).peak_bytes
     with pytest.raises(ScheduleError, match=r"needs at least \d+ bytes") as raised:
-        optimal(costs, -1)
+        sch.optimal(costs, -1)
     least = int(str(raised.value).split()[-2])
     assert most > 8 * least
     for num_solutions, found in seconds.items():
@@ -239,14 +223,14 @@ def test_budgets_are_kept_and_solutions_that_are_left_out_cost_little(monkeypatc
         monkeypatch.setattr("recoup.schedules.search._NUM_MORE", 0)
         fastest.cache_clear()
         for budget in [least, *(least + (most - least) * n**2 // 100 for n in range(1, 10))]:
-            simulation = simulate(optimal(costs, budget), costs=costs)
+            simulation = sch.simulate(sch.optimal(costs, budget), costs=costs)
             assert simulation.peak_bytes <= budget
             found.append(simulation.seconds)
     assert all(after <= before * (1 + 1e-12) for before, after in pairwise(seconds[8]))
     assert all(few <= 1.03 * many for few, many in zip(seconds[16], seconds[500], strict=True))
     assert seconds[16] != seconds[500]
-    assert optimal(costs, most).actions == linear(24).actions
+    assert sch.optimal(costs, most).actions == sch.linear(24).actions
 
 
 def test_a_chain_that_costs_nothing_is_linear():
-    assert optimal([Cost(0.0, 0, 0)] * 3, 0).actions == linear(3).actions
+    assert sch.optimal([sch.Cost(0.0, 0, 0)] * 3, 0).actions == sch.linear(3).actions
