@@ -23,19 +23,6 @@ from recoup.invertible import (
 from tests.zoo import leaf
 
 
-def kept_bytes(layer, x):
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
 def net(inputs: int, outputs: int, dropout: float = 0.0, *, norm: bool = False) -> nn.Module:
     middle = nn.BatchNorm1d(7) if norm else nn.Identity(), nn.Tanh(), nn.Dropout(dropout)
     return nn.Sequential(nn.Linear(inputs, 7), *middle, nn.Linear(7, outputs))

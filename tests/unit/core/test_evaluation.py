@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from recoup._core.settings import replaced
+from recoup._core.shared_evaluation import answers, evaluate, lending
+from recoup._core.surroundings import Surroundings
 from recoup.errors import RecoupError, ReplayError
 from recoup.invertible import AdditiveCoupling, Chain, InvertibleModule
 from tests.invertible_zoo import Direct, net
@@ -125,3 +128,13 @@ def test_an_inverse_that_is_none(kind):
     model = Chain(Shift(shared), kind(shared), memory="constant").double()
     with pytest.raises(ReplayError, match=kind.words):
         loss_of_all(model(leaf(4, 6))).backward()
+
+
+def test_a_network_that_is_lent_is_no_culprit():
+    """The layer around it hides its forward for a while, which is no change of the network."""
+    network = nn.Linear(2, 2)
+    before = Surroundings("a region", [network], network)
+    with replaced(answers, "answer", evaluate), lending([network]):
+        assert before.culprit() == ""
+        network.register_forward_hook(print)
+        assert "hooks of its modules" in before.culprit()

@@ -53,9 +53,7 @@ def _sweep(costs: Sequence[sch.Cost], start: int, *, returns: bool) -> Iterator[
         after = costs[split]
         holds = after.is_linked and not after.is_invertible and after.offload_seconds is None
         for numbers in product(*(range(len(costs[index].results) + 1) for index in stages)):
-            kept = [
-                costs[index].kept(number) for index, number in zip(stages, numbers, strict=True)
-            ]
+            kept = [costs[k].kept(number) for k, number in zip(stages, numbers, strict=True)]
             if any(each.holds_output for each in (kept if not holds else kept[:-1])):
                 continue
             runs = [Advance(index, index + 1, numbers[index - start]) for index in stages]
@@ -136,7 +134,13 @@ def costs_with_choices(draw):
     )
 
 
-def check_all_budgets(chain):
+WITH_MOMENTS = st.lists(costs_with_moments(), min_size=1, max_size=5)
+WITH_CHOICES = st.lists(costs_with_choices(), min_size=1, max_size=4)
+
+
+@settings(max_examples=80)
+@given(WITH_MOMENTS | WITH_CHOICES)
+def test_the_frontier_is_that_of_exhaustive_search(chain):
     found = every_simulation(chain)
     least, most = (f([s.peak_bytes for s in found]) for f in (min, max))
     points = sch.frontier(chain)
@@ -167,16 +171,6 @@ def check_all_budgets(chain):
         assert sch.simulate(candidate.build(), costs=cached).peak_bytes <= candidate.peak_bytes
 
 
-WITH_MOMENTS = st.lists(costs_with_moments(), min_size=1, max_size=5)
-WITH_CHOICES = st.lists(costs_with_choices(), min_size=1, max_size=4)
-
-
-@settings(max_examples=80)
-@given(WITH_MOMENTS | WITH_CHOICES)
-def test_the_frontier_is_that_of_exhaustive_search(chain):
-    check_all_budgets(chain)
-
-
 def test_an_output_is_held_where_the_stage_after_keeps_it():
     """Only then does it cost nothing, but for what it holds while that stage is reversed."""
     holding = sch.Results(num_bytes=1, seconds=0.25, holds_output=True)
@@ -197,12 +191,6 @@ def test_an_output_is_held_where_the_stage_after_keeps_it():
             assert Keep(1) in sweep or Tape(1) in sweep
 
 
-def various(num_stages, seed, most=10**7):
-    draw = random.Random(seed)
-    states = [draw.randint(1, most) for _ in range(num_stages)]
-    return [sch.Cost(draw.random(), state, state + draw.randint(0, 9 * most)) for state in states]
-
-
 def test_optimal_is_as_good_as_the_known_curve():  # of 32 stages, a tape being 4 states
     costs = [sch.Cost(1.0, 1, 4)] * 32
     for budget, most in {129: 1.0, 98: 1.25, 66: 1.5, 24: 1.9, 18: 2.0, 13: 2.5, 11: 3.0}.items():
@@ -212,7 +200,9 @@ def test_optimal_is_as_good_as_the_known_curve():  # of 32 stages, a tape being 
 
 
 def test_budgets_are_kept_and_solutions_that_are_left_out_cost_little(monkeypatch):
-    costs, seconds = various(24, seed=0), {8: [], 16: [], 500: []}
+    draw = random.Random(0)
+    states, seconds = [draw.randint(1, 10**7) for _ in range(24)], {8: [], 16: [], 500: []}
+    costs = [sch.Cost(draw.random(), state, state + draw.randint(0, 9 * 10**7)) for state in states]
     most = sch.simulate(sch.linear(24), costs=costs).peak_bytes
     with pytest.raises(ScheduleError, match=r"needs at least \d+ bytes") as raised:
         sch.optimal(costs, -1)
