@@ -186,20 +186,15 @@ def part_of(part):
 
 LATER = torch.arange(64) >= 32
 PARTS = {
-    "slice": lambda h: h[:, :32],
-    "unbind": lambda h: h.unbind(1)[0],
-    "index": lambda h: h[:, [0, 1]],
+    "slice": lambda h: h[:, :32], "unbind": lambda h: h.unbind(1)[0],
+    "index": lambda h: h[:, [0, 1]], "amax": lambda h: h.amax(1),
     "index_select": lambda h: h.index_select(1, torch.tensor([0, 1])),
     "gather": lambda h: h.gather(1, torch.zeros(16, 1, dtype=torch.int64)),
-    "masked_select": lambda h: h.masked_select(~LATER),
-    "masked_fill": lambda h: h.masked_fill(LATER, 0.0),
-    "amax": lambda h: h.amax(1),
-    "max": lambda h: h.max(1).values,
-    "topk": lambda h: h.topk(2, 1).values,
+    "masked_select": lambda h: h.masked_select(~LATER), "max": lambda h: h.max(1).values,
+    "masked_fill": lambda h: h.masked_fill(LATER, 0.0), "topk": lambda h: h.topk(2, 1).values,
     "maximum": lambda h: torch.maximum(h, torch.full((), 5e-5)),
-    "pad": lambda h: F.pad(h, (0, -32)),
-    "pool": lambda h: F.max_pool2d(h[None], (1, 64)),
-}
+    "pad": lambda h: F.pad(h, (0, -32)), "pool": lambda h: F.max_pool2d(h[None], (1, 64)),
+}  # fmt: skip
 HIDING = {
     "layer norm": lambda x, factor: F.layer_norm(x * factor, (64,), eps=1e-9).exp(),
     "rms norm": lambda x, factor: F.rms_norm(x * factor, (64,), eps=1e-12).exp(),
@@ -240,17 +235,14 @@ def makes_a_tensor(x):
     return (torch.ones(96, 96, device="cpu") @ x).sin()
 
 
+@pytest.mark.parametrize("way", ["checkpoint", "log"])
 @pytest.mark.parametrize("is_context", [True, False])
-def test_the_default_device_holds_in_second_runs(is_context):
-    x = torch.ones(96, 96, requires_grad=True)
+def test_the_default_device_holds_in_second_runs(is_context, way, request):
+    request.addfinalizer(partial(torch.set_default_device, None))
     torch.set_default_device(None if is_context else "meta")
-    try:
-        for call in (recoup.checkpoint, lambda fn, x: recoup.Sequential(Fn(fn), memory="log")(x)):
-            with torch.device("meta") if is_context else nullcontext():
-                y = call(makes_a_tensor, x)
-            y.sum().backward()
-    finally:
-        torch.set_default_device(None)
+    with torch.device("meta") if is_context else nullcontext():
+        y = called(way, Fn(makes_a_tensor))(torch.ones(96, 96, requires_grad=True, device="cpu"))
+    y.sum().backward()
 
 
 OF_VIEWS = {
@@ -260,25 +252,20 @@ OF_VIEWS = {
     "another view of it": lambda x, p: (F.layer_norm(x, x.shape[-1:]) * p.t()).sin(),
 }
 VIEWS = {"expanded": lambda p: p.expand(2, -1, -1), "transposed": lambda p: p.t()[None]}
-WAYS = {
-    "checkpoint": recoup.checkpoint,
-    "recompute": lambda fn, x: recoup.recompute(fn)(x),
-    "second of a chain": lambda fn, x: recoup.Sequential(nn.Identity(), Fn(fn), memory="sqrt")(x),
-    "first of a chain": lambda fn, x: recoup.Sequential(Fn(fn), nn.Identity(), memory="log")(x),
-}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["checkpoint", "value", "sqrt", "log"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("code", OF_VIEWS)
 def test_a_region_that_is_given_a_view_of_a_parameter(code, view, way):
     """Learned queries, expanded over a batch: a later run is given what is no view of it."""
     p = nn.Parameter(torch.randn(8, 8))
+    module = Fn(lambda x: OF_VIEWS[code](x, p))
+    row = {"sqrt": [nn.Identity(), module], "log": [module, nn.Identity()]}.get(way, [module])
 
     def step(call):
-        loss = call(lambda x: OF_VIEWS[code](x, p), VIEWS[view](p)).square().sum()
-        return torch.autograd.grad(loss, p, create_graph=True)[0]
+        return torch.autograd.grad(call(VIEWS[view](p)).square().sum(), p, create_graph=True)[0]
 
-    found, expected = step(WAYS[way]), step(lambda fn, x: fn(x))
+    found, expected = step(called(way, *row)), step(module)
     assert torch.equal(found, expected)
     assert torch.equal(*(torch.autograd.grad(g.sum(), p)[0] for g in (found, expected)))

@@ -181,22 +181,17 @@ def test_every_output_of_any_kind_takes_part(ask):
     torch.testing.assert_close(module.weight.grad, torch.full((3,), 5.0))
 
 
-@pytest.mark.parametrize(("build", "message"), [
-    ("torch.no_such_module:build", "No module named 'torch.no_such_module'. Run where"),
-    ("nowhere/chain.py:build", "there is no file "),
-    ("number", "there is no function number in "),
-    ("module_alone", "it returned Linear, but must return a training step"),
-    ("frozen", "no output of its module requires a gradient."),
+@pytest.mark.parametrize(("build", "error", "message"), [
+    ("torch.no_such_module:build", ValueError, "No module named 'torch.no_such_module'. Run where"),
+    ("nowhere/chain.py:build", ValueError, "there is no file "),
+    ("number", ValueError, "there is no function number in "),
+    ("module_alone", ValueError, "it returned Linear, but must return a training step"),
+    ("frozen", ValueError, "no output of its module requires a gradient."),
+    ("raises", RecoupError, "RuntimeError: no chain of 2 blocks$"),
+    ("needs_more:build", RecoupError, "ModuleNotFoundError: No module named 'no_such_package'$"),
 ])  # fmt: skip
-def test_a_wrong_builder(ask, build, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        ask(build)
-
-
-def test_a_builder_that_fails(ask, tmp_path, monkeypatch):
+def test_a_builder_that_is_wrong_or_fails(ask, build, error, message, tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RecoupError, match=r"^RuntimeError: no chain of 2 blocks$"):
-        ask("raises")
-    with pytest.raises(RecoupError, match=r"^ModuleNotFoundError: No module named 'no_such_"):
-        ask("needs_more:build")
+    with pytest.raises(error, match=f"^{message}"):
+        ask(build)

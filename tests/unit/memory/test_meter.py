@@ -161,7 +161,7 @@ def test_bytes_on_cuda():
     assert measure(lambda: None, repeats=0).device == "cuda:0"
 
 
-def test_parse_bytes():
+def test_bytes_as_text():
     given = 0, "17 B", "1.5 GiB", "  2GB ", "1 kb", ".5 KiB", "3. KiB", "1.0001 KiB"
     wanted = 0, 17, 3 * 2**29, 2_000_000_000, 1000, 512, 3072, 1024
     assert tuple(map(parse_bytes, given)) == wanted
@@ -178,9 +178,6 @@ def test_parse_bytes():
 def test_wrong_arguments(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_format_bytes():
     for num_bytes in (1, 10**5, 2**50 - 7, 2**68):
         assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=5e-4)
     given = 0, 1023, 1024, 2**20 - 1, -1536, 123_456_789
