@@ -42,10 +42,9 @@ class Codebook(Counting):
     def __init__(self, count, first_step):
         super().__init__(count, first_step)
         del self.mean, self.late
-        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x):
-        y = (self.linear(x) * self.frozen).sin()
+        y = (self.linear(x) * (1 + self.frozen)).sin()
         self.count(self, y.detach().mean(0))
         return y
 
@@ -170,12 +169,8 @@ def test_threads_that_share_a_module_find_all_its_attributes(way, request):
 
 
 def test_what_a_forward_writes_to_a_parameter_that_it_needs_is_an_error():
-    def halve_and_apply(x, linear):
-        with torch.no_grad():
-            linear.bias.mul_(0.5)
-        return linear(x).tanh()  # whose residual is another one with half the bias
-
-    module = Fn(halve_and_apply, nn.Linear(4, 4))
+    halve = torch.no_grad()(lambda bias: bias.mul_(0.5))  # which changes a residual
+    module = Fn(lambda x, linear: (halve(linear.bias), linear(x).tanh())[1], nn.Linear(4, 4))
     with pytest.raises(ChangedError, match=r"`parts\.0\.bias` of Fn was changed in place"):
         recoup.checkpoint(module, torch.randn(3, 4)).sum().backward()
 
@@ -217,22 +212,22 @@ class Block(nn.Linear):
         return y
 
 
-COUNT = Block(lambda state, y: state.seen.add_(len(y)))
-FILL = Block(lambda state, y: state.caches[1]["last"].copy_(y[-1]))
-REPLACE = Block(lambda state, y: setattr(state, "seen", state.seen + len(y)))
+def count(state, y):
+    state.seen.add_(len(y))
 
 
 def test_a_tensor_in_an_object_is_replaced_once_and_a_change_in_place_is_an_error():
     x, state = torch.randn(4, 4), State()
-    for block in (COUNT, FILL):
+    for write in (count, lambda state, y: state.caches[1]["last"].copy_(y[-1])):
         with pytest.raises(ReplayError, match=r"Block.*in an object among its arguments"):
-            recoup.checkpoint(block, x, State())
-    recoup.checkpoint(REPLACE, x, state).sum().backward()
+            recoup.checkpoint(Block(write), x, State())
+    replace = Block(lambda state, y: setattr(state, "seen", state.seen + len(y)))
+    recoup.checkpoint(replace, x, state).sum().backward()
     assert state.seen == 4
 
 
 def test_a_plan_keeps_such_blocks_and_says_so():
-    blocks = [copy.deepcopy(COUNT) for _ in range(4)]
+    blocks = [Block(count) for _ in range(4)]
     net = Made(lambda net, x, state: [x := b(x, state) for b in net.blocks][-1], blocks=blocks)
     x, state = torch.randn(4, 4), State()
     with pytest.warns(UserWarning, match=r"`blocks\.0` changes a tensor in place"):

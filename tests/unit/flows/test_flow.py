@@ -28,8 +28,8 @@ def small_flow(**options):
 of_points = partial(small_flow, num_classes=3)
 
 
-def base_alone(base, size=2):
-    return Flow(Chain(Flip()), shape=(size,), base=base)
+def base_alone(base):
+    return Flow(Chain(Flip()), shape=(2,), base=base)
 
 
 def data(flow, n=4):

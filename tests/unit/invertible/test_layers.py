@@ -99,11 +99,7 @@ def test_where_values_go(layer, x, wanted):
     back, inverse_log_det = layer.inverse(y)
     assert torch.equal(back, x)
     assert log_det.tolist() == inverse_log_det.tolist() == [0.0] * len(x)
-
-
-def test_early_latent_does_not_hold_the_whole_input():
-    for n in (1, 4):
-        (_, z), _ = inv.Split()(torch.randn(n, 4, 3))
+    for z in y[1:] if isinstance(y, tuple) else ():  # an early latent does not hold its neighbour
         assert z.untyped_storage().nbytes() == z.numel() * 4
 
 
@@ -295,16 +291,11 @@ def test_log_det_is_the_entropy_of_the_noise_by_a_jacobian(monkeypatch, margin):
     jacobian = torch.autograd.functional.jacobian(noise, drawn).view(4, 4)
     log_density = Normal(0.0, 1.0).log_prob(drawn).sum() - torch.linalg.slogdet(jacobian)[1]
     expected = -log_density - 4 * math.log(5)
-    torch.testing.assert_close(called(drawn)[1][0], expected, rtol=0, atol=1e-9)
-
-
-def test_noise_outside_of_what_it_makes_is_impossible():
-    made = learned(4)
-    y, _ = made(torch.ones(2, 1, 2, 2))
-    y[1, 0, 0, 0] = 0.25  # the very edge of its level
-    _, log_det = made.inverse(y)
-    assert log_det[0].isfinite()
-    assert log_det[1] == -math.inf
+    y, log_det = called(drawn)
+    torch.testing.assert_close(log_det[0], expected, rtol=0, atol=1e-9)
+    assert made.inverse(y)[1].isfinite()
+    y[0, 0, 0, 0] = x[0, 0, 0, 0] / 5  # the very edge of its level: noise that it cannot make
+    assert made.inverse(y)[1] == -math.inf
 
 
 def test_the_first_batch_of_each_kind_is_looked_at():

@@ -10,6 +10,7 @@ import gc
 import weakref
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -239,21 +240,13 @@ def test_each_residual_is_listed_once_by_operator_module_and_way(name):
     assert listed(build()) == expected
 
 
-class OnDisk:
-    def __init__(self, tensor):
-        self.path, self.shape = "a file", tensor.shape
-
-
-@pytest.mark.parametrize(
-    ("pack", "expected"),
-    [
-        (lambda t: [{"view": t.view(-1)}], "keep, 1"),
-        (lambda t: t.bfloat16(), "keep, 0.5"),
-        (lambda t: ("cpu", t.clone()), "offload, 1"),
-        (OnDisk, "offload, 1"),
-        (lambda t: 7, "offload, 1"),
-    ],
-)
+@pytest.mark.parametrize(("pack", "expected"), [
+    (lambda t: [{"view": t.view(-1)}], "keep, 1"),
+    (lambda t: t.bfloat16(), "keep, 0.5"),
+    (lambda t: ("cpu", t.clone()), "offload, 1"),
+    (lambda t: SimpleNamespace(path="a file", shape=t.shape), "offload, 1"),
+    (lambda t: 7, "offload, 1"),
+])  # fmt: skip
 def test_what_hooks_of_others_return_says_the_way(pack, expected):
     hooks, fn = saved_tensors_hooks(pack, lambda packed: packed), lambda: x().exp()
     wanted = [f"exp, -, {expected}"]
@@ -309,10 +302,9 @@ def test_fn_runs_once_as_without_a_census_and_its_graph_stays_right(name):
     for call in (run, lambda: torch.no_grad()(residuals)(run)):
         torch.manual_seed(0)
         call()
-        stream, loss = torch.get_rng_state(), made.pop()
-        leaves = [each.variable for each in nodes_of([loss]) if hasattr(each, "variable")]
+        stream, (loss,) = torch.get_rng_state(), made
+        leaves = [each.variable for each in nodes_of([made.pop()]) if hasattr(each, "variable")]
         ends.append([stream, *torch.autograd.grad(loss, leaves)])
-        assert not made
     assert len(ends[0]) == len(ends[1]) > 1
     assert all(map(torch.equal, *ends))
 
@@ -347,7 +339,6 @@ def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_th
         "                                        1.000  recompute",
         "1 more look at memory that is counted above",
     ]
-    assert [each.num_bytes for each in entries] == [mib, mib // 2, mib, 0]
     with pytest.raises(ValueError, match=r"`way` is 'kept', but must be one of keep, recompute"):
         entries.total_bytes("kept")
     in_another_order = (Residual(*kept, mib, way) for way in reversed(WAYS))
