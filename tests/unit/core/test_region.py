@@ -25,8 +25,6 @@ from tests.zoo import Fn, dense, leaf
 
 
 class Boxes(torch.Tensor):
-    """A tensor with a method, and attributes that users set."""
-
     def scaled(self):
         return self.as_subclass(torch.Tensor) * self.scale
 

@@ -6,6 +6,7 @@ import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import ChangedError, ReplayError
+from tests.oracle import assert_same_tensors
 from tests.plan_oracle import Made
 from tests.ways import one_by_one, recomputing
 from tests.zoo import Fn
@@ -98,7 +100,7 @@ WAYS = {
 
 
 def counts_of(model):
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = model.state_dict()
     found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
     return found | {f"{place}.plain": module.plain for place, module in enumerate(model)}
 
@@ -116,10 +118,7 @@ def test_what_a_forward_counts_is_counted_once_in_each_step(way, kind, count, fi
             for module in model:
                 module.num_steps = step
             call(x).sum().backward()
-        wanted, found = counts_of(plain), counts_of(other)
-        assert wanted.keys() == found.keys()
-        for name, each in wanted.items():
-            assert found[name] is each is None or torch.equal(found[name], each)
+        assert_same_tensors(counts_of(other), counts_of(plain))
 
 
 class Keeping(nn.Module):
@@ -148,9 +147,10 @@ def test_what_a_forward_sets_on_a_module_is_of_the_first_run(way):
             run(x).sum().backward(retain_graph=True)
             sum(module.loss for module in model).backward()
     assert [module.num_calls for module in other] == [2, 2]
-    for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
-        assert torch.equal(found.grad, wanted.grad)
-        assert len(found._backward_hooks or ()) == len(wanted._backward_hooks or ())
+    for each in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(*(parameter.grad for parameter in each))
+        wanted, found = (len(parameter._backward_hooks or ()) for parameter in each)
+        assert wanted == found
 
 
 @pytest.mark.parametrize("way", ["planned", "checkpoint"])
@@ -196,9 +196,8 @@ def test_a_buffer_may_have_any_layout(layout):
     assert torch.equal(*wanted, *torch.autograd.grad(recoup.checkpoint(module, x).sum(), weight))
 
 
-class State:
-    def __init__(self):
-        self.seen, self.caches = torch.zeros(()), [torch.zeros(4), {"last": torch.zeros(4)}]
+def state_of():
+    return SimpleNamespace(seen=torch.zeros(()), caches=[1, {"last": torch.zeros(4)}])
 
 
 class Block(nn.Linear):
@@ -217,10 +216,10 @@ def count(state, y):
 
 
 def test_a_tensor_in_an_object_is_replaced_once_and_a_change_in_place_is_an_error():
-    x, state = torch.randn(4, 4), State()
+    x, state = torch.randn(4, 4), state_of()
     for write in (count, lambda state, y: state.caches[1]["last"].copy_(y[-1])):
         with pytest.raises(ReplayError, match=r"Block.*in an object among its arguments"):
-            recoup.checkpoint(Block(write), x, State())
+            recoup.checkpoint(Block(write), x, state_of())
     replace = Block(lambda state, y: setattr(state, "seen", state.seen + len(y)))
     recoup.checkpoint(replace, x, state).sum().backward()
     assert state.seen == 4
@@ -229,9 +228,9 @@ def test_a_tensor_in_an_object_is_replaced_once_and_a_change_in_place_is_an_erro
 def test_a_plan_keeps_such_blocks_and_says_so():
     blocks = [Block(count) for _ in range(4)]
     net = Made(lambda net, x, state: [x := b(x, state) for b in net.blocks][-1], blocks=blocks)
-    x, state = torch.randn(4, 4), State()
+    x, state = torch.randn(4, 4), state_of()
     with pytest.warns(UserWarning, match=r"`blocks\.0` changes a tensor in place"):
-        plan = recoup.plan(net, x, State(), policy="full")
+        plan = recoup.plan(net, x, state_of(), policy="full")
     with plan.applied():
         net(x, state).sum().backward()
     assert state.seen == 16

@@ -15,25 +15,21 @@ from tests.unit.flows.models import SMALL, built, classes, digits, filled, step_
 
 
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "is_first"),  # with the start of ActNorms
-    [
-        ("nice", SMALL, {"exact": False, "dropout": 0.4, "num_classes": 3}, False),
-        ("realnvp", SMALL, {"dropout": 0.4, "num_classes": 3}, True),
-        ("glow", SMALL, {"dropout": 0.5}, False),
-        ("flow++", SMALL, {"dropout": 0.4, "num_classes": 3, "variational": True}, True),
-        ("iresnet", SMALL, {"log_det": "unbiased", "num_terms": 3}, True),
-    ],
-    ids=str,
-)
-def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, options, is_first):
-    flow = stirred(built(name, shape, **options))
+@pytest.mark.parametrize(("name", "options", "is_first"), [  # with the start of ActNorms
+    ("nice", {"exact": False, "dropout": 0.4, "num_classes": 3}, False),
+    ("realnvp", {"dropout": 0.4, "num_classes": 3}, True),
+    ("glow", {"dropout": 0.5}, False),
+    ("flow++", {"dropout": 0.4, "num_classes": 3, "variational": True}, True),
+    ("iresnet", {"log_det": "unbiased", "num_terms": 3}, True),
+])  # fmt: skip
+def test_gradients_are_those_of_linear_memory_with_dropout_too(name, options, is_first):
+    flow = stirred(built(name, SMALL, **options))
     for module in flow.modules() if is_first else ():
         if isinstance(module, inv.ActNorm):
             module.started = False
     num_networks = sum(hasattr(stage, "network") and "dropout" in options for stage in flow.chain)
     assert sum(isinstance(m, nn.Dropout) for m in flow.modules()) >= num_networks
-    given = digits(shape=shape), classes(6, 3) if "num_classes" in options else None
+    given = digits(shape=SMALL), classes(6, 3) if "num_classes" in options else None
     want = step_of(flow, *given)
     assert all(gradient is not None for gradient in want.gradients.values())
     assert max(gradient.abs().max() for gradient in want.gradients.values()) > 1e-3
@@ -41,17 +37,13 @@ def test_gradients_are_those_of_linear_memory_with_dropout_too(name, shape, opti
         assert_same_step(step_of(flow, *given, memory), want, rtol=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "latents"),
-    [
-        ("nice", {"exact": True, "num_classes": 4}, [(64,)]),
-        ("realnvp", {}, [(2, 4, 4), (2, 4, 4)]),
-        ("glow", {}, [(2, 4, 4), (8, 2, 2)]),
-        ("flow++", {"variational": True}, [(4, 4, 4)]),
-        ("iresnet", {"num_levels": 2}, [(16, 2, 2)]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "options", "latents"), [
+    ("nice", {"exact": True, "num_classes": 4}, [(64,)]),
+    ("realnvp", {}, [(2, 4, 4), (2, 4, 4)]),
+    ("glow", {}, [(2, 4, 4), (8, 2, 2)]),
+    ("flow++", {"variational": True}, [(4, 4, 4)]),
+    ("iresnet", {"num_levels": 2}, [(16, 2, 2)]),
+])  # fmt: skip
 def test_digits_of_17_levels(name, options, latents):
     flow, x = stirred(built(name, **options)).eval(), digits(5)
     labels = classes(5, 4) if "num_classes" in options else None
@@ -69,23 +61,16 @@ BOARD, BOARD_2 = ("checkerboard", "first"), ("checkerboard", "second")
 HALVES, HALVES_2 = ("channels", "first"), ("channels", "second")
 SCALE = "Squeeze", *(NORM, "InvertibleResidual") * 2
 BOARDS = NORM, BOARD, NORM, BOARD_2, NORM, BOARD
+THREE = "Squeeze", NORM, HALVES, NORM, HALVES_2, NORM, HALVES, "Split"
+MIXED = "Squeeze", NORM, MIX, HALVES  # takes the place of turns: each changes the second half
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "kinds"),
-    [
-        ("realnvp", {"num_steps": 3},
-         ["Logit", *BOARDS, "Squeeze", NORM, HALVES, NORM, HALVES_2, NORM, HALVES, "Split",
-          *BOARDS]),
-        ("flow++", {"num_steps": 1},
-         ["Logit", NORM, BOARD, "Squeeze", NORM, MIX, HALVES, NORM, MIX, BOARD]),
-        # The mixing takes the place of turns: every coupling changes the second half.
-        ("glow", {"alpha": None, "num_steps": 1},
-         ["Normalize", "Squeeze", NORM, MIX, HALVES, "Split", "Squeeze", NORM, MIX, HALVES]),
-        ("iresnet", {"num_levels": 2}, ["Logit", *SCALE, *SCALE, NORM]),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "options", "kinds"), [
+    ("realnvp", {"num_steps": 3}, ["Logit", *BOARDS, *THREE, *BOARDS]),
+    ("flow++", {"num_steps": 1}, ["Logit", NORM, BOARD, *MIXED, NORM, MIX, BOARD]),
+    ("glow", {"alpha": None, "num_steps": 1}, ["Normalize", *MIXED, "Split", *MIXED]),
+    ("iresnet", {"num_levels": 2}, ["Logit", *SCALE, *SCALE, NORM]),
+])  # fmt: skip
 def test_the_order_of_the_layers(name, options, kinds):
     stages = built(name, **options).chain
     found = [(s.split, s.condition) if hasattr(s, "split") else type(s).__name__ for s in stages]
@@ -123,26 +108,22 @@ def test_even_and_odd_entries_of_nice_take_turns_and_its_end_scales():
     torch.testing.assert_close(flow(x)[1], flow.chain[-1].log_scale.sum()[None])
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "words"),
-    [
-        *((name, SMALL, {option: 0}, f"`{option}` is 0")
-          for name, option in (("nice", "num_couplings"), ("realnvp", "num_steps"),
-                               ("glow", "num_levels"), ("iresnet", "depth"))),
-        ("nice", (1,), {}, r"`shape` is \(1,\)"),
-        ("nice", SMALL, {"levels": 131072, "exact": True}, "`levels` is 131072, but with `exact`"),
-        ("nice", (4,), {"num_couplings": 20_000}, "`num_couplings` is 20000, but .* most 10,000"),
-        ("realnvp", (1,), {}, "at least 2 values"),
-        ("realnvp", (8, 8), {}, r"`shape` is \(8, 8\)"),
-        ("glow", (1, 8, 8), {"num_levels": 4}, "multiples of 16"),
-        ("glow", SMALL, {"coupling": "linear"}, "`coupling` is 'linear'"),
-        ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
-        ("flow++", (5,), {"variational": True}, "`variational` is for images"),
-        ("flow++", SMALL, {"variational": "no"}, "`variational` is 'no'"),
-        ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "shape", "options", "words"), [
+    *((name, SMALL, {option: 0}, f"`{option}` is 0")
+      for name, option in (("nice", "num_couplings"), ("realnvp", "num_steps"),
+                           ("glow", "num_levels"), ("iresnet", "depth"))),
+    ("nice", (1,), {}, r"`shape` is \(1,\)"),
+    ("nice", SMALL, {"levels": 131072, "exact": True}, "`levels` is 131072, but with `exact`"),
+    ("nice", (4,), {"num_couplings": 20_000}, "`num_couplings` is 20000, but .* most 10,000"),
+    ("realnvp", (1,), {}, "at least 2 values"),
+    ("realnvp", (8, 8), {}, r"`shape` is \(8, 8\)"),
+    ("glow", (1, 8, 8), {"num_levels": 4}, "multiples of 16"),
+    ("glow", SMALL, {"coupling": "linear"}, "`coupling` is 'linear'"),
+    ("glow", SMALL, {"conv1x1": "qr"}, "`conv1x1` is 'qr'"),
+    ("flow++", (5,), {"variational": True}, "`variational` is for images"),
+    ("flow++", SMALL, {"variational": "no"}, "`variational` is 'no'"),
+    ("iresnet", (2,), {"num_levels": 2}, "`num_levels` 1"),
+])  # fmt: skip
 def test_unsuitable_arguments_are_refused(name, shape, options, words):
     with pytest.raises(ValueError, match=words):
         built(name, shape, **options)

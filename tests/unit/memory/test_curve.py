@@ -14,7 +14,29 @@ from recoup.errors import RecoupError
 from recoup.memory import Curve, Point, curve, curves, figures, load_builder
 from recoup.memory.curves import build_name, measured, training_step
 
-BUILDERS = Path(__file__).with_name("builders.py")
+BUILDERS = """
+import torch
+from torch import nn
+
+def held_values(depth, memory):
+    print("a builder may print")
+    num_units = {"linear": depth, "sqrt": round(depth**0.5)}[memory]
+    return lambda: [torch.zeros(2**16) for _ in range(num_units)] and None
+
+class Pair(nn.LayerNorm):
+    def forward(self, x, shift):
+        return (x * self.weight + shift, (self.weight.log().sum(), None, "text"))
+
+def raises(depth, memory):
+    raise RuntimeError(f"no chain of {depth}\\nblocks")
+
+blocks = lambda n: (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(n))
+chain = lambda depth, memory: (nn.Sequential(*blocks(depth)), (torch.zeros(1024, 64),))
+pair = lambda depth, memory: (Pair(3), (torch.full((2, 3), 2.0), 1.0))
+frozen = lambda depth, memory: (nn.Linear(2, 2).requires_grad_(False), torch.zeros(1, 2))
+module_alone = lambda depth, memory: nn.Linear(2, 2)
+number = 3
+"""
 
 
 def build_here(depth, memory):
@@ -148,13 +170,14 @@ def test_what_cannot_be_drawn(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def ask(monkeypatch):
+def ask(monkeypatch, tmp_path):
     """Have this process measure a point, and put back what a worker changes in its own."""
+    (tmp_path / "builders.py").write_text(BUILDERS)
     num_threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def answer(build, depth=2, memory="linear", *, repeats=0):
-        name = build if ":" in build else f"{BUILDERS}:{build}"
+        name = build if ":" in build else f"{tmp_path}/builders.py:{build}"
         return measured(name, depth, memory, "cpu", repeats, 1)
 
     yield answer
@@ -173,9 +196,9 @@ def test_what_is_measured(ask, capsys):
     assert deep.seconds > 0
 
 
-def test_every_output_of_any_kind_takes_part(ask):
+def test_every_output_of_any_kind_takes_part(ask, tmp_path):
     assert ask("pair").peak_bytes > 0
-    module, inputs = load_builder(f"{BUILDERS}:pair")(depth=1, memory="linear")
+    module, inputs = load_builder(f"{tmp_path}/builders.py:pair")(depth=1, memory="linear")
     training_step(module, inputs)()
     # d/dw of sum(x * w) + sum(log w) at w = 1, x = 2, two rows.
     torch.testing.assert_close(module.weight.grad, torch.full((3,), 5.0))

@@ -87,13 +87,6 @@ def test_a_trace_has_the_peak_and_the_runs_of_its_schedule(make):
     assert sum(isinstance(m.action, Advance | Tape) for m in moments) == simulation.num_forwards
 
 
-def test_the_peak_with_what_is_in_flight():
-    for in_flight, peak in ((0, 2), (2, 4), (1000, 2 + 63)):
-        assert sch.simulate(sch.offloaded(64), in_flight_bytes=in_flight).peak_bytes == peak
-    kept = sch.revolve(64, 64)  # nothing of it is in flight
-    assert sch.simulate(kept, in_flight_bytes=2).peak_bytes == sch.simulate(kept).peak_bytes
-
-
 BAD = [
     ([Advance(0, 1), Keep(2)], "needs the working state x_2, and the working state is x_1"),
     ([Advance(0, 1)] * 2, r"action 1, Advance\(.*\): it needs the working state x_0"),
@@ -260,7 +253,7 @@ def test_sqrt_is_triangular(n):
     assert lengths == {8: [3, 3, 2], 9: [4, 3, 2], 10: [4, 3, 2, 1]}.get(n, lengths)
 
 
-def test_constant_holds_the_same_at_every_depth_and_hands_over_between_ways():
+def test_constant_holds_the_same_at_every_depth_and_executes_every_mixture():
     for n in (1, 64, 1000):
         found = sch.simulate(sch.constant(n))
         assert (found.num_forwards, found.num_inverses) == (n, n)
@@ -272,9 +265,6 @@ def test_constant_holds_the_same_at_every_depth_and_hands_over_between_ways():
         *(Load(1), Tape(1), Reverse(1)),
         *(Load(1), Drop(1), Invert(0), Reverse(0)),
     )
-
-
-def test_constant_executes_every_mixture():
     for ways in product(["invert", "recompute", "keep"], repeat=4):
         schedule = sch.constant(ways)
         simulation = sch.simulate(schedule)
@@ -288,6 +278,8 @@ def test_constant_executes_every_mixture():
 
 @pytest.mark.parametrize(("n", "every"), [(1, 1), (7, 1), (7, 3), (64, 3), (7, 100)])
 def test_every_stage_of_an_offloaded_chain_is_reversed(n, every):
+    for in_flight, peak in ((0, 2), (2, 4), (1000, 2 + 63)):
+        assert sch.simulate(sch.offloaded(64), in_flight_bytes=in_flight).peak_bytes == peak
     for slots in (None, 1, 2):
         schedule = sch.offloaded(n, "/scratch", every=every, slots=slots)
         simulation = sch.simulate(schedule)
