@@ -97,8 +97,7 @@ class BuiltInPlace(InvertibleModule):
 
     def __init__(self, num_changes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(3) + 0.5)
-        self.num_changes = num_changes
+        self.weight, self.num_changes = nn.Parameter(torch.rand(3) + 0.5), num_changes
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.clone()

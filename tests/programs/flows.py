@@ -37,6 +37,19 @@ def of_zuko(flow, x, context):
     return flow(context).log_prob(x)
 
 
+def of_nflows(flow, x, context):
+    return flow.log_prob(x, context)
+
+
+def of_normflows(flow, x, context):
+    return flow.log_prob(x) + 0 * context.sum()
+
+
+def of_freia(flow, x, context):
+    z, log_det = flow(x, c=[context])
+    return log_det - 0.5 * z.square().sum(1)
+
+
 def zuko_of(kind: str, depth: int, width: int, *, layers: int = 1, **options: Any) -> Built:
     options |= {"hidden_features": (width,) * layers, "transforms": depth}
     return Built(getattr(library("zuko").flows, kind)(DIM, CONTEXT, **options), of_zuko)
@@ -56,10 +69,6 @@ def zuko_spline(depth: int, width: int) -> Built:
         layers.append(GeneralCouplingTransform(DIM, CONTEXT, mask=evens(index), **options))
         layers.append(zuko.flows.UnconditionalTransform(rotation, torch.randn(DIM, DIM)))
     return Built(zuko.flows.Flow(layers[:-1], zuko_affine(1, 4).flow.base), of_zuko)
-
-
-def of_nflows(flow, x, context):
-    return flow.log_prob(x, context)
 
 
 def nflows_of(make, depth, width):
@@ -98,10 +107,6 @@ NFLOWS = {
 }  # fmt: skip
 
 
-def of_normflows(flow, x, context):
-    return flow.log_prob(x) + 0 * context.sum()
-
-
 class ConditionalBase(nn.Linear):
     def log_prob(self, z, context):
         return -0.5 * (z - self(context)).square().sum(1)
@@ -135,11 +140,6 @@ def normflows_autoregressive(depth: int, width: int) -> Built:
     layers = [spline(DIM, 1, width, num_bins=5) for _ in range(depth)]
     base = normflows.distributions.DiagGaussian(DIM)
     return Built(normflows.NormalizingFlow(base, layers), of_normflows)
-
-
-def of_freia(flow, x, context):
-    z, log_det = flow(x, c=[context])
-    return log_det - 0.5 * z.square().sum(1)
 
 
 def subnet(num_in, num_out, width):

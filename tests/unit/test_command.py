@@ -160,13 +160,3 @@ def test_help_says_how_to_call_it_and_the_version_what_it_runs_on(capsys):
         assert capsys.readouterr().out.startswith(f"usage: {call} [options]\n\n")
     assert main(["--version"]) == 0
     assert f"recoup {recoup.__version__} (Python " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_explain_says_what_it_compiles(capsys):
-    assert main(["explain", "models:build", "--budget", "1MiB", "--compile"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("Plan for Sequential")
-    assert ": compiled " in printed.err

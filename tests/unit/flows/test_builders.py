@@ -145,44 +145,30 @@ NETWORKS = {
     "conv": lambda **options: (ConvNetwork(3, 5, width=7, **options), torch.randn(2, 3, 4, 6)),
     "dense": lambda **options: (DenseNetwork(3, 5, width=7, **options), torch.randn(2, 3)),
 }
-every_network = pytest.mark.parametrize("name", NETWORKS)
 
 
-def live(name, **options):
-    network, x = NETWORKS[name](**options)
-    nn.init.normal_(network[-1].weight)
-    return network, x
-
-
-@every_network
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("depth", "num_context"), [(1, 0), (4, 3)])
-def test_networks_start_at_zero(name, depth, num_context):
+def test_networks_start_at_zero_and_give_their_context_its_gradient(name, depth, num_context):
     network, x = NETWORKS[name](depth=depth, num_context=num_context)
     assert network.takes_context is (num_context > 0)
-    context = (torch.randn(2, 3),) if num_context else ()
+    context = [torch.randn(2, 3).requires_grad_()] * (num_context > 0)
     zeros = torch.zeros(2, 5, *x.shape[2:])
     assert torch.equal(network(x, *context), zeros)
     nn.init.normal_(network[-1].weight)
-    assert not torch.equal(network(x, *context), zeros)
+    output = network(x, *context)
+    assert not torch.equal(output, zeros)
+    if num_context:  # whole numbers are taken into the type of the input
+        whole = context[0].round().long()
+        assert torch.equal(network(x, whole), network(x, whole.float()))
+        output.sum().backward()
+        assert (context[0].grad != 0).any()
     assert [*network.state_dict()][:3] == ["0.weight", "0.bias", "2.weight"]  # as in old files
 
 
-@every_network
-def test_context_is_seen_and_gets_its_gradient(name):
-    network, x = live(name, num_context=3)
-    context = torch.randn(2, 3, requires_grad=True)
-    output = network(x, context)
-    assert not torch.allclose(output, network(x, context + 1))
-    output.sum().backward()
-    assert (context.grad != 0).any()
-    whole = torch.eye(3, dtype=torch.int64)[:2]  # is taken into the type of the input
-    assert torch.equal(network(x, whole), network(x, whole.float()))
-    without, x = live(name)
-    assert torch.equal(without(x, torch.randn(2, 9)), without(x))
-
-
 def test_a_context_of_rows_is_the_same_at_every_position_and_dropout_drops_in_training_alone():
-    network, x = live("conv", num_context=3, dropout=0.5)
+    network, x = NETWORKS["conv"](num_context=3, dropout=0.5)
+    nn.init.normal_(network[-1].weight)
     rows = torch.randn(2, 3)
     assert not torch.equal(network(x, rows), network(x, rows))
     network.eval()

@@ -186,9 +186,8 @@ def test_value_is_the_same_with_and_without_gradients(mode, log_det):
     with mode():
         actual = block(x)
         back = block.inverse(actual[0])[0]
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
-        assert a.requires_grad is (mode is torch.enable_grad)
+    assert all(map(torch.equal, actual, expected))
+    assert {each.requires_grad for each in actual} == {mode is torch.enable_grad}
     torch.testing.assert_close(back, x, rtol=0, atol=1e-8)
 
 
@@ -205,10 +204,9 @@ def test_inverse_that_does_not_converge_names_the_block_and_the_way_out():
     nn.init.eye_(doubles.weight).data.mul_(2)
     block = InvertibleResidual(doubles, max_iterations=20)
     words = r"InvertibleResidual over Linear.*after 20 rep.*residual is .*LipschitzLinear"
-    with pytest.raises(ConvergenceError, match=words):
-        block.inverse(double(3, 2))
-    with pytest.raises(ConvergenceError, match="not finite"):
-        block.inverse(torch.full((1, 2), math.inf, dtype=torch.float64))
+    for y, said in ((double(3, 2), words), (double(3, 2) * math.inf, "not finite")):
+        with pytest.raises(ConvergenceError, match=said):
+            block.inverse(y)
     # A larger tolerance is met.
     block = InvertibleResidual(dense(), tolerance=1e-3)
     y = block(double(3, 2))[0]

@@ -65,13 +65,12 @@ class Squared(torch.autograd.Function):
         return 2 * grad * ctx.saved_tensors[0]
 
 
-class Root(nn.Module):
+class Root(nn.ModuleDict):
     def __init__(self):
-        super().__init__()
-        self.within = block()
+        super().__init__({"within": block()})
 
     def forward(self, x):
-        return self.within(x).exp()
+        return self["within"](x).exp()
 
 
 class Raises(Root):
@@ -108,10 +107,8 @@ def of(model, *size):
     return lambda: model(x() if not size else torch.ones(*size).mul(0.5))
 
 
-def autocast():
-    model, given = nn.Sequential(noisy(), nn.GELU()), x()
-    # A leaf made within would be held, though nobody saves it.
-    return lambda: torch.autocast("cpu", torch.bfloat16)(model)(given)
+def autocast(model, given):  # a leaf made within would be held, though nobody saves it
+    return torch.autocast("cpu", torch.bfloat16)(model)(given)
 
 
 BUILDS = {
@@ -120,7 +117,7 @@ BUILDS = {
         lambda model: model(torch.ones(5, 3, 16).mul(0.5))[0],
         recoup.weight_dropout(nn.LSTM(16, 8), r"weight_hh_l\d+", p=0.5),
     ),
-    "autocast": autocast,
+    "autocast": lambda: partial(autocast, nn.Sequential(noisy(), nn.GELU()), x()),
     "sqrt": lambda: of(recoup.Sequential(*(block() for _ in range(5)), memory="sqrt")),
     "region of torch": lambda: partial(lambda module: apart(module, x()).sin(), block()),
 }
@@ -173,8 +170,7 @@ def ours_in_torchs(weight):
 
 def on_the_cpu(module):
     with elsewhere():
-        y = Squared.apply(module(x()))
-        y = recoup.checkpoint(module, y)
+        y = recoup.checkpoint(module, Squared.apply(module(x())))
         y = apart(module, y + 1)
     return y.exp()
 

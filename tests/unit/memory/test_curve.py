@@ -139,16 +139,13 @@ def test_formats_of_pictures(tmp_path, monkeypatch, suffix, start):
 PEAK, TIME = "Peak memory of a step", "Time of a step"
 
 
-@pytest.mark.parametrize(
-    ("curve", "parts", "absent"),
-    [
-        (by_hand("linear", 3, "constant", "other", seconds=0.25),
-         [f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16", "3 slots  1<",
-          "linear  250", "3 slots  250", "#d55e00", "#009e73", "#e69f00"], []),
-        (by_hand("sqrt", seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
-        (Curve("chain:build", "cpu", (Point(1, "linear", 0, 0),)), [PEAK], ["Time"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("curve", "parts", "absent"), [
+    (by_hand("linear", 3, "constant", "other", seconds=0.25),
+     [f"{PEAK} (MiB)", f"{TIME} (ms)", "Depth (blocks)", "linear  16", "3 slots  1<",
+      "linear  250", "3 slots  250", "#d55e00", "#009e73", "#e69f00"], []),
+    (by_hand("sqrt", seconds=2.5), [f"{TIME} (s)"], [f"{TIME} (ms)"]),
+    (Curve("chain:build", "cpu", (Point(1, "linear", 0, 0),)), [PEAK], ["Time"]),
+])  # fmt: skip
 def test_what_is_drawn_in_which_unit(curve, parts, absent):
     matplotlib = pytest.importorskip("matplotlib")
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text

@@ -220,7 +220,3 @@ def test_budgets_are_kept_and_solutions_that_are_left_out_cost_little(monkeypatc
     assert all(few <= 1.03 * many for few, many in zip(seconds[16], seconds[500], strict=True))
     assert seconds[16] != seconds[500]
     assert sch.optimal(costs, most).actions == sch.linear(24).actions
-
-
-def test_a_chain_that_costs_nothing_is_linear():
-    assert sch.optimal([sch.Cost(0.0, 0, 0)] * 3, 0).actions == sch.linear(3).actions
