@@ -304,7 +304,6 @@ def test_several_scales_of_normflows():
 
 def test_several_conditions_of_freia():
     framework, modules = library("FrEIA.framework"), library("FrEIA.modules")
-
     conv = partial(nn.Conv2d, kernel_size=3, padding=1)
 
     def make():

@@ -261,15 +261,6 @@ def test_a_census_within_a_region_or_another_census():
     assert inner == [BLOCK, [line.replace("keep", "recompute") for line in BLOCK]]
 
 
-def test_compiled_code_is_listed_as_it_was_written(fresh_compiler):
-    graphs = []
-    compiled = torch.compile(block(), backend=lambda g, _: graphs.append(g) or g.forward)
-    compiled(x())
-    assert [each.split(",")[0] for each in listed(of(compiled))] == ["linear", "gelu"]
-    compiled(x())
-    assert len(graphs) == 1
-
-
 def test_no_memory_and_no_module_remains_nor_anything_after_an_exception():
     fn = BUILDS["transformer"]()
     residuals(fn)

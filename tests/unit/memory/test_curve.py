@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -107,21 +106,6 @@ def test_the_table():
     lines = str(timed).splitlines()
     assert lines[0] == "chain:build on cpu"
     assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
-
-
-def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "curve.svg"
-    path.write_text("as it was")
-
-    def full(self, content):
-        self.touch()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="disk full"):
-        figures.write_whole(path, b"new")
-    assert path.read_text() == "as it was"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".SVG", b"<?xml")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
@@ -17,10 +16,8 @@ from recoup.errors import ScheduleError
 from recoup.schedules.actions import Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
 from recoup.schedules.search import fastest
 
-Actions = tuple[sch.Action, ...]
 
-
-def every_simulation(costs: Sequence[sch.Cost]) -> list[sch.Simulation]:
+def every_simulation(costs):
     """What every persistent schedule costs, with every further choice that is not ruled out."""
     found = []
     for actions in _sweep(costs, 0, returns=False):
@@ -29,17 +26,17 @@ def every_simulation(costs: Sequence[sch.Cost]) -> list[sch.Simulation]:
     return found
 
 
-def _sweep(costs: Sequence[sch.Cost], start: int, *, returns: bool) -> Iterator[Actions]:
+def _sweep(costs, start, *, returns):
     """All ways to solve the stages from `start` on in the sweep.
 
     With `returns`, ``x_start`` is the working state again in the end, for an inverse to begin at.
     """
-    back: Actions = (Load(start), Drop(start)) if returns else ()
+    back = (Load(start), Drop(start)) if returns else ()
     if start == len(costs):
         yield (Keep(start), *back) if returns else ()
         return
     cost = costs[start]
-    keep: Actions = (Keep(start),) if returns else ()
+    keep = (Keep(start),) if returns else ()
     for rest in _sweep(costs, start + 1, returns=False):
         for variant in range(len(cost.variants) + 1):
             yield (*keep, Tape(start, variant), *rest, Reverse(start), *back)
@@ -48,7 +45,7 @@ def _sweep(costs: Sequence[sch.Cost], start: int, *, returns: bool) -> Iterator[
             yield (Advance(start, start + 1), *rest, Invert(start), Reverse(start))
     for split in range(start + 1, len(costs)):
         stages = range(start, split)
-        load: Actions = (Load(start),) if returns else (Load(start), Drop(start))
+        load = (Load(start),) if returns else (Load(start), Drop(start))
         tapes = (*map(Tape, stages), *map(Reverse, reversed(stages)))
         after = costs[split]
         holds = after.is_linked and not after.is_invertible and after.offload_seconds is None
@@ -69,12 +66,10 @@ def _sweep(costs: Sequence[sch.Cost], start: int, *, returns: bool) -> Iterator[
                 yield (*away, *earlier, *back)
 
 
-def _again(
-    costs: Sequence[sch.Cost], start: int, stop: int, *, kept: bool, stays: bool
-) -> Iterator[Actions]:
+def _again(costs, start, stop, *, kept, stays):
     """All ways to solve stages in backward, from the working state ``x_start``."""
-    drop: Actions = (Drop(start),) if kept else ()
-    keep: Actions = () if kept else (Keep(start),)
+    drop = (Drop(start),) if kept else ()
+    keep = () if kept else (Keep(start),)
     rests = _again(costs, start + 1, stop, kept=False, stays=False) if start + 1 < stop else ((),)
     for rest in rests:
         yield (*(() if stays else drop), Tape(start), *rest, Reverse(start))
