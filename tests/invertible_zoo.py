@@ -168,9 +168,8 @@ def stiff(
 
 
 INVERTIBLE: dict[str, Callable[[], tuple[list[InvertibleModule], Tensor]]] = {
-    "couplings": lambda: (couplings(0.0), leaf(4, 6)),
+    "couplings": lambda: (couplings(0.0), leaf(4, 6)), "norms": lambda: (with_norms(), leaf(4, 6)),
     "dropout": lambda: (couplings(0.5), leaf(4, 6)),
-    "norms": lambda: (with_norms(), leaf(4, 6)),
     "input without gradient": lambda: (couplings(0.3), leaf(4, 6).detach()),
     "glow": lambda: (glow(split=False), leaf(3, 2, 4, 4)),
     "multi-scale": lambda: (glow(split=True), leaf(3, 2, 4, 4)),

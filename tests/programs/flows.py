@@ -72,7 +72,6 @@ def zuko_spline(depth: int, width: int) -> Built:
 
 
 def nflows_of(make, depth, width):
-    """Of layers that are made of a module, a mask, a builder of networks and a width."""
     transforms = library("nflows.transforms")
     from nflows.distributions import StandardNormal
     from nflows.flows import Flow
@@ -170,15 +169,12 @@ def freia_graph(depth: int, width: int) -> Built:
 
 
 COUPLINGS = {
-    "zuko_affine": zuko_affine,
-    "zuko_spline": zuko_spline,
+    "zuko_affine": zuko_affine, "zuko_spline": zuko_spline,
     "nflows_affine": partial(nflows_of, NFLOWS["affine"]),
     "nflows_spline": partial(nflows_of, NFLOWS["spline"]),
-    "normflows_affine": normflows_affine,
-    "normflows_spline": normflows_spline,
-    "freia_sequence": freia_sequence,
-    "freia_graph": freia_graph,
-}
+    "normflows_affine": normflows_affine, "normflows_spline": normflows_spline,
+    "freia_sequence": freia_sequence, "freia_graph": freia_graph,
+}  # fmt: skip
 RECOMPUTED = {
     "zuko_autoregressive": partial(zuko_of, "NSF"),
     "nflows_autoregressive": partial(nflows_of, NFLOWS["autoregressive"]),

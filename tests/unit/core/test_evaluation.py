@@ -48,14 +48,9 @@ def times_one_without_gradient(m, a):
 
 
 def force(m, a):
-    """A gradient that forward takes itself."""
     with torch.enable_grad():
         z = a.detach().requires_grad_()
         return torch.autograd.grad(m.network(z).sum(), z, create_graph=True)[0]
-
-
-def two(x, linear):
-    return (y := linear(x)).tanh(), y.sin()
 
 
 def one_network_twice():
@@ -71,7 +66,8 @@ RIGHT = {
     ),
     "without a gradient": lambda: Shift(times_one_without_gradient),
     "two outputs": lambda: Shift(
-        lambda m, a: torch.mul(*m.evaluate(m.network, a)), network=Fn(two, nn.Linear(3, 3))
+        lambda m, a: torch.mul(*m.evaluate(m.network, a)),
+        network=Fn(lambda x, linear: ((y := linear(x)).tanh(), y.sin()), nn.Linear(3, 3)),
     ),
     "a force": lambda: Shift(force),
 }
@@ -131,7 +127,6 @@ def test_an_inverse_that_is_none(kind):
 
 
 def test_a_network_that_is_lent_is_no_culprit():
-    """The layer around it hides its forward for a while, which is no change of the network."""
     network = nn.Linear(2, 2)
     before = Surroundings("a region", [network], network)
     with replaced(answers, "answer", evaluate), lending([network]):

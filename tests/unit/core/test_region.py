@@ -113,7 +113,6 @@ def test_reference_counting_alone_frees_a_region(name, ends):
 
 @pytest.mark.parametrize("way", ["checkpoint", "value", "inputs"])
 def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
-    """Plain torch refuses this; here it is what the buffer was when it was multiplied."""
     module, x = Fn(lambda x: x * module.n.add_(1)), torch.ones(3, requires_grad=True)
     module.register_buffer("n", torch.ones(()))
     call = called(way, module, *([nn.Identity()] if way == "inputs" else []))
@@ -164,9 +163,7 @@ def test_the_mask_of_a_dropout_is_covered_by_its_product_and_others_are_sketched
 
 
 def part_of(part):
-    """A call that saves what is made of the half that no factor changes, and returns the rest."""
-
-    def code(x, factor):
+    def code(x, factor):  # saves what is made of the half that no factor changes, returns the rest
         h = torch.cat([x[:, :32].cosh() + 9, x[:, 32:].sin() * factor], 1).square() / 1e6
         return part(h).exp(), h
 

@@ -36,7 +36,6 @@ def changed(first, place):
 
 
 def swapped(first, one, other, values):
-    """A tensor with these values in two places, and the one in which they change places."""
     first, second = first.clone(), first.clone()
     first[[one, other]] = torch.tensor(values).to(first.dtype)
     second[[one, other]] = first[[other, one]]
@@ -65,7 +64,6 @@ def test_one_entry_and_the_order_of_two_are_seen_and_rounding_is_not(size, dtype
     *((sketch._sums_of_rows, size) for size in (32_769, 2**18 + 77)),
 ])  # fmt: skip
 def test_the_length_of_a_difference(make, size):
-    """Also of the sums of rows that devices make, which are folded when they are read."""
     first, change = values(size, torch.float64), torch.randn(size, dtype=torch.float64)
     made = make(first)
     assert make is sketch_of or 64 < made.numel() < 2**14
@@ -120,7 +118,6 @@ def test_what_has_no_sketch_or_is_not_finite():
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(("size", "first_at"), [(70_000, 3), (4096 * 80, 0), (2**19 + 4097, 3)])
 def test_many_integers_are_told_apart(size, first_at, dtype):
-    """Of which one changes, or two change places, wherever they begin in memory."""
     torch.manual_seed(0)
     least = 1 if dtype is torch.bool else torch.iinfo(dtype).min
     numbers = torch.randint(-100, 100, (size + first_at,)).to(dtype)[first_at:]

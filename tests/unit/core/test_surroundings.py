@@ -21,8 +21,6 @@ from tests.zoo import Fn
 
 
 class Counting(nn.Module):
-    """A layer that counts in a buffer, a parameter or an attribute, from one of its steps on."""
-
     def __init__(self, count, first_step=0):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -39,8 +37,6 @@ class Counting(nn.Module):
 
 
 class Codebook(Counting):
-    """A layer without buffers that reads a parameter, and then assigns another in its place."""
-
     def __init__(self, count, first_step):
         super().__init__(count, first_step)
         del self.mean, self.late
@@ -117,8 +113,6 @@ def test_what_a_forward_counts_is_counted_once_in_each_step(way, kind, count, fi
 
 
 class Keeping(nn.Module):
-    """A layer that keeps its number of calls and a loss, and halves the gradient of its weight."""
-
     def __init__(self):
         super().__init__()
         self.linear, self.num_calls, self.handle = nn.Linear(4, 4), 0, None
@@ -153,10 +147,7 @@ def test_threads_that_share_a_module_find_all_its_attributes(way, request):
     model, x = nn.Sequential(Keeping(), Keeping()), torch.randn(3, 4)
     run = WAYS[way](model, x)
 
-    def train(_):
-        for _ in range(25):
-            run(x).sum().backward()
-
+    train = lambda _: [run(x).sum().backward() for _ in range(25)]  # noqa: E731
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
     with ThreadPoolExecutor(2) as threads:

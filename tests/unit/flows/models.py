@@ -35,7 +35,6 @@ def classes(n, num_classes):
 
 
 def started(flow):
-    """In double precision, with every ActNorm past its start."""
     for module in flow.modules():
         if isinstance(module, ActNorm):
             module.started = True
@@ -49,7 +48,6 @@ def filled(flow, std=0.3):
 
 
 def stirred(flow, by=0.1):
-    """A little off the start of training, where many networks say zero."""
     for parameter in flow.parameters():
         with torch.no_grad():
             parameter += by * torch.randn_like(parameter)

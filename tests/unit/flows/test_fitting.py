@@ -146,7 +146,6 @@ def pictures(value):
     ({"data": points().index_fill(0, torch.tensor([7]), torch.nan)}, "`images` has values tha"),
     ({"data": points().numpy()}, "`images` is ndarray.* torch.from_numpy"),
     ({"data": torch.zeros(1, 2)}, "`images` has 1 samples, and none are left"),
-    ({"data": torch.tensor(1.0)}, r"`images` is Tensor \(\), but must"),
     ({"validation": torch.zeros(9, 3)}, "`validation` is Tensor"),
     ({"validation": 0.0}, "`validation` is 0.0"),
     ({"test": 1.0}, "`test` is 1.0"),

@@ -88,8 +88,7 @@ def test_interpolation_goes_from_one_to_the_other(flow):
     x, *labels = data(flow)
     frames = flow.interpolate(x, x.flip(0), 5, *labels)
     assert frames.shape == (5, *x.shape)
-    torch.testing.assert_close(frames[0], x, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(frames[-1], x.flip(0), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(frames[[0, -1]], torch.stack([x, x.flip(0)]), rtol=1e-8, atol=1e-8)
     middle = multiscale_flow().interpolate(torch.zeros(1, 1, 4, 4), torch.ones(1, 1, 4, 4), 3)[1]
     torch.testing.assert_close(middle, torch.full((1, 1, 4, 4), 0.5))
 
@@ -246,5 +245,3 @@ def test_what_a_distribution_of_torch_can_do():
     assert wide.batch_shape == wide.loc.shape == wide.sample().shape == (3, 2)
     with pytest.raises(ValueError, match="scale"):
         Logistic(0.0, -1.0, validate_args=True)
-    with pytest.raises(ValueError, match="support"):
-        base.log_prob(torch.tensor([math.nan, 0.0]))

@@ -57,7 +57,6 @@ BUILDERS = {
 
 @pytest.fixture(params=BUILDERS)
 def case(request):
-    """A layer whose parameters are random and of both signs, in double precision, and an input."""
     torch.manual_seed(7)
     layer, x = (each.double() for each in BUILDERS[request.param]())
     for parameter in layer.parameters():

@@ -68,13 +68,6 @@ def test_gradients_are_those_of_linear_memory(name):
         assert_same_step(run_step(chain, x, memory=memory), want, rtol)
 
 
-def test_constant_memory_says_what_it_recomputes():
-    block = inv.InvertibleResidual(nn.Sequential(inv.LipschitzLinear(4, 4), nn.ELU()))
-    chain = inv.Chain(inv.Flip(), block, inv.Flip(), block)
-    with pytest.warns(UserWarning, match=r"2 of 4 modules \(`1`, `3`\) are recomputed"):
-        chain.memory = "constant"
-
-
 @pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
 def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(memory):
     x, inner = torch.arange(8.0).view(1, 8), inv.Chain(inv.Split())

@@ -18,10 +18,6 @@ def failed(report):
     return [finding.name for finding in report.findings if not finding.passed]
 
 
-def raises(*_):
-    raise NotImplementedError("not written yet")
-
-
 class Bends(inv.InvertibleModule):
     """``x + x**3 w**2 / 3``: a log-determinant that depends on the input and on a parameter."""
 
@@ -46,8 +42,6 @@ class Bends(inv.InvertibleModule):
 
 
 class OfContext(inv.InvertibleModule):
-    """Scales by what the context says, which it may forget."""
-
     takes_context = True
 
     def __init__(self, *forgets):
@@ -70,8 +64,8 @@ NUMBER = {"log_det": lambda self, d: (d.detach(),)}  # training drives the scale
 DEPENDS, GRADIENTS = "no gradient, though it depends on:", "wrong: a stage before (log_scale), w"
 DAMAGED = {  # the module, the names of findings, and what the report says
     "inverse": (Scale(inverse=lambda self, x, d: (x + 1e-3, d)), [*ROUND_TRIPS, "constant"], ""),
-    "no inverse": (Scale(inverse=raises), [*ROUND_TRIPS, "log-det of", OF_INVERSE, "constant"],
-                   "NotImplementedError: not written yet"),
+    "no inverse": (Scale(inverse=lambda self, y, _: inv.InvertibleModule.inverse(self, y)),
+                   [*ROUND_TRIPS, "log-det of", OF_INVERSE, "constant"], "Scale does not define"),
     "sign": (Scale(inverse=lambda self, x, d: (x, -d)), [LOG_DETS, OF_INVERSE], ""),
     "absolute": (Scale(log_det=lambda self, d: (d.abs(),)), [JACOBIAN, OF_LOG_DET, OF_INVERSE], ""),
     "a number within": (inv.Chain(inv.Flip(), Scale(**NUMBER), inv.Flip()),

@@ -202,8 +202,7 @@ def test_the_search_takes_few_steps_and_says_so_if_it_does_not_converge(monkeypa
 
 
 def test_constant_memory_gives_the_very_gradients_of_linear():
-    """In a stiff net, where in floating point they would be wrong by more than their size."""
-    chain, x = exact(30, 3.0), on_grid(4, 16).requires_grad_()
+    chain, x = exact(30, 3.0), on_grid(4, 16).requires_grad_()  # which floats would get all wrong
     want = run_step(chain, x)
     for drift in ("ignore", "raise"):
         chain.drift = drift

@@ -346,17 +346,14 @@ NO_ARGUMENTS = [  # what makes a layer, and values of arguments that are none
 REFUSED = [
     *((partial(make, **{name: value}), f"`{name}` is ")
       for make, values in NO_ARGUMENTS for name, each in values.items() for value in each),
-    # chains
     (lambda: inv.Chain(inv.Flip(), nn.Tanh()), r"`modules\[1\]` is a Tanh"),
     (lambda: inv.Chain(inv.Flip(), memory=schedules.sqrt(3)), "for 3 stages, but the chain has 1"),
     (lambda: inv.check_invertible(inv.Flip(), torch.randn(2, 6), max_dims=5), "`max_dims` 5"),
     (lambda: inv.check_invertible(inv.Flip(), torch.randn(0, 3)), r"a batch \(N, ...\) is needed"),
-    # adapters
     (lambda: inv.adapt(dist.ExpTransform(cache_size=1)), "`transform` keeps its last value"),
     (lambda: recoup.train_in(inv.Chain(inv.ActNorm(2))),
      "`model` is a .*, in which there is no flow of zuko"),
     (lambda: recoup.train_in(42), r"`model` is 42, but must be an nn\.Module"),
-    # couplings
     *((lambda kind=kind: kind(Says(0.0, num_channels=3))(torch.randn(1, 5)),
        f"Give it {2 * KINDS[kind]} output channels") for kind in KINDS),
     (lambda: inv.AffineCoupling(nn.Identity())(torch.randn(1, 1, 4, 4)), "Squeeze"),
@@ -364,25 +361,21 @@ REFUSED = [
      "a checkerboard needs .* even H and W"),
     (lambda: inv.AdditiveCoupling(nn.Identity(), exact=True)(torch.randn(2, 16).bfloat16()),
      r"torch.bfloat16, but with `exact`"),
-    # blocks with a Lipschitz bound
     (lambda: inv.InvertibleResidual(nn.Sequential(inv.LipschitzLinear(2, 2), nn.Dropout())),
      "has a Dropout at `1`"),
     (lambda: inv.InvertibleResidual(nn.Linear(2, 3))(torch.zeros(1, 2)),
      r"shape \(1, 3\).*same shape"),
     (lambda: inv.InvertibleResidual(nn.Identity())(torch.zeros(1, 1, 16, 17)), "at most 256"),
-    # preprocessing
     (lambda: inv.Normalize(0.0, [1.0, 0.0]), "`std` may be 0"),
     (lambda: inv.Normalize([0.0, 1.0], [1.0, 1.0, 1.0]), "2 and `std` 3"),
     (lambda: inv.Dequantize(4)(torch.zeros(1, 2) * 1j), "grey levels are real"),
     (lambda: inv.VariationalDequantize(5, inv.Chain(inv.Squeeze()))(torch.zeros(2, 1, 4, 4)),
      "made noise of shape"),
-    # layers that move values
     (lambda: inv.Flatten((2, 2))(torch.zeros(1, 4)), r"`x` has shape .* needs \(N, 2, 2\)"),
     *((partial(inv.Squeeze(), torch.randn(shape)), "`x` has shape .* `factor` 2")
       for shape in ((1, 1, 5, 4), (1, 1, 4, 5))),
     (lambda: inv.Squeeze().inverse(torch.randn(1, 6, 2, 2)), "multiple of 4"),
     (lambda: inv.Split()(torch.randn(2, 1, 4)), r"`x` has shape \(2, 1, 4\), but Split needs"),
-    (lambda: inv.Permute(0), "`permutation` is 0, but must be a whole number, at least 1"),
     (lambda: inv.Split().inverse(torch.randn(2, 4)), "`y` has 1 parts, .* the pair"),
     *((lambda size=size: inv.LipschitzConv2d(2, 2, size), "`kernel_size")
       for size in ((), (3, 3, 3), (3, 0))),

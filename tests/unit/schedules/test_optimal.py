@@ -18,7 +18,6 @@ from recoup.schedules.search import fastest
 
 
 def every_simulation(costs):
-    """What every persistent schedule costs, with every further choice that is not ruled out."""
     found = []
     for actions in _sweep(costs, 0, returns=False):
         with suppress(ScheduleError):
@@ -27,10 +26,7 @@ def every_simulation(costs):
 
 
 def _sweep(costs, start, *, returns):
-    """All ways to solve the stages from `start` on in the sweep.
-
-    With `returns`, ``x_start`` is the working state again in the end, for an inverse to begin at.
-    """
+    # With `returns`, x_start is the working state again in the end, for an inverse to begin at.
     back = (Load(start), Drop(start)) if returns else ()
     if start == len(costs):
         yield (Keep(start), *back) if returns else ()
@@ -67,7 +63,6 @@ def _sweep(costs, start, *, returns):
 
 
 def _again(costs, start, stop, *, kept, stays):
-    """All ways to solve stages in backward, from the working state ``x_start``."""
     drop = (Drop(start),) if kept else ()
     keep = () if kept else (Keep(start),)
     rests = _again(costs, start + 1, stop, kept=False, stays=False) if start + 1 < stop else ((),)
@@ -167,7 +162,6 @@ def test_the_frontier_is_that_of_exhaustive_search(chain):
 
 
 def test_an_output_is_held_where_the_stage_after_keeps_it():
-    """Only then does it cost nothing, but for what it holds while that stage is reversed."""
     holding = sch.Results(num_bytes=1, seconds=0.25, holds_output=True)
     stage = sch.Cost(1.0, 10, 50, results=(holding,), lent_bytes=10)
     last = sch.Cost(1.0, 10, 10, reverse_bytes=90, is_fixed=True, lent_bytes=10)

@@ -181,7 +181,6 @@ def test_linear_runs_each_stage_once():
 
 @cache
 def least_advances(n: int, slots: int) -> int:
-    """The least number of advances by its definition, without the closed form."""
     if n == 1:
         return 0
     if slots == 1:
@@ -191,7 +190,6 @@ def least_advances(n: int, slots: int) -> int:
 
 
 def check_binomial_and_revolve(n, slots, num_forwards):
-    """Revolve tapes one stage at a time, and so runs all but the last once more."""
     assert sch.num_advances(n, slots) == num_forwards - 1
     schedule = sch.binomial(n, slots)
     simulation = sch.simulate(schedule)
