@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,38 +23,15 @@ from recoup.invertible import (
 from tests.zoo import leaf
 
 
-def kept_bytes(layer, x):
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage, storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = layer(x)
-    del outputs
-    return sum(size for _, size in kept.values())
-
-
 def net(inputs: int, outputs: int, dropout: float = 0.0, *, norm: bool = False) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(inputs, 7),
-        nn.BatchNorm1d(7) if norm else nn.Identity(),
-        nn.Tanh(),
-        nn.Dropout(dropout),
-        nn.Linear(7, outputs),
-    )
+    middle = nn.BatchNorm1d(7) if norm else nn.Identity(), nn.Tanh(), nn.Dropout(dropout)
+    return nn.Sequential(nn.Linear(inputs, 7), *middle, nn.Linear(7, outputs))
 
 
-def conv_net(inputs: int, outputs: int, dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(inputs, 5, 3, padding=1),
-        nn.BatchNorm2d(5),
-        nn.Tanh(),
-        nn.Dropout(dropout),
-        nn.Conv2d(5, outputs, 3, padding=1),
-    )
+def conv_net(inputs: int, outputs: int, dropout: float = 0.0, *, norm: bool = True) -> nn.Module:
+    middle = nn.BatchNorm2d(5) if norm else nn.Identity(), nn.Tanh(), nn.Dropout(dropout)
+    ends = nn.Conv2d(inputs, 5, 3, padding=1), nn.Conv2d(5, outputs, 3, padding=1)
+    return nn.Sequential(ends[0], *middle, ends[1])
 
 
 class Says(nn.Module):
@@ -104,17 +82,14 @@ class Direct(InvertibleModule):
         a, b = x.chunk(2, dim=1)
         shift, scale = self.f(a).chunk(2, dim=1)
         b = b * scale.tanh().exp() + shift
-        if self.g is not None:
-            a = a + self.g(b)
+        a = a if self.g is None else a + self.g(b)
         return torch.cat([b, a], dim=1), scale.tanh().sum(1)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         b, a = y.chunk(2, dim=1)
-        if self.g is not None:
-            a = a - self.g(b)
+        a = a if self.g is None else a - self.g(b)
         shift, scale = self.f(a).chunk(2, dim=1)
-        b = (b - shift) * (-scale.tanh()).exp()
-        return torch.cat([a, b], dim=1), -scale.tanh().sum(1)
+        return torch.cat([a, (b - shift) * (-scale.tanh()).exp()], dim=1), -scale.tanh().sum(1)
 
 
 class BuiltInPlace(InvertibleModule):
@@ -122,8 +97,7 @@ class BuiltInPlace(InvertibleModule):
 
     def __init__(self, num_changes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(3) + 0.5)
-        self.num_changes = num_changes
+        self.weight, self.num_changes = nn.Parameter(torch.rand(3) + 0.5), num_changes
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.clone()
@@ -149,11 +123,11 @@ def couplings(dropout: float) -> list[InvertibleModule]:
 
 
 def with_norms() -> list[InvertibleModule]:
-    modules: list[InvertibleModule] = []
-    for _ in range(3):
-        modules.append(AffineCoupling(net(3, 6, 0.3, norm=True)))
-        modules.append(AdditiveCoupling(net(3, 3, norm=True), net(3, 3, norm=True)))
-    return modules
+    norms = partial(net, 3, norm=True)
+    pairs = [
+        (AffineCoupling(norms(6, 0.3)), AdditiveCoupling(norms(3), norms(3))) for _ in range(3)
+    ]
+    return [module for pair in pairs for module in pair]
 
 
 def glow(*, split: bool) -> list[InvertibleModule]:
@@ -186,18 +160,16 @@ def stiff(
 ) -> list[InvertibleModule]:
     """Couplings of 16 values; with networks of this scale, inverses lose their way."""
     torch.manual_seed(0)
-    networks = [
-        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2 * depth)
-    ]
+    parts = [(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2 * depth)]
+    networks = [nn.Sequential(*each) for each in parts]
     for parameter in nn.ModuleList(networks).parameters():
         parameter.data *= scale
     return [kind(*pair, **options) for pair in zip(networks[::2], networks[1::2], strict=True)]
 
 
 INVERTIBLE: dict[str, Callable[[], tuple[list[InvertibleModule], Tensor]]] = {
-    "couplings": lambda: (couplings(0.0), leaf(4, 6)),
+    "couplings": lambda: (couplings(0.0), leaf(4, 6)), "norms": lambda: (with_norms(), leaf(4, 6)),
     "dropout": lambda: (couplings(0.5), leaf(4, 6)),
-    "norms": lambda: (with_norms(), leaf(4, 6)),
     "input without gradient": lambda: (couplings(0.3), leaf(4, 6).detach()),
     "glow": lambda: (glow(split=False), leaf(3, 2, 4, 4)),
     "multi-scale": lambda: (glow(split=True), leaf(3, 2, 4, 4)),

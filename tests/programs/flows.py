@@ -33,11 +33,21 @@ def evens(index: int) -> Tensor:
     return torch.arange(DIM) % 2 == index % 2
 
 
-# --- zuko -----------------------------------------------------------------------------------------
-
-
-def of_zuko(flow: Any, x: Tensor, context: Tensor) -> Tensor:
+def of_zuko(flow, x, context):
     return flow(context).log_prob(x)
+
+
+def of_nflows(flow, x, context):
+    return flow.log_prob(x, context)
+
+
+def of_normflows(flow, x, context):
+    return flow.log_prob(x) + 0 * context.sum()
+
+
+def of_freia(flow, x, context):
+    z, log_det = flow(x, c=[context])
+    return log_det - 0.5 * z.square().sum(1)
 
 
 def zuko_of(kind: str, depth: int, width: int, *, layers: int = 1, **options: Any) -> Built:
@@ -52,49 +62,36 @@ def zuko_spline(depth: int, width: int) -> Built:
     zuko = library("zuko")
     from zuko.flows.coupling import GeneralCouplingTransform
 
-    layers = []
+    layers, rotation = [], zuko.transforms.RotationTransform
+    options = {"univariate": zuko.transforms.MonotonicRQSTransform, "activation": nn.SiLU}
+    options |= {"shapes": [(5,), (5,), (4,)], "hidden_features": (width, width)}
     for index in range(depth):
-        coupling = GeneralCouplingTransform(
-            DIM, CONTEXT, mask=evens(index), shapes=[(5,), (5,), (4,)],
-            univariate=zuko.transforms.MonotonicRQSTransform, hidden_features=(width, width),
-            activation=nn.SiLU,
-        )  # fmt: skip
-        rotation = zuko.transforms.RotationTransform
-        layers += [coupling, zuko.flows.UnconditionalTransform(rotation, torch.randn(DIM, DIM))]
+        layers.append(GeneralCouplingTransform(DIM, CONTEXT, mask=evens(index), **options))
+        layers.append(zuko.flows.UnconditionalTransform(rotation, torch.randn(DIM, DIM)))
     return Built(zuko.flows.Flow(layers[:-1], zuko_affine(1, 4).flow.base), of_zuko)
 
 
-# --- nflows ---------------------------------------------------------------------------------------
-
-
-def of_nflows(flow: Any, x: Tensor, context: Tensor) -> Tensor:
-    return flow.log_prob(x, context)
-
-
-def nflows_of(make: Callable[[Any, Tensor, Any, int], list[Any]], depth: int, width: int) -> Built:
-    """Of layers that are made of a module, a mask, a builder of networks and a width."""
+def nflows_of(make, depth, width):
     transforms = library("nflows.transforms")
     from nflows.distributions import StandardNormal
     from nflows.flows import Flow
     from nflows.nn.nets import ResidualNet
 
-    network = partial(
-        ResidualNet, hidden_features=width, context_features=CONTEXT, num_blocks=1,
-        activation=nn.functional.silu, dropout_probability=0.2,
-    )  # fmt: skip
+    options = {"context_features": CONTEXT, "num_blocks": 1, "dropout_probability": 0.2}
+    options |= {"hidden_features": width, "activation": nn.functional.silu}
+    network = partial(ResidualNet, **options)
     layers = [each for k in range(depth) for each in make(transforms, evens(k), network, width)]
     return Built(Flow(transforms.CompositeTransform(layers), StandardNormal([DIM])), of_nflows)
 
 
-def rational_quadratic(t: Any, mask: Tensor, network: Any, width: int) -> list[Any]:
-    coupling = t.PiecewiseRationalQuadraticCouplingTransform(
-        mask, network, num_bins=5, tails="linear", tail_bound=3.0,
-        apply_unconditional_transform=True,
-    )  # fmt: skip
+def rational_quadratic(t, mask, network, width):
+    options = {"num_bins": 5, "tails": "linear", "tail_bound": 3.0}
+    options["apply_unconditional_transform"] = True
+    coupling = t.PiecewiseRationalQuadraticCouplingTransform(mask, network, **options)
     return [t.CompositeTransform([coupling, t.LULinear(DIM)])]
 
 
-NFLOWS: dict[str, Callable[[Any, Tensor, Any, int], list[Any]]] = {
+NFLOWS = {
     "affine": lambda t, mask, network, width: [
         t.ActNorm(DIM), t.AffineCouplingTransform(mask, network), t.RandomPermutation(DIM)
     ],
@@ -109,20 +106,9 @@ NFLOWS: dict[str, Callable[[Any, Tensor, Any, int], list[Any]]] = {
 }  # fmt: skip
 
 
-# --- normflows ------------------------------------------------------------------------------------
-
-
-def of_normflows(flow: Any, x: Tensor, context: Tensor) -> Tensor:
-    return flow.log_prob(x) + 0 * context.sum()
-
-
-class ConditionalBase(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = nn.Linear(CONTEXT, DIM)
-
-    def log_prob(self, z: Tensor, context: Tensor) -> Tensor:
-        return -0.5 * (z - self.mean(context)).square().sum(1)
+class ConditionalBase(nn.Linear):
+    def log_prob(self, z, context):
+        return -0.5 * (z - self(context)).square().sum(1)
 
 
 def normflows_affine(depth: int, width: int) -> Built:
@@ -132,8 +118,8 @@ def normflows_affine(depth: int, width: int) -> Built:
     layers = []
     for _ in range(depth):
         network = nets.MLP([DIM // 2, width, DIM], leaky=0.1, init_zeros=False)
-        layers += [flows.AffineCouplingBlock(network), flows.ActNorm(DIM)]
-        layers.append(flows.LULinearPermute(DIM))
+        coupling = flows.AffineCouplingBlock(network)
+        layers += [coupling, flows.ActNorm(DIM), flows.LULinearPermute(DIM)]
     return Built(NormalizingFlow(distributions.DiagGaussian(DIM), layers), of_normflows)
 
 
@@ -142,7 +128,9 @@ def normflows_spline(depth: int, width: int) -> Built:
     options = {"num_context_channels": CONTEXT, "num_bins": 5, "activation": nn.SiLU}
     spline = partial(normflows.flows.CoupledRationalQuadraticSpline, DIM, 1, width, **options)
     layers = [spline(reverse_mask=index % 2 == 1) for index in range(depth)]
-    return Built(normflows.ConditionalNormalizingFlow(ConditionalBase(), layers), of_nflows)
+    return Built(
+        normflows.ConditionalNormalizingFlow(ConditionalBase(CONTEXT, DIM), layers), of_nflows
+    )
 
 
 def normflows_autoregressive(depth: int, width: int) -> Built:
@@ -153,15 +141,7 @@ def normflows_autoregressive(depth: int, width: int) -> Built:
     return Built(normflows.NormalizingFlow(base, layers), of_normflows)
 
 
-# --- FrEIA ----------------------------------------------------------------------------------------
-
-
-def of_freia(flow: Any, x: Tensor, context: Tensor) -> Tensor:
-    z, log_det = flow(x, c=[context])
-    return log_det - 0.5 * z.square().sum(1)
-
-
-def subnet(num_in: int, num_out: int, width: int) -> nn.Module:
+def subnet(num_in, num_out, width):
     parts = nn.Linear(num_in, width), nn.SiLU(), nn.Dropout(0.0), nn.Linear(width, num_out)
     return nn.Sequential(*parts)
 
@@ -188,18 +168,14 @@ def freia_graph(depth: int, width: int) -> Built:
     return Built(framework.GraphINN([*nodes, condition, framework.OutputNode(nodes[-1])]), of_freia)
 
 
-Builder = Callable[[int, int], Built]
-COUPLINGS: dict[str, Builder] = {
-    "zuko_affine": zuko_affine,
-    "zuko_spline": zuko_spline,
+COUPLINGS = {
+    "zuko_affine": zuko_affine, "zuko_spline": zuko_spline,
     "nflows_affine": partial(nflows_of, NFLOWS["affine"]),
     "nflows_spline": partial(nflows_of, NFLOWS["spline"]),
-    "normflows_affine": normflows_affine,
-    "normflows_spline": normflows_spline,
-    "freia_sequence": freia_sequence,
-    "freia_graph": freia_graph,
-}
-RECOMPUTED: dict[str, Builder] = {
+    "normflows_affine": normflows_affine, "normflows_spline": normflows_spline,
+    "freia_sequence": freia_sequence, "freia_graph": freia_graph,
+}  # fmt: skip
+RECOMPUTED = {
     "zuko_autoregressive": partial(zuko_of, "NSF"),
     "nflows_autoregressive": partial(nflows_of, NFLOWS["autoregressive"]),
     "normflows_autoregressive": normflows_autoregressive,

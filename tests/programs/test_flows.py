@@ -16,25 +16,13 @@ from recoup.flows import chains_of
 from recoup.invertible import Chain, DriftGuard, adapt
 from tests.alive import allocated_bytes
 from tests.oracle import assert_same_step, assert_same_tensors, run_step, tensors
-from tests.programs.flows import (
-    BATCH,
-    CONTEXT,
-    COUPLINGS,
-    DIM,
-    FLOWS,
-    RECOMPUTED,
-    build,
-    evens,
-    given,
-    library,
-)
+from tests.programs import flows
+from tests.programs.flows import BATCH, CONTEXT, COUPLINGS, DIM, build, given, library
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, and that some are recomputed
 
 
 class Density(nn.Module):
-    """The log-probabilities of a flow, as `run_step` calls a module."""
-
     def __init__(self, built):
         super().__init__()
         self.flow, self._log_prob = built
@@ -44,7 +32,6 @@ class Density(nn.Module):
 
 
 def pair(name, memory="constant", **options):
-    """A flow as its library has it, and the same in a memory mode."""
     plain = Density(build(name, **options))
     return plain, recoup.train_in(copy.deepcopy(plain), memory)
 
@@ -59,9 +46,10 @@ def assert_trained_alike(make, loss, inputs=lambda: (), rtol=1e-9, steps=1):
     found = []
     for memory in ("linear", "constant"):
         flow, values = make(), inputs()
-        flow = flow if isinstance(flow, Chain) else recoup.train_in(flow, memory)
         if isinstance(flow, Chain):
             flow.memory = memory
+        else:
+            recoup.train_in(flow, memory)
         for _ in range(steps):
             flow.zero_grad()
             torch.manual_seed(4)
@@ -81,13 +69,10 @@ def of_kind(flow, kind):
 ONE_OF_EACH = ["zuko_affine", "nflows_affine", "normflows_spline", "freia_graph"]
 
 
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [
-        *((name, "constant") for name in FLOWS),
-        *((name, memory) for name in ONE_OF_EACH for memory in ("sqrt", "2 MiB")),
-    ],
-)
+@pytest.mark.parametrize(("name", "memory"), [
+    *((name, "constant") for name in flows.FLOWS),
+    *((name, memory) for name in ONE_OF_EACH for memory in ("sqrt", "2 MiB")),
+])  # fmt: skip
 def test_a_step_is_the_one_of_the_library(name, memory):
     plain, ours = pair(name, memory)
     assert list(ours.state_dict()) == list(plain.state_dict())
@@ -111,7 +96,7 @@ def test_memory_is_flat_in_depth(name):
     assert few <= 0.4 * peak(6, "linear")
 
 
-@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("name", flows.RECOMPUTED)
 def test_autoregressive_layers_are_recomputed_and_it_is_said(name, monkeypatch):
     plain, ours = pair(name)
     (chain,) = chains_of(ours)
@@ -145,14 +130,10 @@ def test_networks_run_once_in_forward_and_once_in_backward(name):
     assert both == 2 * forward
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_second_derivatives(name):
-    def loss(density, *inputs):
-        value = density(inputs).sum()
-        (gradient,) = torch.autograd.grad(value, inputs[0], create_graph=True)
-        return gradient.square().sum() + 0 * sum(p.sum() for p in density.parameters())
-
-    assert_trained_alike(lambda: Density(build(name)), loss, given, rtol=1e-8)
+def squared_slope(density, *inputs):
+    value = density(inputs).sum()
+    (gradient,) = torch.autograd.grad(value, inputs[0], create_graph=True)
+    return gradient.square().sum() + 0 * sum(p.sum() for p in density.parameters())
 
 
 INVERSES = {
@@ -165,13 +146,19 @@ INVERSES = {
 }
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_the_way_to_the_data_is_trained_too(name):
-    def loss(density, z, context):
-        kind = type(density.flow).__module__.partition(".")[0]
-        x, log_det = INVERSES[kind](density.flow, z, context)
-        return x.sin().sum() + log_det.sum()
+def of_both(pair):
+    z, log_det = pair
+    return z.sin().sum() + log_det.sum()
 
+
+def way_to_the_data(density, z, context):
+    kind = type(density.flow).__module__.partition(".")[0]
+    return of_both(INVERSES[kind](density.flow, z, context))
+
+
+@pytest.mark.parametrize("loss", [squared_slope, way_to_the_data])
+@pytest.mark.parametrize("name", flows.FLOWS)
+def test_second_derivatives_and_the_way_to_the_data(name, loss):
     def started():
         density = Density(build(name))
         density(given())
@@ -194,19 +181,18 @@ def test_layers_start_once(name):
 
     plain(given())
     wanted, loss = state(plain), ours(given()).sum()
-    started = {name: value.data_ptr() for name, value in state(ours).items()}
+    started = [value.data_ptr() for value in state(ours).values()]
     loss.backward()
     ours(given()).sum().backward()
     assert_same_tensors(state(ours), wanted)
-    assert {name: value.data_ptr() for name, value in state(ours).items()} == started != {}
+    assert [value.data_ptr() for value in state(ours).values()] == started != []
 
 
 @pytest.mark.parametrize("name", ["zuko_spline", "nflows_spline", "normflows_spline"])
 def test_copies_pickles_and_the_way_back(name):
     plain, ours = pair(name)
     names = [set(vars(module)) for module in plain.modules()]
-    copied = copy.deepcopy(ours.flow)
-    for flow in (copied, pickle.loads(pickle.dumps(ours.flow))):
+    for flow in (copy.deepcopy(ours.flow), pickle.loads(pickle.dumps(ours.flow))):
         own = {id(p) for p in flow.parameters()}
         assert all(id(p) in own for chain in chains_of(flow) for p in chain.parameters())
         ours.flow = flow
@@ -227,15 +213,12 @@ def test_layers_that_are_replaced_are_in_the_chain():
 
 
 def test_batches_of_any_shape_and_no_context():
-    plain = library("zuko").flows.NICE(DIM, transforms=4)
-    ours = recoup.train_in(copy.deepcopy(plain))
-    for shape in ((), (5,), (2, 3)):
-        x = torch.randn(*shape, DIM)
-        torch.testing.assert_close(ours().log_prob(x), plain().log_prob(x))
-    plain = library("zuko").flows.NICE(DIM, context=BATCH, transforms=4)
-    ours = recoup.train_in(copy.deepcopy(plain))
+    nice = partial(library("zuko").flows.NICE, DIM, transforms=4)
     x, context = torch.randn(BATCH, BATCH, DIM), torch.randn(BATCH, BATCH)
-    torch.testing.assert_close(ours(context).log_prob(x), plain(context).log_prob(x))
+    values = [(nice(), (), torch.randn(*shape, DIM)) for shape in ((), (5,), (2, 3))]
+    for plain, args, each in (*values, (nice(context=BATCH), (context,), x)):
+        ours = recoup.train_in(copy.deepcopy(plain))
+        torch.testing.assert_close(ours(*args).log_prob(each), plain(*args).log_prob(each))
     for name, shape in (("zuko_affine", (5, BATCH)), ("zuko_autoregressive", ())):
         plain, ours = pair(name)
         context = given()[1]
@@ -251,39 +234,29 @@ def test_without_a_graph_the_library_runs_by_itself():
     plain, ours = pair("zuko_spline")
     with torch.no_grad():
         assert torch.equal(ours(given()), plain(given()))
-        samples = []
-        for density in (plain, ours):
+        found = []
+        for flow in (plain.flow(given()[1]), ours.flow(given()[1])):
             torch.manual_seed(2)
-            samples.append(density.flow(given()[1]).sample((3,)))
-    assert torch.equal(*samples)
+            found.append(flow.sample((3,)))
+    assert torch.equal(*found)
 
 
 def test_a_wrong_inverse_is_found(monkeypatch):
     coupling = library("nflows.transforms").AffineCouplingTransform
-    right = coupling.inverse
-
-    def wrong(self, *args):
-        x, log_det = right(self, *args)
-        return x + 1e-2, log_det
-
-    _, ours = pair("nflows_affine")
-    monkeypatch.setattr(coupling, "inverse", wrong)
+    right, (_, ours) = coupling.inverse, pair("nflows_affine")
+    monkeypatch.setattr(coupling, "inverse", lambda self, x, *given: right(self, x + 1e-2, *given))
     with pytest.raises(DriftError, match="_OfNflows"):
         ours.eval()(given()).sum().backward()
 
 
 @pytest.mark.drifts
 @pytest.mark.filterwarnings("ignore:Most states of this chain must be kept")
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_two_networks_that_draw_are_recomputed(is_strict):
-    """The inverse calls them in another order, in which they draw each other's masks."""
+def test_two_networks_that_draw_are_recomputed():
     plain, ours = pair("freia_graph")
     for module in (*of_kind(plain, "Dropout"), *of_kind(ours, "Dropout")):
         module.p = 0.5
-    if is_strict:
-        with DriftGuard.strict(), pytest.raises(DriftError, match="_OfFrEIA"):
-            ours(given()).sum().backward()
-        return
+    with DriftGuard.strict(), pytest.raises(DriftError, match="_OfFrEIA"):
+        run_step(ours, given())
     for _ in range(2):
         assert_like_plain(plain, ours)
 
@@ -291,38 +264,32 @@ def test_two_networks_that_draw_are_recomputed(is_strict):
 @pytest.mark.drifts
 @pytest.mark.parametrize("name", ["zuko_affine", "nflows_affine", "freia_sequence"])
 def test_under_autocast(name):
-    def loss(density, *inputs):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return density(inputs).sum()
-
-    def make():
-        return Density(build(name, dtype=torch.float32)).eval()
-
+    make = lambda: Density(build(name, dtype=torch.float32)).eval()  # noqa: E731
+    loss = torch.autocast("cpu", dtype=torch.bfloat16)(lambda flow, *inputs: flow(inputs).sum())
     assert_trained_alike(make, loss, lambda: given(torch.float32), rtol=0.2)
 
 
-# -- what a library has of its own -----------------------------------------------------------------
+def with_gaussians(name):
+    flow = build("normflows_affine", dtype=torch.float32).flow
+    setattr(flow, name, library("normflows").distributions.DiagGaussian(DIM))
+    return flow
 
 
 @pytest.mark.parametrize("score_fn", [True, False])
 def test_reverse_kl_of_normflows(score_fn):
-    def make():
-        flow = build("normflows_affine", dtype=torch.float32).flow
-        flow.p = library("normflows").distributions.DiagGaussian(DIM)
-        return flow
-
+    make = lambda: with_gaussians("p")  # noqa: E731
     assert_trained_alike(make, lambda flow: flow.reverse_kld(16, score_fn=score_fn), rtol=1e-5)
 
 
 def test_several_scales_of_normflows():
-    flows, distributions = library("normflows.flows"), library("normflows.distributions")
+    theirs, base = library("normflows.flows"), library("normflows.distributions")
 
     def glow():
         torch.manual_seed(0)
-        block = partial(flows.GlowBlock, hidden_channels=8, init_zeros=False)
-        levels = [[block(size), block(size), flows.Squeeze()] for size in (8, 4)]
-        bases = [distributions.ClassCondDiagGaussian(shape, 3) for shape in ((8, 2, 2), (2, 4, 4))]
-        return library("normflows").MultiscaleFlow(bases, levels, [flows.Merge()]).double()
+        block = partial(theirs.GlowBlock, hidden_channels=8, init_zeros=False)
+        levels = [[block(size), block(size), theirs.Squeeze()] for size in (8, 4)]
+        bases = [base.ClassCondDiagGaussian(shape, 3) for shape in ((8, 2, 2), (2, 4, 4))]
+        return library("normflows").MultiscaleFlow(bases, levels, [theirs.Merge()]).double()
 
     torch.manual_seed(1)
     x, labels = torch.randn(4, 1, 8, 8, dtype=torch.float64), torch.arange(4) % 3
@@ -332,9 +299,7 @@ def test_several_scales_of_normflows():
 
 def test_several_conditions_of_freia():
     framework, modules = library("FrEIA.framework"), library("FrEIA.modules")
-
-    def conv(num_in, num_out):
-        return nn.Conv2d(num_in, num_out, 3, padding=1)
+    conv = partial(nn.Conv2d, kernel_size=3, padding=1)
 
     def make():
         torch.manual_seed(0)
@@ -351,37 +316,32 @@ def test_several_conditions_of_freia():
         shapes = (4, 2, 2), (CONTEXT,), (3, 2, 2)
         return [torch.randn(5, *s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
-    def loss(flow, x, *conditions):
-        z, log_det = flow(x, c=conditions)
-        return z.sin().sum() + log_det.sum()
-
-    assert_trained_alike(make, loss, inputs)
+    assert_trained_alike(make, lambda flow, x, *given: of_both(flow(x, c=given)), inputs)
 
 
 def test_conditions_that_cannot_be_joined_go_to_the_own_call_of_freia():
-    class Classes(nn.Module):
+    class Classes(nn.Embedding):
         def __init__(self, num_in, num_out):
-            super().__init__()
-            self.embedding = nn.Embedding(1000, num_out)
+            super().__init__(1000, num_out)
 
         def forward(self, labels):
-            return self.embedding(labels.flatten())
+            return super().forward(labels.flatten())
 
     modules, inn = library("FrEIA.modules"), library("FrEIA.framework").SequenceINN(DIM)
     affine, coupling = modules.ConditionalAffineTransform, modules.GLOWCouplingBlock
     inn.append(affine, cond=0, cond_shape=(1,), subnet_constructor=Classes)
     inn.append(coupling, cond=1, cond_shape=(3,), subnet_constructor=nn.Linear)
     x, labels = torch.randn(4, DIM), torch.tensor([[257], [515], [901], [7]])
-    features = torch.randn(4, 3)
-    wanted = inn(x, c=[labels, features], jac=False)
+    given = [labels, torch.randn(4, 3)]
+    wanted = inn(x, c=given, jac=False)
     recoup.train_in(inn)
     with torch.autocast("cpu", torch.bfloat16, enabled=False):  # which is no type to join them in
-        torch.testing.assert_close(inn(x, c=[labels, features], jac=False), wanted)
-    inn(x, c=[labels, features])[0].sum().backward()
-    rows = inn.module_list[0].subnet.embedding.weight.grad.abs().sum(1).nonzero()
+        torch.testing.assert_close(inn(x, c=given, jac=False), wanted)
+    inn(x, c=given)[0].sum().backward()
+    rows = inn.module_list[0].subnet.weight.grad.abs().sum(1).nonzero()
     assert rows.flatten().tolist() == [7, 257, 515, 901]
     with pytest.raises(RuntimeError):
-        inn(x, c=[features, labels])
+        inn(x, c=given[::-1])
 
 
 def test_a_method_on_the_instance_stays_and_it_is_said():
@@ -409,11 +369,7 @@ def test_a_chain_of_several_libraries():
         layers = [adapt(zuko.transform), adapt(nflows._transform), recoup.invertible.ActNorm(DIM)]
         return Chain(*layers).double().eval()
 
-    def loss(chain, x, context):
-        z, log_det = chain(x, context)
-        return z.sin().sum() + log_det.sum()
-
-    assert_trained_alike(make, loss, given)
+    assert_trained_alike(make, lambda chain, *inputs: of_both(chain(*inputs)), given)
 
 
 def test_own_layers_are_recomputed():
@@ -429,11 +385,9 @@ def test_what_is_no_sequence_or_not_bijective_is_refused():
     split = framework.Node(start, modules.Split, {"section_sizes": [2, 2], "dim": 0})
     ends = [framework.OutputNode(split.out0), framework.OutputNode(split.out1)]
     graph = framework.GraphINN([start, split, *ends])
-    flows = library("zuko").flows
-    softmax = flows.UnconditionalTransform(torch.distributions.SoftmaxTransform)
+    softmax = library("zuko").flows.UnconditionalTransform(torch.distributions.SoftmaxTransform)
     for call, value, words in (
         (recoup.train_in, graph, "`model` has a GraphINN that splits or joins"),
-        (adapt, graph, "`transform` is a GraphINN that splits or joins"),
         (adapt, graph.module_list[0], "`transform` is a Split, which splits or joins"),
         (adapt, softmax, r"`transform` is SoftmaxTransform.*not bijective"),
     ):
@@ -450,48 +404,12 @@ def test_methods_of_a_derived_class_run_as_they_are():
             return -self.log_prob(x).mean() * len(self.flows)
 
     def own():
-        flow = build("normflows_affine", dtype=torch.float32).flow
-        flow.q0 = library("normflows").distributions.DiagGaussian(DIM)
+        flow = with_gaussians("q0")
         flow.__class__ = Mine
         return flow
 
     x = torch.randn(BATCH, DIM)
     assert assert_trained_alike(own, lambda flow: flow.forward_kld(x), rtol=1e-5).num_calls == 1
-
-
-def test_hooks_on_a_composition_run():
-    inner = build("nflows_affine", dtype=torch.float32).flow._transform
-    flow = library("nflows.transforms").CompositeTransform([inner, copy.deepcopy(inner)])
-    wanted, calls = flow(*given(torch.float32)), []
-    inner.register_forward_hook(lambda *_: calls.append(0))
-    torch.testing.assert_close(recoup.train_in(flow)(*given(torch.float32)), wanted)
-    assert calls
-
-
-def test_parts_of_a_flow_of_zuko_have_their_gradients_and_contexts_any_shape():
-    zuko = library("zuko")
-
-    class Pictures(zuko.lazy.LazyTransform):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Conv2d(1, 2 * DIM, 4)
-
-        def forward(self, c):
-            shift, scale = self.net(c).flatten(1).chunk(2, -1)
-            transform = zuko.transforms.MonotonicAffineTransform(shift, scale)
-            return zuko.transforms.DependentTransform(transform, 1)
-
-    flow = zuko.lazy.LazyComposedTransform(*(Pictures() for _ in range(3)))
-    x, c = torch.randn(BATCH, DIM), torch.randn(BATCH, 1, 4, 4)
-
-    def loss(flow):
-        z = x
-        for each in flow(c).transforms:
-            z = each(z)
-        y, log_det = flow(c).call_and_ladj(x)
-        return (z.square() + y.exp() - log_det[:, None]).mean()
-
-    assert_trained_alike(lambda: copy.deepcopy(flow), loss, rtol=1e-5)
 
 
 @pytest.mark.drifts
@@ -501,16 +419,12 @@ def test_a_spline_that_refuses_a_rounding_is_computed_again():
 
     def make():
         torch.manual_seed(0)
-        kind = transforms.PiecewiseRationalQuadraticCouplingTransform
         net = partial(nets.ResidualNet, hidden_features=16)
-        flow = transforms.CompositeTransform([kind(evens(k), net, num_bins=8) for k in range(6)])
+        kind = partial(transforms.PiecewiseRationalQuadraticCouplingTransform, num_bins=8)
+        flow = transforms.CompositeTransform([kind(flows.evens(k), net) for k in range(6)])
         for each in flow.parameters():
             each.data.mul_(3.0)
         return flow
 
-    def loss(flow):
-        y, log_det = flow(x)
-        return y.square().mean() - log_det.mean()
-
     with pytest.warns(UserWarning, match="failed, on a value that is a rounding away"):
-        assert_trained_alike(make, loss, rtol=1e-3)
+        assert_trained_alike(make, lambda flow: of_both(flow(x)) / len(x), rtol=1e-3)

@@ -6,6 +6,7 @@ import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from torch import nn
 
 import recoup
 from recoup.errors import ChangedError, ReplayError
+from tests.oracle import assert_same_tensors
 from tests.plan_oracle import Made
 from tests.ways import one_by_one, recomputing
 from tests.zoo import Fn
 
 
 class Counting(nn.Module):
-    """A layer that counts in a buffer, a parameter or an attribute, from one of its steps on."""
-
     def __init__(self, count, first_step=0):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -37,21 +37,14 @@ class Counting(nn.Module):
 
 
 class Codebook(Counting):
-    """A layer without buffers that reads a parameter, and then assigns another in its place."""
-
     def __init__(self, count, first_step):
         super().__init__(count, first_step)
         del self.mean, self.late
-        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x):
-        y = (self.linear(x) * self.frozen).sin()
+        y = (self.linear(x) * (1 + self.frozen)).sin()
         self.count(self, y.detach().mean(0))
         return y
-
-
-def assign_first(module, mean):
-    module.late = mean if module.late is None else 0.9 * module.late + mean
 
 
 def register(module, mean):
@@ -61,22 +54,22 @@ def register(module, mean):
         module.register_buffer("new", mean)
 
 
-def assign_parameter(module, mean):
-    module.frozen = nn.Parameter(0.9 * module.frozen + mean, requires_grad=False)
+def parameter(name):
+    def assign(m, mean):
+        setattr(m, name, nn.Parameter(0.9 * getattr(m, name, 0.0) + mean, requires_grad=False))
 
-
-def register_parameter(module, mean):
-    begun = 0.9 * getattr(module, "begun", 0.0) + mean
-    module.begun = nn.Parameter(begun, requires_grad=False)
+    return assign
 
 
 AT_ANY_TIME = {
     "assign": lambda m, mean: setattr(m, "mean", 0.9 * m.mean + mean),
     "write": lambda m, mean: m.mean.mul_(0.9).add_(mean),
-    "assign first": assign_first,
+    "assign first": lambda m, mean: setattr(
+        m, "late", mean if m.late is None else 0.9 * m.late + mean
+    ),
     "register": register,
-    "assign parameter": assign_parameter,
-    "register parameter": register_parameter,
+    "assign parameter": parameter("frozen"),
+    "register parameter": parameter("begun"),
     "write to parameter": lambda m, mean: m.frozen.mul_(0.9).add_(mean),
 }
 FROM_THE_FIRST_STEP = {
@@ -84,18 +77,13 @@ FROM_THE_FIRST_STEP = {
     "assign data": lambda m, mean: setattr(m.frozen, "data", 0.9 * m.frozen.data + mean),
     "write to attribute": lambda m, mean: m.plain.mul_(0.9).add_(mean),
 }
-COUNTS = [(Counting, count, step) for count in AT_ANY_TIME for step in (0, 2)]
-COUNTS += [(Counting, count, 0) for count in FROM_THE_FIRST_STEP]
-COUNTS += [(Codebook, "assign parameter", 0)]
-
-
-def planned(model, x):
-    recoup.plan(model, x, policy="full").apply()
-    return model
+COUNTS = [(Counting, count, step) for count in AT_ANY_TIME.values() for step in (0, 2)]
+COUNTS += [(Counting, count, 0) for count in FROM_THE_FIRST_STEP.values()]
+COUNTS += [(Codebook, parameter("frozen"), 0)]
 
 
 WAYS = {
-    "planned": planned,
+    "planned": lambda model, x: (recoup.plan(model, x, policy="full").apply(), model)[1],
     "checkpoint": lambda model, x: partial(one_by_one, model),
     "chain": lambda model, x: recoup.Sequential(*model, memory="inputs"),
     "recomputing": lambda model, x: partial(recomputing, model),
@@ -103,7 +91,7 @@ WAYS = {
 
 
 def counts_of(model):
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = model.state_dict()
     found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
     return found | {f"{place}.plain": module.plain for place, module in enumerate(model)}
 
@@ -112,8 +100,6 @@ def counts_of(model):
 @pytest.mark.parametrize(("kind", "count", "first_step"), COUNTS)
 @pytest.mark.parametrize("way", ["planned", "checkpoint"])
 def test_what_a_forward_counts_is_counted_once_in_each_step(way, kind, count, first_step):
-    torch.manual_seed(0)
-    count = (AT_ANY_TIME | FROM_THE_FIRST_STEP)[count]
     plain = nn.Sequential(*(kind(count, first_step) for _ in range(2)))
     other, x = copy.deepcopy(plain), torch.randn(3, 4)
     run = WAYS[way](other, x)
@@ -123,15 +109,10 @@ def test_what_a_forward_counts_is_counted_once_in_each_step(way, kind, count, fi
             for module in model:
                 module.num_steps = step
             call(x).sum().backward()
-        wanted, found = counts_of(plain), counts_of(other)
-        assert wanted.keys() == found.keys()
-        for name, each in wanted.items():
-            assert found[name] is each is None or torch.equal(found[name], each)
+        assert_same_tensors(counts_of(other), counts_of(plain))
 
 
 class Keeping(nn.Module):
-    """A layer that keeps its number of calls and a loss, and halves the gradient of its weight."""
-
     def __init__(self):
         super().__init__()
         self.linear, self.num_calls, self.handle = nn.Linear(4, 4), 0, None
@@ -148,7 +129,6 @@ class Keeping(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_forward_sets_on_a_module_is_of_the_first_run(way):
-    torch.manual_seed(0)
     plain = nn.Sequential(Keeping(), Keeping())
     other, x = copy.deepcopy(plain), torch.randn(3, 4)
     for model, run in ((plain, plain), (other, WAYS[way](other, x))):
@@ -156,36 +136,27 @@ def test_what_a_forward_sets_on_a_module_is_of_the_first_run(way):
             run(x).sum().backward(retain_graph=True)
             sum(module.loss for module in model).backward()
     assert [module.num_calls for module in other] == [2, 2]
-    for wanted, found in zip(plain.parameters(), other.parameters(), strict=True):
-        assert torch.equal(found.grad, wanted.grad)
-        assert len(found._backward_hooks or ()) == len(wanted._backward_hooks or ())
+    for each in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(*(parameter.grad for parameter in each))
+        wanted, found = (len(parameter._backward_hooks or ()) for parameter in each)
+        assert wanted == found
 
 
 @pytest.mark.parametrize("way", ["planned", "checkpoint"])
-def test_threads_that_share_a_module_find_all_its_attributes(way):
+def test_threads_that_share_a_module_find_all_its_attributes(way, request):
     model, x = nn.Sequential(Keeping(), Keeping()), torch.randn(3, 4)
     run = WAYS[way](model, x)
 
-    def train(_):
-        for _ in range(25):
-            run(x).sum().backward()
-
-    interval = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(1e-6)
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(train, range(2)))  # which raises what they raise
-    finally:
-        sys.setswitchinterval(interval)
+    train = lambda _: [run(x).sum().backward() for _ in range(25)]  # noqa: E731
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))  # which raises what they raise
 
 
 def test_what_a_forward_writes_to_a_parameter_that_it_needs_is_an_error():
-    def halve_and_apply(x, linear):
-        with torch.no_grad():
-            linear.bias.mul_(0.5)
-        return linear(x).tanh()  # whose residual is another one with half the bias
-
-    module = Fn(halve_and_apply, nn.Linear(4, 4))
+    halve = torch.no_grad()(lambda bias: bias.mul_(0.5))  # which changes a residual
+    module = Fn(lambda x, linear: (halve(linear.bias), linear(x).tanh())[1], nn.Linear(4, 4))
     with pytest.raises(ChangedError, match=r"`parts\.0\.bias` of Fn was changed in place"):
         recoup.checkpoint(module, torch.randn(3, 4)).sum().backward()
 
@@ -202,58 +173,41 @@ def test_a_tensor_of_a_second_run_cannot_be_differentiated():
         kept[1].backward()
 
 
-@pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
-def test_a_buffer_may_have_any_layout(layout):
-    class Convolving(nn.Linear):
-        def forward(self, x):
-            return super().forward(self.adjacency.to_dense() @ x).tanh()
-
-    module, x = Convolving(4, 4), torch.randn(3, 4)
-    module.register_buffer("adjacency", getattr(torch.eye(3), layout)())
-    wanted = torch.autograd.grad(module(x).sum(), module.weight)
-    found = torch.autograd.grad(recoup.checkpoint(module, x).sum(), module.weight)
-    assert torch.equal(*wanted, *found)
+def state_of():
+    return SimpleNamespace(seen=torch.zeros(()), caches=[1, {"last": torch.zeros(4)}])
 
 
-class State:
-    def __init__(self):
-        self.seen, self.caches = torch.zeros(()), [torch.zeros(4), {"last": torch.zeros(4)}]
-
-
-class Block(nn.Module):
+class Block(nn.Linear):
     def __init__(self, write):
-        super().__init__()
-        self.linear, self.write = nn.Linear(4, 4), write
+        super().__init__(4, 4)
+        self.write = write
 
     def forward(self, x, state):
-        y = x + self.linear(x).tanh()
+        y = x + super().forward(x).tanh()
         self.write(state, y.detach())
         return y
 
 
-COUNT = Block(lambda state, y: state.seen.add_(len(y)))
-FILL = Block(lambda state, y: state.caches[1]["last"].copy_(y[-1]))
-REPLACE = Block(lambda state, y: setattr(state, "seen", state.seen + len(y)))
+def count(state, y):
+    state.seen.add_(len(y))
 
 
 def test_a_tensor_in_an_object_is_replaced_once_and_a_change_in_place_is_an_error():
-    """R2: as that of a tensor that is an argument itself; also in a list or dict of the object."""
-    x, state = torch.randn(4, 4), State()
-    for block in (COUNT, FILL):
+    x, state = torch.randn(4, 4), state_of()
+    for write in (count, lambda state, y: state.caches[1]["last"].copy_(y[-1])):
         with pytest.raises(ReplayError, match=r"Block.*in an object among its arguments"):
-            recoup.checkpoint(block, x, State())
-    recoup.checkpoint(REPLACE, x, state).sum().backward()
+            recoup.checkpoint(Block(write), x, state_of())
+    replace = Block(lambda state, y: setattr(state, "seen", state.seen + len(y)))
+    recoup.checkpoint(replace, x, state).sum().backward()
     assert state.seen == 4
 
 
 def test_a_plan_keeps_such_blocks_and_says_so():
-    """R2: they run once, so each counts once."""
-    blocks = [copy.deepcopy(COUNT) for _ in range(4)]
+    blocks = [Block(count) for _ in range(4)]
     net = Made(lambda net, x, state: [x := b(x, state) for b in net.blocks][-1], blocks=blocks)
-    x, state = torch.randn(4, 4), State()
-    words = r"keeps everything.*`blocks\.0` changes a tensor in place"
-    with pytest.warns(UserWarning, match=words):
-        plan = recoup.plan(net, x, State(), policy="full")
+    x, state = torch.randn(4, 4), state_of()
+    with pytest.warns(UserWarning, match=r"`blocks\.0` changes a tensor in place"):
+        plan = recoup.plan(net, x, state_of(), policy="full")
     with plan.applied():
         net(x, state).sum().backward()
     assert state.seen == 16

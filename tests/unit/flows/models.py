@@ -16,7 +16,7 @@ BUILDERS = {
     "flow++": (FlowPlusPlus, {"width": 6, "num_steps": 2, "num_components": 3}),
     "iresnet": (IResNet, {"width": 8, "num_steps": 2}),
 }
-SMALL, VECTOR = (1, 4, 4), (5,)
+SMALL = 1, 4, 4
 
 
 def built(name, shape=(1, 8, 8), **options):
@@ -35,7 +35,6 @@ def classes(n, num_classes):
 
 
 def started(flow):
-    """In double precision, with every ActNorm past its start."""
     for module in flow.modules():
         if isinstance(module, ActNorm):
             module.started = True
@@ -49,7 +48,6 @@ def filled(flow, std=0.3):
 
 
 def stirred(flow, by=0.1):
-    """A little off the start of training, where many networks say zero."""
     for parameter in flow.parameters():
         with torch.no_grad():
             parameter += by * torch.randn_like(parameter)

@@ -120,58 +120,49 @@ def test_labels_and_parts_of_their_own(capsys):
 
 
 def test_parts_share_no_sample():
-    seen = []
-
-    class Seen(RealNVP):
-        def bits_per_dim(self, x, labels=None):
-            seen.append((self.training, x[:, 0].detach()))
-            return super().bits_per_dim(x, labels)
-
+    seen, flow = [], small_flow()
+    flow.chain.register_forward_pre_hook(lambda chain, x: seen.append((chain.training, x[0][:, 0])))
     x = torch.stack([torch.arange(100.0), torch.randn(100)], dim=1)
-    fitted(Seen((2,), levels=None, num_steps=2, width=8), x, validation=0.2, test=0.3)
+    fitted(flow, x, validation=0.2, test=0.3)
     trained = torch.cat([each for training, each in seen if training]).unique()
     others = torch.cat([each for training, each in seen if not training]).unique()
     assert (len(trained), len(others)) == (50, 50)
     assert torch.equal(torch.cat([trained, others]).sort().values, x[:, 0])
 
 
-MISTAKES = {
-    r"`images` is Tensor \(9, 3\), but must be a tensor .* \(N, 2\)": {"data": torch.zeros(9, 3)},
-    r"`images` is Tensor \(9, 2\), Tensor \(9,\), but must be a tensor":
-        {"data": (torch.zeros(9, 2), torch.zeros(9))},
-    "`images` has values tha": {"data": points().index_fill(0, torch.tensor([7]), torch.nan)},
-    "`images` is ndarray.* torch.from_numpy": {"data": points().numpy()},
-    "`images` has 1 samples, and none are left": {"data": torch.zeros(1, 2)},
-    r"`images` is Tensor \(\), but must": {"data": torch.tensor(1.0)},
-    "`validation` is Tensor": {"validation": torch.zeros(9, 3)},
-    "`validation` is 0.0": {"validation": 0.0},
-    "`test` is 1.0": {"test": 1.0},
-    "`epochs` is 0, but must be a whole number": {"epochs": 0},
-    "`learning_rate` is -1.0": {"learning_rate": -1.0},
-    "`memory` is 'cubic'": {"memory": "cubic"},
-    "nothing to train": {"flow": small_flow().requires_grad_(False)},
-    **{rf"`images\[1\]` {words}":
-        {"flow": small_flow(num_classes=3), "data": (torch.zeros(9, 2), labels)}
-       for words, labels in (("is .*torch.float32", torch.rand(9)),
-                             (r"is .*shape \(8,\)", torch.arange(8)),
-                             ("holds -1 to 7", torch.arange(9) - 1))},
-}  # fmt: skip
+def labelled(labels):
+    return {"flow": small_flow(num_classes=3), "data": (torch.zeros(9, 2), labels)}
 
 
-@pytest.mark.parametrize("message", MISTAKES)
-def test_a_mistake_is_named(message):
+def pictures(value):
+    flow, data = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8), torch.zeros(40, 1, 4, 4)
+    data[30, 0, 1, 1] = value
+    return {"flow": flow, "data": data, "memory": "sqrt"}
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"data": torch.zeros(9, 3)}, r"`images` is Tensor \(9, 3\), but must be a tensor .* \(N, 2\)"),
+    ({"data": (torch.zeros(9, 2), torch.zeros(9))}, r"`images` is Tensor \(9, 2\), Tensor \(9,\)"),
+    ({"data": points().index_fill(0, torch.tensor([7]), torch.nan)}, "`images` has values tha"),
+    ({"data": points().numpy()}, "`images` is ndarray.* torch.from_numpy"),
+    ({"data": torch.zeros(1, 2)}, "`images` has 1 samples, and none are left"),
+    ({"validation": torch.zeros(9, 3)}, "`validation` is Tensor"),
+    ({"validation": 0.0}, "`validation` is 0.0"),
+    ({"test": 1.0}, "`test` is 1.0"),
+    ({"epochs": 0}, "`epochs` is 0, but must be a whole number"),
+    ({"learning_rate": -1.0}, "`learning_rate` is -1.0"),
+    ({"memory": "cubic"}, "`memory` is 'cubic'"),
+    ({"flow": small_flow().requires_grad_(False)}, "nothing to train"),
+    (labelled(torch.rand(9)), r"`images\[1\]` is .*torch.float32"),
+    (labelled(torch.arange(8)), r"`images\[1\]` is .*shape \(8,\)"),
+    (labelled(torch.arange(9) - 1), r"`images\[1\]` holds -1 to 7"),
+    *((pictures(value), r"`images` .* whole grey levels, 0 to 16") for value in (17, -3, 3.5)),
+])  # fmt: skip
+def test_a_mistake_is_named(given, message):
+    given = {"flow": small_flow()} | given
     with pytest.raises(ValueError, match=message):
-        fitted(**{"flow": small_flow()} | MISTAKES[message])
-
-
-def test_each_value_must_be_a_grey_level():
-    flow = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8)
-    for value in (17, -3, 3.5):
-        pictures = torch.zeros(40, 1, 4, 4)
-        pictures[30, 0, 1, 1] = value
-        with pytest.raises(ValueError, match=r"`images` .* whole grey levels, 0 to 16"):
-            fitted(flow, pictures, memory="sqrt")
-    assert flow.memory != "sqrt"
+        fitted(**given)
+    assert given["flow"].memory != "sqrt"
 
 
 def test_a_training_that_diverges_is_seen():

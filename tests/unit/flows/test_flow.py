@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from functools import partial
 
 import pytest
 import torch
 from torch import distributions as dist
 from torch import nn
-from torch.distributions import AffineTransform, SigmoidTransform, TransformedDistribution, Uniform
 from torch.optim.swa_utils import AveragedModel
 
 from recoup.flows import Flow, Logistic, RealNVP
@@ -19,9 +17,8 @@ from recoup.invertible import ActNorm, AffineCoupling, Chain, Dequantize, Flip, 
 from tests.unit.flows.models import SMALL, built, filled
 
 
-def multiscale_flow(split=True, **options):
-    stages = [Squeeze(), ActNorm(4), *([Split()] if split else []), Flip()]
-    return Flow(Chain(*stages), shape=(1, 4, 4), **options).eval()
+def multiscale_flow():
+    return Flow(Chain(Squeeze(), ActNorm(4), Split(), Flip()), shape=(1, 4, 4)).eval()
 
 
 def small_flow(**options):
@@ -31,12 +28,8 @@ def small_flow(**options):
 of_points = partial(small_flow, num_classes=3)
 
 
-def of_pictures():
-    return filled(built("glow", SMALL, levels=None, num_classes=3)).eval()
-
-
-def base_alone(base, size=2):
-    return Flow(Chain(Flip()), shape=(size,), base=base)
+def base_alone(base):
+    return Flow(Chain(Flip()), shape=(2,), base=base)
 
 
 def data(flow, n=4):
@@ -44,16 +37,8 @@ def data(flow, n=4):
     return (x,) if flow.num_classes is None else (x, torch.arange(n) % 3)
 
 
-FLOWS = {
-    "multi-scale": lambda: multiscale_flow().double(),
-    "points": of_points,
-    "pictures": of_pictures,
-}
-every_flow = pytest.mark.parametrize("flow", [make() for make in FLOWS.values()], ids=FLOWS)
-
-
-def generator(seed=1):
-    return torch.Generator().manual_seed(seed)
+PICTURES = filled(built("glow", SMALL, levels=None, num_classes=3)).eval()
+every_flow = pytest.mark.parametrize("flow", [multiscale_flow().double(), of_points(), PICTURES])
 
 
 @pytest.mark.parametrize("levels", [2, 256])
@@ -103,8 +88,7 @@ def test_interpolation_goes_from_one_to_the_other(flow):
     x, *labels = data(flow)
     frames = flow.interpolate(x, x.flip(0), 5, *labels)
     assert frames.shape == (5, *x.shape)
-    torch.testing.assert_close(frames[0], x, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(frames[-1], x.flip(0), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(frames[[0, -1]], torch.stack([x, x.flip(0)]), rtol=1e-8, atol=1e-8)
     middle = multiscale_flow().interpolate(torch.zeros(1, 1, 4, 4), torch.ones(1, 1, 4, 4), 3)[1]
     torch.testing.assert_close(middle, torch.full((1, 1, 4, 4), 0.5))
 
@@ -112,13 +96,12 @@ def test_interpolation_goes_from_one_to_the_other(flow):
 @every_flow
 def test_a_generator_decides_the_sample_and_leaves_the_default_stream(flow):
     labels = {} if flow.num_classes is None else {"labels": torch.tensor([0, 1, 2, 0])}
-    state = torch.random.get_rng_state()
+    state, generator = torch.random.get_rng_state(), torch.Generator().manual_seed
     first, again, other = (flow.sample(4, **labels, generator=generator(n)) for n in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert [torch.equal(first, each) for each in (again, other)] == [True, False]
     if labels:  # a sample is that of its label
         labels["labels"] = torch.tensor([0, 1, 1, 0])
-        changed = flow.sample(4, **labels, generator=generator())
+        changed = flow.sample(4, **labels, generator=generator(1))
         same = [torch.equal(*pair) for pair in zip(first, changed, strict=True)]
         assert same == [True, True, False, True]
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -145,18 +128,13 @@ def test_temperature_scales_the_spread_around_loc(base):
         assert x.std().item() == pytest.approx(base.stddev.item() * temperature, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        Logistic(1.0, 2.0),
-        dist.Normal(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])),
-        dist.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.5], [0.5, 1.0]])),
-        dist.MixtureSameFamily(
-            dist.Categorical(torch.ones(2)), dist.Normal(torch.tensor([-1.0, 1.0]), torch.ones(2))
-        ),
-    ],
-    ids=lambda base: type(base).__name__,
-)
+NORMAL = dist.Normal(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("base", [
+    Logistic(1.0, 2.0), NORMAL, dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), NORMAL),
+    dist.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.5], [0.5, 1.0]])),
+])  # fmt: skip
 def test_any_distribution_can_be_the_base(base):
     flow = base_alone(base)
     x = flow.sample(7)
@@ -164,63 +142,53 @@ def test_any_distribution_can_be_the_base(base):
     expected = base.log_prob(x.flip(1)).view(7, -1).sum(1)
     torch.testing.assert_close(flow.log_prob(x), expected)
     # Values outside the support are impossible, and no error.
-    assert (
-        base_alone(dist.Uniform(0.0, 1.0)).log_prob(torch.tensor([[0.5, 2.0]])).item() == -math.inf
-    )
+    unit = base_alone(dist.Uniform(0.0, 1.0))
+    assert unit.log_prob(torch.tensor([[0.5, 2.0]])).item() == -math.inf
 
 
 def test_base_moves_with_the_flow_and_stays_out_of_the_state_dict():
     flow = Flow(Chain(ActNorm(2)), shape=(2,), base=Logistic(1.0, 2.0)).double().eval()
-    assert flow.sample(1).dtype == torch.float64
-    assert flow.log_prob(torch.zeros(1, 2).double()).dtype == torch.float64
+    assert flow.sample(1).dtype == flow.log_prob(torch.zeros(1, 2).double()).dtype == torch.float64
     meta = copy.deepcopy(flow).to("meta")
     assert {buffer.device.type for buffer in meta.base.buffers()} == {"meta"}
     assert all(name.startswith("chain.") for name in flow.state_dict())
 
 
-NO_LABELS = {
-    r"`labels` is None, but this flow has 3 classes.* 0 to 2, of shape \(4,\)": None,
-    r"`labels` is .* shape \(3,\), but .* shape \(4,\)": torch.zeros(3, dtype=torch.long),
-    "`labels` is of type torch.float32": torch.zeros(4),
-    "`labels` holds 0 to 3, but this flow has 3 classes: .*, 0 to 2": torch.arange(4),
-    "`labels` holds -1 to 2": torch.tensor([0, 1, 2, -1]),
-}
+LONGS = torch.arange(-1, 4)
+NO_LABELS = [
+    (None, r"`labels` is None, but this flow has 3 classes.* 0 to 2, of shape \(4,\)"),
+    (LONGS[1:4], r"`labels` is .* shape \(3,\), but .* shape \(4,\)"),
+    (torch.zeros(4), "`labels` is of type torch.float32"),
+    (LONGS[1:], "`labels` holds 0 to 3, but this flow has 3 classes: .*, 0 to 2"),
+    (LONGS[:4], "`labels` holds -1 to 2"),
+]
 
 
-@pytest.mark.parametrize("message", NO_LABELS)
-def test_labels_that_are_none(message):
-    flow, labels = of_points(), NO_LABELS[message]
+@pytest.mark.parametrize(("labels", "message"), NO_LABELS)
+def test_labels_that_are_none(labels, message):
+    flow = of_points()
     x, _ = data(flow)
-    for call in (flow.log_prob, flow.parts, flow):
+    for call in (flow.log_prob, flow.parts, flow, lambda _, labels: flow.sample(4, labels=labels)):
         with pytest.raises(ValueError, match=message):
             call(x, labels)
-    with pytest.raises(ValueError, match=message):
-        flow.sample(4, labels=labels)
-
-
-def sampled(flow, temperature):
-    return lambda: flow().sample(1, temperature=temperature)
-
-
-def of_one_coupling(num_classes):
-    chain = Chain(AffineCoupling(nn.Linear(1, 2)))
-    return lambda: Flow(chain, shape=(2,), num_classes=num_classes)
 
 
 REFUSED = [
-    (sampled(lambda: base_alone(dist.Uniform(0.0, 1.0)), 0.5), r"`temperature` is 0.5.*Uniform"),
-    (sampled(multiscale_flow, [1.0, 1.0]), r"`temperature` is \[1.0, 1.0\], but must be a number"),
+    (lambda: base_alone(dist.Uniform(0.0, 1.0)).sample(1, temperature=0.5),
+     r"`temperature` is 0.5.*Uniform"),
+    (lambda: multiscale_flow().sample(1, temperature=[1.0, 1.0]), r"`temperature` is \[1.0, 1.0\]"),
     (lambda: base_alone(dist.Normal(torch.zeros(2, requires_grad=True), 1.0)),
      "`loc` of the base Normal requires a gradient"),
     (lambda: multiscale_flow().log_prob(torch.randn(3, 1, 5, 5)),
      r"`x` has shape \(3, 1, 5, 5\).*\(N, 1, 4, 4\)"),
     (lambda: small_flow().log_prob(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)),
      "`labels` are given, but this flow is not conditional"),
-    (of_one_coupling(3), "nothing in `chain` takes a context"),
+    (lambda: Flow(Chain(AffineCoupling(nn.Linear(1, 2))), shape=(2,), num_classes=3),
+     "nothing in `chain` takes a context"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+@pytest.mark.parametrize(("call", "words"), REFUSED)
 def test_unsuitable_arguments_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
@@ -240,21 +208,17 @@ def test_what_averaged_weights_and_empty_buffers_begin_with():
     assert torch.equal(flow.log_prob(x), want)
 
 
-def test_density_and_distribution_function_are_those_of_torch():
+def test_density_and_distribution_function_are_those_of_torch_and_far_values_finite():
     loc, scale = torch.tensor([[0.0, -3.0, 2.0], [1.0, 0.2, 5.0]], dtype=torch.float64)
     x = loc + scale * torch.linspace(-8, 8, 101, dtype=torch.float64)[:, None]
-    unit = Uniform(torch.zeros_like(loc), 1.0)
-    theirs = TransformedDistribution(unit, [SigmoidTransform().inv, AffineTransform(loc, scale)])
-    ours = Logistic(loc, scale)
+    unit = dist.Uniform(torch.zeros_like(loc), 1.0)
+    ways = [dist.SigmoidTransform().inv, dist.AffineTransform(loc, scale)]
+    theirs, ours = dist.TransformedDistribution(unit, ways), Logistic(loc, scale)
     torch.testing.assert_close(ours.log_prob(x), theirs.log_prob(x), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(ours.icdf(theirs.cdf(x)), x, rtol=1e-9, atol=1e-9)
-
-
-def test_far_values_have_a_finite_density_and_gradient():
-    dtype = torch.float32
-    largest = torch.finfo(dtype).max
-    x = torch.tensor([-largest, -1e4, 0.0, 1e4, largest], dtype=dtype, requires_grad=True)
-    log_prob = Logistic(torch.zeros((), dtype=dtype), 1.0).log_prob(x)
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([-largest, -1e4, 0.0, 1e4, largest], requires_grad=True)
+    log_prob = Logistic(0.0, 1.0).log_prob(x)
     log_prob.sum().backward()
     assert log_prob[0] == log_prob[-1] == -largest
     assert log_prob[2].item() == pytest.approx(-math.log(4))
@@ -279,9 +243,5 @@ def test_what_a_distribution_of_torch_can_do():
     base = Logistic(0.0, torch.tensor([1.0, 2.0]), validate_args=True)
     wide = base.expand((3, 2))
     assert wide.batch_shape == wide.loc.shape == wide.sample().shape == (3, 2)
-    for twin in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
-        assert torch.equal(twin.log_prob(torch.ones(2)), base.log_prob(torch.ones(2)))
     with pytest.raises(ValueError, match="scale"):
         Logistic(0.0, -1.0, validate_args=True)
-    with pytest.raises(ValueError, match="support"):
-        base.log_prob(torch.tensor([math.nan, 0.0]))

@@ -2,162 +2,103 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import distributions as dist
 from torch import nn
 
 import recoup
+from recoup import invertible as inv
 from recoup.errors import NotInvertibleError
-from recoup.flows import DenseNetwork
-from recoup.invertible import (
-    ActNorm,
-    AdditiveCoupling,
-    AffineCoupling,
-    Chain,
-    Flip,
-    InvertibleModule,
-    InvertibleResidual,
-    LipschitzConv2d,
-    LipschitzLinear,
-    MixtureCoupling,
-    Split,
-    VariationalDequantize,
-    adapt,
-    check_invertible,
-)
 from tests.invertible_zoo import Scale
 from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.zoo import leaf
 
 
-class ForwardOnly(ActNorm):
-    inverse = InvertibleModule.inverse  # which is missing
+class ForwardOnly(inv.ActNorm):
+    inverse = inv.InvertibleModule.inverse  # which is missing
 
 
 class Density(ForwardOnly):
     inverts_in_backward = False  # is not sampled, and says so
 
 
-def dense(inputs, outputs, **options):
-    network = DenseNetwork(inputs, outputs, width=6, num_context=3, **options)
-    nn.init.normal_(network[-1].weight, std=0.3)
-    return network
-
-
-def mixtures():
-    network = dense(2, 22, dropout=0.5)
-    sides = [{"condition": side, "num_components": 3} for side in ("first", "second", "first")]
-    return [each for side in sides for each in (ActNorm(4), MixtureCoupling(network, **side))]
-
-
-def with_splits():
-    second = AdditiveCoupling(dense(2, 2), nn.Linear(2, 2), condition="second")
-    stages = [AffineCoupling(dense(2, 4)), second, Flip(), Split()]
-    return [*stages, AffineCoupling(nn.Linear(1, 2)), Split()]
-
-
-def convolutions():
-    return nn.Sequential(
-        LipschitzConv2d(2, 4, 3, padding=1), nn.ELU(), LipschitzConv2d(4, 2, 3, padding=1)
-    )
-
-
 def residual(log_det):
-    first = convolutions()
-    networks = first, convolutions(), first
-    return [
-        each
-        for network in networks
-        for each in (ActNorm(2), InvertibleResidual(network, log_det=log_det))
-    ]
+    conv = partial(inv.LipschitzConv2d, kernel_size=3, padding=1)
+    first, second = (nn.Sequential(conv(2, 4), nn.ELU(), conv(4, 2)) for _ in range(2))
+    block = partial(inv.InvertibleResidual, log_det=log_det)
+    return [each for net in (first, second, first) for each in (inv.ActNorm(2), block(net))]
 
 
 def learned_noise():
     """At 256 levels in float32: the noise cannot be had back from the sum."""
     side = {"condition": "second", "split": "checkerboard"}
-    chain = Chain(ActNorm(1), AffineCoupling(nn.Conv2d(1, 2, 3, padding=1), **side))
-    return [Flip(), VariationalDequantize(256, chain), ActNorm(1), Flip()]
+    chain = inv.Chain(inv.ActNorm(1), inv.AffineCoupling(nn.Conv2d(1, 2, 3, padding=1), **side))
+    return [inv.Flip(), inv.VariationalDequantize(256, chain), inv.ActNorm(1), inv.Flip()]
 
 
 def adapted():
     loc = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    transform = dist.AffineTransform(loc, 2.0, event_dim=1)
-    first, second = adapt(transform), adapt(transform)
+    first, second = map(inv.adapt, [dist.AffineTransform(loc, 2.0, event_dim=1)] * 2)
     first.loc = loc  # of a transform, which is no module
-    return [ActNorm(4), first, second]
+    return [inv.ActNorm(4), first, second]
 
 
-STAGES = {  # with an input, and the context that they are given
-    "mixtures": (mixtures, lambda: leaf(5, 4), 3),
-    "splits": (with_splits, lambda: leaf(5, 4), 3),
-    **{f"residual, {log_det}": (lambda each=log_det: residual(each), lambda: leaf(3, 2, 3, 3), 0)
+STAGES = {
+    **{f"residual, {log_det}": (lambda each=log_det: residual(each), lambda: leaf(3, 2, 3, 3))
        for log_det in ("exact", "series", "unbiased")},
-    "learned noise": (learned_noise, lambda: torch.randint(256, (3, 1, 4, 4)).float(), 0),
-    "densities": (lambda: [Flip(), Density(4), Flip(), Density(4)], lambda: leaf(5, 4), 0),
-    "adapted": (adapted, lambda: leaf(5, 4), 0),
+    "learned noise": (learned_noise, lambda: torch.randint(256, (3, 1, 4, 4)).float()),
+    "densities": (lambda: [inv.Flip(), Density(4), inv.Flip(), Density(4)], lambda: leaf(5, 4)),
+    "adapted": (adapted, lambda: leaf(5, 4)),
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("name", STAGES)
 def test_gradients_are_those_of_linear_memory(name):
-    make, of_x, size = STAGES[name]
+    make, of_x = STAGES[name]
     x = of_x()
-    chain, given = Chain(*make()).to(x.dtype), [x, *([leaf(len(x), size)] if size else [])]
-    assert chain.takes_context == (size > 0)
-    call = lambda chain, given: chain(*given)  # noqa: E731
-    want = run_step(chain, given, call=call)
+    chain = inv.Chain(*make()).to(x.dtype)
+    want = run_step(chain, x)
     assert all(gradient.abs().sum() > 0 for gradient in want.gradients.values())
     rtol = 0.0 if name == "learned noise" else 1e-10
     for memory in ("sqrt", 1, "constant"):
-        assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
-
-
-def test_constant_memory_says_what_it_recomputes():
-    block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
-    chain = Chain(Flip(), block, Flip(), block)
-    with pytest.warns(UserWarning, match=r"2 of 4 modules \(`1`, `3`\) are recomputed"):
-        chain.memory = "constant"
+        assert_same_step(run_step(chain, x, memory=memory), want, rtol)
 
 
 @pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
 def test_latents_come_in_the_order_they_were_split_off_within_inner_chains_too(memory):
-    x = torch.arange(8.0).view(1, 8)
-    for stages in (
-        (Split(), Split(), Flip()),
-        (Flip(), Flip(), Chain(Chain(Split()), Split(), Flip())),
-    ):
-        chain = Chain(*stages, memory=memory)
+    x, inner = torch.arange(8.0).view(1, 8), inv.Chain(inv.Split())
+    whole = inv.Split(), inv.Split(), inv.Flip()
+    for stages in (whole, (inv.Flip(), inv.Flip(), inv.Chain(inner, *whole[1:]))):
+        chain = inv.Chain(*stages, memory=memory)
         y, _ = chain(x)
         found = [each.flatten().tolist() for each in y]
         assert found == [[4.0, 5.0, 6.0, 7.0], [2.0, 3.0], [1.0, 0.0]]
         torch.testing.assert_close(chain.inverse(y)[0], x)
 
 
-NO_PAIRS = {
-    "no log-det": (
-        lambda _, x, d: x,
-        r"returned a tensor of shape \(2, 3\) and type torch.float32\.",
-    ),
-    "none": (lambda _, x, d: None, "returned a NoneType"),
-    "turned round": (lambda _, x, d: (d, x), r"shape \(2, 3\).* as the log-determinant"),
-    "a sum over the batch": (lambda _, x, d: (x, d.sum()), r"shape \(\) .* as the log-determinant"),
-    "integers": (lambda _, x, d: (x, d.long()), "type torch.int64 on cpu as the log-determinant"),
-    "another device": (lambda _, x, d: (x, d.to("meta")), "on meta as the log-determinant"),
-    "another batch": (lambda _, x, d: (x.view(3, 2), d), r"shape \(3, 2\).* as the value"),
-    "a tuple": (lambda _, x, d: ((x, x), d), "tuple (of 2 values )?as the value"),
-}
+NO_PAIRS = [
+    (lambda _, x, d: x, r"returned a tensor of shape \(2, 3\) and type torch.float32\."),
+    (lambda _, x, d: None, "returned a NoneType"),
+    (lambda _, x, d: (d, x), r"shape \(2, 3\).* as the log-determinant"),
+    (lambda _, x, d: (x, d.sum()), r"shape \(\) .* as the log-determinant"),
+    (lambda _, x, d: (x, d.long()), "type torch.int64 on cpu as the log-determinant"),
+    (lambda _, x, d: (x, d.to("meta")), "on meta as the log-determinant"),
+    (lambda _, x, d: (x.view(3, 2), d), r"shape \(3, 2\).* as the value"),
+    (lambda _, x, d: ((x, x), d), "tuple (of 2 values )?as the value"),
+]
 
 
-@pytest.mark.parametrize("name", NO_PAIRS)
-def test_what_is_no_pair_names_the_stage(name):
-    change, expected = NO_PAIRS[name]
+@pytest.mark.parametrize(("change", "expected"), NO_PAIRS)
+def test_what_is_no_pair_names_the_stage(change, expected):
     x, words = torch.ones(2, 3), rf" of module `1` \(Scale\) (?s:.*){expected}"
     for memory in ("linear", "constant"):
         with pytest.raises(ValueError, match=f"`forward`{words}"):
-            Chain(Flip(), Scale(forward=change), Flip(), memory=memory)(x)
-        chain = Chain(ActNorm(3), Scale(inverse=change), Flip(), memory=memory)
+            inv.Chain(inv.Flip(), Scale(forward=change), inv.Flip(), memory=memory)(x)
+        chain = inv.Chain(inv.ActNorm(3), Scale(inverse=change), inv.Flip(), memory=memory)
         y, log_det = chain(x.requires_grad_())
         with pytest.raises(ValueError, match=f"`inverse`{words}"):
             chain.inverse(y)
@@ -166,50 +107,40 @@ def test_what_is_no_pair_names_the_stage(name):
                 (y.sum() + log_det.sum()).backward()
 
 
-class Empty(Flip):
-    forward = InvertibleModule.forward
-
-
 def test_a_missing_direction_is_said_when_the_chain_is_made():
     assert issubclass(NotInvertibleError, ValueError)
     with pytest.raises(NotInvertibleError, match=r"`modules\[1\]` is a ForwardOnly.*inverts_in_b"):
-        Chain(Flip(), ForwardOnly(4))
+        inv.Chain(inv.Flip(), ForwardOnly(4))
     with pytest.raises(ValueError, match=r"`modules\[0\]` is a Empty.*define `forward`"):
-        Chain(Empty())
+        inv.Chain(type("Empty", (inv.Flip,), {"forward": inv.InvertibleModule.forward})())
     with pytest.raises(NotInvertibleError, match=r"module `0` \(ForwardOnly\) has no inverse"):
         recoup.Sequential(ForwardOnly(4), memory="constant")
-    chain = Chain(Flip(), Flip(), Flip(), Density(4))  # is sampled after all
+    chain = inv.Chain(inv.Flip(), inv.Flip(), inv.Flip(), Density(4))  # is sampled after all
     with pytest.raises(NotImplementedError, match="Density does not define `inverse`") as caught:
         chain.inverse(torch.ones(2, 4))
     assert "It is module `3` (Density) of the chain." in caught.value.__notes__
 
 
-def layers():
-    torch.manual_seed(0)
-    loc, scale = (torch.randn(4, dtype=torch.float64) for _ in range(2))
-    affine = dist.AffineTransform(loc, scale.exp())
-    return [
-        dist.IndependentTransform(affine, 1),
-        dist.ComposeTransform([dist.ExpTransform(), dist.ExpTransform().inv]),
-        dist.SigmoidTransform(),
-        dist.AffineTransform(-0.5, 3.0).inv,
-    ]
-
-
 def test_transforms_of_torch_keep_the_contract():
-    x = torch.randn(3, 4, dtype=torch.float64)
-    adapted = [*map(adapt, layers())]
-    for layer in (*adapted, Chain(*adapted)):
-        assert check_invertible(layer, x)
+    x, loc, scale = (torch.randn(n, 4, dtype=torch.float64) for n in (3, 1, 1))
+    adapted = [*map(inv.adapt, (
+        dist.IndependentTransform(dist.AffineTransform(loc[0], scale[0].exp()), 1),
+        dist.ComposeTransform([dist.ExpTransform(), dist.ExpTransform().inv]),
+        dist.SigmoidTransform(), dist.AffineTransform(-0.5, 3.0).inv,
+    ))]  # fmt: skip
+    for layer in (*adapted, inv.Chain(*adapted)):
+        assert inv.check_invertible(layer, x)
     # One that saturates is recomputed.
     assert [layer.inverts_in_backward for layer in adapted] == [True, True, False, True]
     assert "recomputed: its inverse is not known to be cheap and exact" in repr(adapted[2])
-    assert adapt(adapted[0]) is adapted[0]
+    assert inv.adapt(adapted[0]) is adapted[0]
 
 
 def test_a_norm_that_was_frozen_before_counts_once():
     nets = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(3)]
-    chain = Chain(*(layer for net in nets for layer in (AffineCoupling(net), Flip()))).double()
+    chain = inv.Chain(
+        *(layer for net in nets for layer in (inv.AffineCoupling(net), inv.Flip()))
+    ).double()
 
     def three_steps(chain, x):
         for is_training in (False, True):

