@@ -91,7 +91,7 @@ def _summary(found: dict) -> str:
         for name in ("torch parametrize", "recoup")
     }
     num_won = sum(g["is_won"] for g in compiled)
-    won = "all" if num_won == len(compiled) else str(num_won)
+    won = "all of them" if num_won == len(compiled) else str(num_won)
     figures = {
         "In the same memory, faster": (
             f"in the bytes that each of {len(compiled)} other ways to train "

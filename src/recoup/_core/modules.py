@@ -181,6 +181,7 @@ def new_stand_in(
         forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     bases = (base,) if mixin is None else (mixin, base)
     if mixin is not None and not _is_laid_out_as_a_module(base):
+        check_can_be_derived_from(base)
         bases, made["forward"] = (base,), own_forward
     return cast("Any", type(base))(base.__name__, bases, made)
 
