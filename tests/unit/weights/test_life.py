@@ -45,11 +45,6 @@ def test_backward_has_the_weight_of_forward_where_its_parameter_was_given_other_
 
 
 class Awkward(nn.Linear):
-    """Properties, a signature of its own, and `__getattr__` that answers for more."""
-
-    def __init__(self):
-        super().__init__(4, 4)
-
     def __getattr__(self, name):
         return "world" if name == "hello" else super().__getattr__(name)
 
@@ -61,17 +56,15 @@ class Awkward(nn.Linear):
         return F.linear(x, self.doubled if twice else self.weight, self.bias)
 
 
+def in_a_row():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
 KINDS = {
-    "lstm": Kind(
-        lambda: nn.LSTM(4, 4, 2, bidirectional=True), given((3, 2, 4)), r"weight_hh_l\d+(_reverse)?"
-    ),
+    "lstm": Kind(lambda: nn.LSTM(4, 4, 2), given((3, 2, 4)), r"weight_hh_l\d"),
     "embedding": LAYERS["embedding"],
-    "sequential": Kind(
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
-        given((3, 4)),
-        r"\d\.weight",
-    ),
-    "class of a user": Kind(Awkward, given((3, 4)), "weight"),
+    "sequential": Kind(in_a_row, given((3, 4)), r"\d\.weight"),
+    "class of a user": Kind(lambda: Awkward(4, 4), given((3, 4)), "weight"),
 }
 WAYS = {name: MORE[name] for name in ("dropout", "stacked", "learned", "function")}
 BOTH = Way(dropout={"p": 0.5}, noise={"std": 0.1})
@@ -79,7 +72,6 @@ BOTH = Way(dropout={"p": 0.5}, noise={"std": 0.1})
 
 @pytest.fixture(params=KINDS)
 def layer(request):
-    """How the plain layer is built, the pattern of its weights, and its input."""
     kind = KINDS[request.param]
     return lambda: built(kind, dropout=False)[0], kind.pattern, kind.inputs()[0]
 
@@ -89,7 +81,6 @@ def first_of(output):
 
 
 def assert_noisy(module, way, build, pattern, x):
-    """What forward uses is the raw parameters of this very module, reparametrized."""
     plain = build().to(next(module.parameters()).dtype)
     with torch.no_grad():
         torch.manual_seed(7)
@@ -186,18 +177,13 @@ def test_what_is_shown():
     assert repr(linear) == f"Linear(in_features=4, out_features=3, bias=True, {shown})"
 
 
-def test_assigning_and_making_a_layer_like_another():
-    lstm, x = BOTH(nn.LSTM(4, 4), "weight_hh_l0"), torch.randn(3, 2, 4)
-    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight_hh_l0'"):
-        lstm.weight_hh_l0 = torch.zeros(16, 4)
-    linear = recoup.weight_dropout(nn.Linear(4, 4), ".*", p=0.5)
+def test_a_bias_that_goes_and_comes_and_another_layer_of_the_class():
+    linear, x = recoup.weight_dropout(nn.Linear(4, 4), ".*", p=0.5), torch.randn(3, 4)
     linear.bias = None
     assert linear(x).shape == x.shape
     linear.register_parameter("bias", nn.Parameter(torch.ones(4)))
     assert not torch.equal(linear(x), linear(x))
-    other = type(lstm)(5, 6)
-    assert applied(other) == []
-    assert other(torch.randn(2, 1, 5))[0].shape == (2, 1, 6)
+    assert applied(type(linear)(4, 5)) == []
 
 
 def test_removing_some_and_from_a_part():
@@ -205,8 +191,6 @@ def test_removing_some_and_from_a_part():
     remove(model, r"0\..*|1\.bias")
     assert type(model[0]) is nn.Linear
     assert [entry.name for entry in applied(model)] == ["1.weight"] * 2
-    with recoup.weights.step(model):
-        assert torch.equal(model(x), model(x))
     assert not torch.equal(model(x), model(x))
     remove(model[1])
     assert applied(model) == []
@@ -216,8 +200,7 @@ def test_removing_some_and_from_a_part():
     assert type(model) is nn.Sequential
 
 
-def test_a_replica_has_tensors_for_parameters():
-    """As DataParallel makes them."""
+def test_a_replica_of_data_parallel_has_tensors_for_parameters():
     module = recoup.weight_dropout(nn.Linear(4, 4)).eval()
     replica = module._replicate_for_data_parallel()
     replica.weight, replica.bias = module.weight.detach() + 1, module.bias
@@ -243,13 +226,10 @@ def test_a_functional_call_reparametrizes_what_it_is_given(layer, way):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
 def test_the_file_of_a_weight_norm_of_torch(norm):
-    plain, x = nn.Conv1d(3, 4, 2), torch.randn(2, 3, 3)
-    theirs = norm(copy.deepcopy(plain), "weight")
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.mul_(1.5)
+    x = torch.randn(2, 3, 3)
+    theirs = loaded(norm(nn.Conv1d(3, 4, 2), "weight"))
     names = to_plain_names(theirs.state_dict())
-    ours = recoup.weight_norm(plain)
+    ours = recoup.weight_norm(nn.Conv1d(3, 4, 2))
     ours.load_state_dict(names, strict=True)
     torch.testing.assert_close(ours(x), theirs(x))
     assert to_plain_names(names).keys() == names.keys()
@@ -263,7 +243,6 @@ NAMES = {  # as fastai and salesforce have them, and gluon
     "0.r0_h2h_bias": "0.bias_hh_l0_reverse",
     "_unfused.1.r_cell.h2r_weight": "weight_hr_l1_reverse",
     "i2h_weight": "weight_ih",
-    "encoder.weight": "encoder.weight",
     "module.decoder.bias": "module.decoder.bias",
 }
 
@@ -278,8 +257,5 @@ def test_the_names_of_others():
     for file in (pair, dict(reversed(pair.items()))):
         assert to_plain_names(file)["weight_hh_l0"] is raw
     assert list(to_plain_names({"0.gamma": np.ones(2, "float32")})) == ["0.weight"]
-    assert list(to_plain_names({"0.gamma": torch.ones(2)})) == ["0.gamma"]
-    with pytest.raises(ValueError, match="is a dict"):
-        to_plain_names({"model": {}})
     with pytest.raises(ValueError, match="different values"):
         to_plain_names({"weight": torch.ones(1), "parametrizations.weight.original": torch.ones(2)})
