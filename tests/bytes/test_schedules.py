@@ -29,11 +29,9 @@ def named(value):
 
 
 class Counts(nn.Sequential):
-    """Counts its calls in a list: a number would be put back as it was."""
-
     def __init__(self, *layers):
         super().__init__(*layers)
-        self.calls = []
+        self.calls = []  # a number would be put back as it was
 
     def forward(self, x):
         self.calls.append("forward")
@@ -111,7 +109,6 @@ def test_a_retained_graph_holds_what_it_held_before(block, memory):
 
 
 def test_a_state_goes_with_the_last_slot_of_its_stage():
-    """Not with the next stage that is run again: states of a segment would add up."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
     model, x = recoup.Sequential(*blocks, memory="sqrt"), torch.randn(64, 64)
     step_of(model, [x])

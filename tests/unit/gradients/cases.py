@@ -1,4 +1,4 @@
-"""Layers whose gradients are collected, in each way, and what plain autograd makes of them."""
+"""Layers whose gradients are collected, and what plain autograd makes of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tied(nn.Module):
 
 
 class Breaks(nn.Module):
-    """Backward reaches `last`, then a hook, then `first`; or fails there."""
+    """Backward reaches `last`, then a hook that may fail, then `first`."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,6 @@ LAYERS = {
         lambda: nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last),
         lambda: torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last),
     ),
-    "embedding": (lambda: nn.Embedding(40, 3), words),
     "sparse": (lambda: nn.Embedding(40, 3, sparse=True), words),
     "lstm": (lambda: Runs(nn.LSTM(4, 3, 2), first_of), lambda: torch.randn(5, 2, 4)),
     "attention": (
@@ -122,9 +121,7 @@ def same(one, other) -> bool:
     return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def collect(
-    store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
-) -> None:
+def collect(store, output: Tensor, way: str, seed: Tensor | None = None, **settings) -> None:
     if way == "collecting":
         with store.collecting():
             output.backward(seed, **settings)

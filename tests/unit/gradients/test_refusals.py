@@ -57,15 +57,12 @@ class World:
         self.bias.requires_grad_(requires_grad=False)
         return self.store
 
-    def state(self, key=None, **gradients):
-        """A state of the store; with a part or some gradients replaced."""
+    def state(self, parts=None, **gradients):
         state = self.store.state_dict(self.model)
-        if key is not None:
-            return {**state, **key}
-        return {**state, "gradients": {**state["gradients"], **gradients}}
+        return {**state, **(parts or {"gradients": {**state["gradients"], **gradients}})}
 
-    def load(self, state, **settings):
-        self.store.load_state_dict(state, self.model, **settings)
+    def load(self, state):
+        self.store.load_state_dict(state, self.model)
 
     def content(self):
         gradients = [g.detach().clone() for store in self.stores for g in store.values()]
@@ -95,16 +92,12 @@ TIED = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
 TIED["b"].weight = TIED["a"].weight
 OF_TIED = {"a.weight": dense(2, 3), "b.weight": dense(2, 3)}
 
-# What is called, the argument or the thing that the error names, and what else it says. Values of a
-# wrong type are in tests/api/test_wrong_arguments.py.
+# What is called, what the error names and says; tests/api/test_wrong_arguments.py has more values.
 REFUSALS = r"""
 # making a store
 GradStore(w.model) -> `params` -> a Linear.*module\.parameters\(\)
 GradStore(dtype=torch.int64) -> `dtype` -> floating-point
-GradStore(device="moon") -> `device` -> is 'moon'
-GradStore(ddp=w.model) -> `ddp` -> must be the DistributedDataParallel
 GradStore.from_grad(w.params) -> None of the 2 targets -> allow_empty
-GradStore.from_grad([]) -> `params` -> is empty
 # backward
 w.store.backward(w.loss().detach()) -> `outputs` -> does not require grad
 w.store.backward(w.loss(), weight=0) -> `weight` -> is 0, but .* above zero
@@ -124,16 +117,13 @@ w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
 # a mapping
 w.store[X] -> no gradient of -> \(1, 3\)
 w.store.__setitem__(w.weight, dense(3)) -> gradient of -> shape \(3,\)
-w.store.__setitem__(w.weight, [1.0]) -> `grad` -> a list
 w.store.add_(w.weight, X) -> gradient of -> shape \(1, 3\).*the same shape
 w.store.add_(w.weight, dense(2, 3) * 1j) -> gradient of -> complex
 w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
 w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
 w.store.add_(w.weight, dense(2, 3), alpha=math.inf) -> `alpha` -> is inf.*finite
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
-w.store.split(w.weight) -> `groups` -> \[tensor\]
 w.store.extend -> no `extend` -> a\.extend_\(b\)
-w.store.anything -> no `anything` -> \.$
 pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 # algebra
 w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
@@ -142,17 +132,12 @@ GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
 w.store.scale_(dense(3)) -> `factor` -> single real number
 w.store.scale_(math.inf) -> `factor` -> is inf.*finite
 w.store * w.store ->  -> unsupported operand
-w.store - {} ->  -> unsupported operand
-w.store / 0 ->  -> division
-w.store.clip_norm_(1.0, 0) -> `norm_type` -> is 0
 w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
 w.unknown.mean_() -> weight of 0 -> `scale_`
 # a step
 recoup.step(w.optimizer) -> `stores` -> is empty
-recoup.step(w.store, w.optimizer) -> `stores` -> must be a GradStore
 w.store.step(LBFGS(w.params)) -> `optimizer` -> LBFGS.*closure
-w.store.step(w.optimizer, missing="none") -> `missing` -> 'none'
 w.unknown.step(w.optimizer) -> `optimizer` -> shape \(4,\).*assign=True
 w.part.step(w.optimizer, missing="error") -> no gradient of -> `bias`
 w.frozen().step(w.optimizer) -> `bias` -> was frozen
@@ -176,15 +161,12 @@ w.load(w.state(weight=X)) -> `weight` -> \(1, 3\).*\(2, 3\)
 w.load(w.state(weight=dense(2, 3) * 1j)) -> gradient of -> complex
 w.load(w.state(weight=NESTED)) -> `weight` -> None
 w.load(w.state(weight=listed(7))) -> `weight` -> damaged: .*ind
-w.load(w.state({"gradients": [X]})) -> 'gradients' -> tensors by name
 w.load(w.state({"weight": math.nan})) -> 'weight' -> nan
-w.load(w.state({"scale": 0.0})) -> 'scale' -> 0.0
 GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> 'b.weight' -> another name
 GradStore().all_reduce_() -> `params` -> order
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments
 segments(w, []) -> `segments` -> is empty
-segments(w, torch.tensor(1.0)) -> `segments` -> shape \(\)
 segments(w, [w.model, 3]) -> `segments\[1\]` -> is 3
 segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
 segments(w, loss=lambda y: y) -> `loss_fn` -> shape \(1, 2\).*Sum it
@@ -204,10 +186,10 @@ ERRORS = (GradientError, ValueError, NotInvertibleError, TypeError, KeyError, At
 def test_what_cannot_be_used_is_named_and_changes_nothing(call, named, words):
     world = World()
     before, tensors = world.content()
-    with pytest.raises((*ERRORS, ZeroDivisionError), match=f"(?s)(?=.*{named}).*{words}"):
+    with pytest.raises(ERRORS, match=f"(?s)(?=.*{named}).*{words}"):
         eval(call, globals(), {"w": world})
     after, now = world.content()
     assert after == before
     assert all(map(torch.equal, now, tensors))
     assert not world.optimizer.state_dict()["state"]
-    assert world.store.norm() > 0, "it can be used as before"
+    assert world.store.norm() > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -35,10 +36,9 @@ def whole(segments, x, loss_fn=loss_fn):
     return loss_fn(x)
 
 
-def in_segments(model, segments, x, memory="inputs", loss_fn=loss_fn, **kwargs):
+def in_segments(model, segments, x, memory="inputs", loss_fn=loss_fn, **how):
     store = recoup.GradStore([*model.parameters(), *([x] if torch.is_tensor(x) else [])])
-    loss = recoup.segments_backward(segments, x, loss_fn, store, memory=memory, **kwargs)
-    return store, loss
+    return store, recoup.segments_backward(segments, x, loss_fn, store, memory=memory, **how)
 
 
 def shared():
@@ -55,12 +55,7 @@ def mixed():
 
 def noisy():
     cell = recoup.weight_dropout(block(), r"0\.weight", p=0.4)
-    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True)
-
-
-def within_a_graph():
-    cell = block()
-    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True) * 1
+    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True) * 1  # within a graph
 
 
 def recurrent():
@@ -75,16 +70,11 @@ def recurrent():
     return cell, [segment] * 6, start | {"unused": None}
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
 @pytest.mark.sampled(37)
-@pytest.mark.parametrize("around", [nullcontext, autocast])
+@pytest.mark.parametrize("around", [nullcontext, partial(torch.autocast, "cpu", torch.bfloat16)])
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-@pytest.mark.parametrize("build", [shared, mixed, noisy, within_a_graph, recurrent])
+@pytest.mark.parametrize("build", [shared, mixed, noisy, recurrent])
 def test_segments_equal_one_backward(build, memory, around):
-    """Hooks, buffers and draws included; no other `.grad` is touched, and nothing stepped."""
     loss_of = (lambda state: state["loss"]) if build is recurrent else loss_fn
     ends = []
     for is_ours in (False, True):
@@ -127,16 +117,12 @@ def test_inverted_segments(otherwise):
 
 
 def test_kept_inputs_can_be_offloaded_and_nothing_outlives_the_call():
-    cell, x, offloaded, alive = block(), torch.randn(4, 6), [], []
+    cell, x, seen, alive = block(), torch.randn(4, 6), [], []
     want, _ = in_segments(cell, [cell] * 5, x)
-
-    def pack(tensor):
-        offloaded.append(tensor.shape)
-        return tensor.numpy(force=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+    pair = lambda t: seen.append(t.shape) or t.numpy(force=True), torch.from_numpy
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
         store, _ = in_segments(cell, [cell] * 5, x)
-    assert offloaded.count(x.shape) >= 4
+    assert seen.count(x.shape) >= 4
     assert same(map(store.get, cell.parameters()), map(want.get, cell.parameters()))
 
     def watched(x):
@@ -151,7 +137,6 @@ def test_kept_inputs_can_be_offloaded_and_nothing_outlives_the_call():
 
 @pytest.mark.parametrize("memory", ["inputs", "linear"])
 def test_a_loss_with_more_beside_it(memory):
-    """R7: the loss alone is reversed; what is beside it comes back without a graph."""
     cell, x = block(dropout=0.3), torch.randn(4, 6)
     found = []
     for how in ({}, {"has_aux": True, "loss_fn": lambda y: (loss_fn(y), {"y": y, "n": 3})}):
@@ -168,7 +153,6 @@ def test_a_loss_with_more_beside_it(memory):
 @pytest.mark.parametrize("was_empty", [True, False])
 @pytest.mark.parametrize("when", ["forward", "second run", "backward"])
 def test_an_error_leaves_the_store_as_it_was(when, was_empty, mode):
-    """R7: gradients of the segments that were reversed before it stay out of the store."""
     model, x, calls = Breaks(), torch.randn(2, 4, dtype=torch.float64), []
     params = [*model.parameters()]
 
