@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 
 import numpy as np
@@ -17,21 +16,8 @@ from torch.nn.utils import vector_to_parameters
 
 import recoup
 from recoup.weights import applied, remove, to_plain_names
+from tests import weight_zoo as zoo
 from tests.oracle import loss_of_all, tensors
-from tests.weight_zoo import (
-    LAYERS,
-    MORE,
-    Kind,
-    Way,
-    built,
-    by_name,
-    compare,
-    given,
-    loaded,
-    materialised,
-    replaced,
-    trained,
-)
 
 
 @pytest.mark.parametrize("change", [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm])
@@ -61,19 +47,19 @@ def in_a_row():
 
 
 KINDS = {
-    "lstm": Kind(lambda: nn.LSTM(4, 4, 2), given((3, 2, 4)), r"weight_hh_l\d"),
-    "embedding": LAYERS["embedding"],
-    "sequential": Kind(in_a_row, given((3, 4)), r"\d\.weight"),
-    "class of a user": Kind(lambda: Awkward(4, 4), given((3, 4)), "weight"),
+    "lstm": zoo.Kind(lambda: nn.LSTM(4, 4, 2), zoo.given((3, 2, 4)), r"weight_hh_l\d"),
+    "embedding": zoo.LAYERS["embedding"],
+    "sequential": zoo.Kind(in_a_row, zoo.given((3, 4)), r"\d\.weight"),
+    "class of a user": zoo.Kind(lambda: Awkward(4, 4), zoo.given((3, 4)), "weight"),
 }
-WAYS = {name: MORE[name] for name in ("dropout", "stacked", "learned", "function")}
-BOTH = Way(dropout={"p": 0.5}, noise={"std": 0.1})
+WAYS = {name: zoo.MORE[name] for name in ("dropout", "stacked", "learned", "function")}
+BOTH = zoo.Way(dropout={"p": 0.5}, noise={"std": 0.1})
 
 
 @pytest.fixture(params=KINDS)
 def layer(request):
     kind = KINDS[request.param]
-    return lambda: built(kind, dropout=False)[0], kind.pattern, kind.inputs()[0]
+    return lambda: zoo.built(kind, dropout=False)[0], kind.pattern, kind.inputs()[0]
 
 
 def first_of(output):
@@ -86,19 +72,12 @@ def assert_noisy(module, way, build, pattern, x):
         torch.manual_seed(7)
         output = first_of(module.train()(x))
         torch.manual_seed(7)
-        made = materialised(way, plain, pattern, by_name(module))
-        made = {name: made[name] for name in by_name(plain)}
+        made = zoo.materialised(way, plain, pattern, zoo.by_name(module))
+        made = {name: made[name] for name in zoo.by_name(plain)}
         want = first_of(functional_call(plain, made, x, tie_weights=False))
     torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5)
     plain.load_state_dict({n: v for n, v in module.state_dict().items() if n in plain.state_dict()})
     assert not torch.equal(output, first_of(plain(x)))
-
-
-def saved(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def emptied(module, x):
@@ -108,17 +87,16 @@ def emptied(module, x):
 
 
 HAPPENS = {
-    "a step": trained,
+    "a step": zoo.trained,
     "evaluation": lambda module, x: module.eval()(x) is not None and module.train(),
     "deepcopy": lambda module, x: copy.deepcopy(module),
     "copy": lambda module, x: copy.copy(module),
     "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
-    "torch.save": lambda module, x: saved(trained(module, x)),
-    "loaded": lambda module, x: loaded(module),
-    "assigned": lambda module, x: loaded(module, assign=True),
+    "loaded": lambda module, x: zoo.loaded(module),
+    "assigned": lambda module, x: zoo.loaded(module, assign=True),
     "float64 and float16": lambda module, x: module.double().half().float(),
     "meta": emptied,
-    "set": lambda module, x: replaced(module),
+    "set": lambda module, x: zoo.replaced(module),
 }
 
 
@@ -132,7 +110,7 @@ def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, 
     module.zero_grad()
     loss_of_all(module(x)).backward()
     assert all(p.grad is not None for p in module.parameters())
-    assert_noisy(trained(module, x), WAYS[way], build, pattern, x)
+    assert_noisy(zoo.trained(module, x), WAYS[way], build, pattern, x)
 
 
 @pytest.mark.sampled(8)
@@ -140,7 +118,7 @@ def test_whatever_happens_to_it_a_module_goes_on_with_its_noise(layer, happens, 
 def test_parameters_are_the_same_objects_through_training_and_removal(layer, way):
     build, pattern, x = layer
     module = build()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # built before
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # zoo.built before
     parameters, kinds = dict(module.named_parameters()), [*map(type, module.modules())]
 
     def snapshot():
@@ -177,15 +155,6 @@ def test_what_is_shown():
     assert repr(linear) == f"Linear(in_features=4, out_features=3, bias=True, {shown})"
 
 
-def test_a_bias_that_goes_and_comes_and_another_layer_of_the_class():
-    linear, x = recoup.weight_dropout(nn.Linear(4, 4), ".*", p=0.5), torch.randn(3, 4)
-    linear.bias = None
-    assert linear(x).shape == x.shape
-    linear.register_parameter("bias", nn.Parameter(torch.ones(4)))
-    assert not torch.equal(linear(x), linear(x))
-    assert applied(type(linear)(4, 5)) == []
-
-
 def test_removing_some_and_from_a_part():
     model, x = BOTH(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ".*"), torch.randn(3, 4)
     remove(model, r"0\..*|1\.bias")
@@ -196,16 +165,6 @@ def test_removing_some_and_from_a_part():
     assert applied(model) == []
     assert type(model[1]) is nn.Linear
     assert torch.equal(model(x), model(x))
-    remove(BOTH(model, ".*"))
-    assert type(model) is nn.Sequential
-
-
-def test_a_replica_of_data_parallel_has_tensors_for_parameters():
-    module = recoup.weight_dropout(nn.Linear(4, 4)).eval()
-    replica = module._replicate_for_data_parallel()
-    replica.weight, replica.bias = module.weight.detach() + 1, module.bias
-    assert torch.equal(replica(torch.zeros(1, 4)), module(torch.zeros(1, 4)))
-    assert torch.equal(replica.weight, module.weight + 1)
 
 
 @pytest.mark.parametrize("way", ["dropout", "stacked", "learned"])
@@ -220,14 +179,14 @@ def test_a_functional_call_reparametrizes_what_it_is_given(layer, way):
         gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
         return gradients | {"output": first_of(output)} | parameters  # which are as they were
 
-    compare(WAYS[way], build(), (x,), pattern, act=lent, rtol=1e-4)
+    zoo.compare(WAYS[way], build(), (x,), pattern, act=lent, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
 def test_the_file_of_a_weight_norm_of_torch(norm):
     x = torch.randn(2, 3, 3)
-    theirs = loaded(norm(nn.Conv1d(3, 4, 2), "weight"))
+    theirs = zoo.loaded(norm(nn.Conv1d(3, 4, 2), "weight"))
     names = to_plain_names(theirs.state_dict())
     ours = recoup.weight_norm(nn.Conv1d(3, 4, 2))
     ours.load_state_dict(names, strict=True)

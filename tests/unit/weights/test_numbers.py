@@ -200,11 +200,9 @@ AXES = [((12, 9), (0,)), ((12, 9), (1, -1)), ((12, 9), (0, 1)), ((20,), [0]), ((
         ((5, 6, 7), (1,)), ((6, 5, 3, 3), (-1, -2, -3))]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_table", [False, True])
 @pytest.mark.parametrize(("size", "axes"), AXES)
-def test_axes_share_the_mask(size, axes, is_table):
-    module = nn.Embedding(*size).double() if is_table and len(size) == 2 else None
-    module = module or Reads(torch.randn(size).double())
+def test_axes_share_the_mask(size, axes):
+    module = nn.Embedding(*size).double() if len(size) == 2 else Reads(torch.randn(size).double())
     recoup.weight_dropout(module, p=0.5, axes=axes)
     together, seen = sorted({axis % len(size) for axis in axes}), []
     for _ in range(8):
@@ -244,12 +242,3 @@ def test_rows_are_those_of_the_noisy_table(way, settings, ids, dtype):
         return {"rows": found, "grad": grad}
 
     compare(way, nn.Embedding(11, 6, **settings).to(dtype), (ids,), act=looked_up)
-
-
-def test_rows_that_torch_shortens_when_they_are_looked_up():
-    how, ids = {"max_norm": 1.0, "norm_type": 1.0}, torch.tensor([3, 10])
-    embedding = nn.Embedding(11, 6, **how)
-    raw = embedding.weight.detach().clone()
-    recoup.weight_dropout(embedding, axes=(1,))(ids)
-    F.embedding(ids, raw, **how)
-    assert torch.equal(embedding.get_parameter("weight"), raw)

