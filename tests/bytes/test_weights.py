@@ -263,7 +263,8 @@ def test_a_retained_graph_holds_what_it_held_before_whatever_part_is_asked_for(n
 
 
 def at_both_ends(x, layer, between):
-    return between(x @ layer.weight) @ layer.weight.t()
+    weight = layer.weight
+    return between(x @ weight) @ weight.t()
 
 
 def test_a_weight_used_at_both_ends_is_made_once_and_stays_in_between():

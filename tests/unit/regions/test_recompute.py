@@ -16,30 +16,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import recoup
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from tests.block_code import (
-    SIZE,
-    STATE,
-    STEPS,
-    assert_same,
-    compare,
-    leaves,
-    made_then,
-    noisy,
-    nothing_of_ours,
-    ran,
-)
+from tests import block_code as code
 from tests.oracle import Operators, assert_same_step, run_step
 
 recomputing = recoup.recomputing
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", code.STEPS)
 def test_steps(name):
-    body, more = STEPS[name]
-    held, held_plainly = compare(body)
+    body, more = code.STEPS[name]
+    held, held_plainly = code.compare(body)
     if more is None:
-        held_plainly, more = ran(made_then(lambda a: a + 1), recomputing)[1], STATE
+        held_plainly, more = code.ran(code.made_then(lambda a: a + 1), recomputing)[1], code.STATE
     assert held <= held_plainly + more
 
 
@@ -70,7 +59,7 @@ _calls, made = [], []
 _FAULTY = {
     "clock": lambda x: _calls.append(x) or x + len(_calls),
     "greedy": lambda x: _calls.append(x) or x + torch.rand(len(_calls)).sum(),
-    "fickle": lambda x: _calls.append(x) or x.new_zeros(SIZE + len(_calls) - 1),
+    "fickle": lambda x: _calls.append(x) or x.new_zeros(code.SIZE + len(_calls) - 1),
 }
 for _name, _fn in _FAULTY.items():
     _library.define(f"{_name}(Tensor x) -> Tensor")
@@ -109,8 +98,8 @@ def asked_within(a):
 
 def after_an_exception(a):
     with pytest.raises(ZeroDivisionError), recomputing():
-        made.append(noisy(a).exp()) or 1 / 0
-    assert nothing_of_ours()
+        made.append(code.noisy(a).exp()) or 1 / 0
+    assert code.nothing_of_ours()
     assert type(made[-1]) is torch.Tensor
     made.pop().sin().sum().backward()
 
@@ -123,8 +112,8 @@ def freed_since(a):
 HERE = r"the block at .*test_recompute\.py:\d+"
 OTHER = HERE + r" again, and .* returned other numbers than in forward.*off by.*compare=False"
 WRONG = {
-    "outside": (block(noisy, lambda a, w: a.add_(1)), ChangedError, HERE),
-    "the value": (block(noisy, lambda a, w: w.mul_(2)), ChangedError, HERE),
+    "outside": (block(code.noisy, lambda a, w: a.add_(1)), ChangedError, HERE),
+    "the value": (block(code.noisy, lambda a, w: w.mul_(2)), ChangedError, HERE),
     "an exception": (after_an_exception, ReplayError, "made before it raised an exception"),
     "fused": (block(lambda a: a * 2, fused), ReplayError, OTHER),
     "clock": (block(lambda a: ops.clock(a.detach()) * a), ReplayError, OTHER),
@@ -145,12 +134,12 @@ def test_what_cannot_be_right_is_an_error(name):
     step, error, match = WRONG[name]
     _calls.clear()
     with pytest.raises(error, match=match):
-        step(leaves()[0])
-    assert nothing_of_ours()
+        step(code.leaves()[0])
+    assert code.nothing_of_ours()
 
 
 def test_a_comparison_can_be_left_out():
-    a, _ = leaves()
+    a, _ = code.leaves()
     with recomputing(compare=False):
         w = ops.clock(a.detach()) * a
     w.sum().backward()
@@ -163,7 +152,7 @@ def test_threads_with_blocks_of_their_own(others_draw):
     def work(place):
         while others_draw and place == 0 and not is_done:
             torch.rand(64)
-        a, _ = leaves()
+        a, _ = code.leaves()
         for _ in range(25):
             with one:
                 mask = F.dropout(torch.rand_like(a), 0.5)
@@ -181,17 +170,16 @@ def test_threads_with_blocks_of_their_own(others_draw):
 
 def test_tensors_stay_what_they_are():
     with torch.no_grad(), recomputing():
-        assert nothing_of_ours()
-        assert type(leaves()[0] + 1) is torch.Tensor
+        assert code.nothing_of_ours()
+        assert type(code.leaves()[0] + 1) is torch.Tensor
     with recomputing():
         parameter, leaf = nn.Parameter(torch.randn(3)), torch.randn(3).requires_grad_()
-        values, scalar = [torch.randn(3) for _ in range(20)], torch.randn(())
+        values = [torch.randn(3) for _ in range(20)]
     assert (type(parameter), type(leaf)) == (nn.Parameter, torch.Tensor)
-    assert f"{scalar:.3f}" == f"{scalar.item():.3f}"
     values.append(values[0])
     for copied in (copy.deepcopy(values), pickle.loads(pickle.dumps(values))):
         assert {type(each) for each in copied} == {torch.Tensor}
-        assert_same(copied, values)
+        code.assert_same(copied, values)
         assert copied[0] is copied[-1]
 
 
@@ -205,13 +193,15 @@ def test_hooks_around_see_what_is_kept(is_nested):
     def body(context, a, x):
         with saved_tensors_hooks(lambda t: seen.append(t.shape) or turned(t), turned):
             with context(), context() if is_nested else nullcontext():
-                w = noisy(a).tanh() * x.sum()
+                w = code.noisy(a).tanh() * x.sum()
             return F.linear(x, w)
 
-    ours, _ = ran(body, recomputing)
-    assert (8, SIZE) in seen  # what `linear` saves of its input
-    assert seen.count((SIZE, SIZE)) == 1 + is_nested  # `a`, once for each block that takes it
-    assert torch.allclose(ours[1], ran(body, nullcontext)[0][1])
+    ours, _ = code.ran(body, recomputing)
+    assert (8, code.SIZE) in seen  # what `linear` saves of its input
+    assert (
+        seen.count((code.SIZE, code.SIZE)) == 1 + is_nested
+    )  # `a`, once for each block that takes it
+    assert torch.allclose(ours[1], code.ran(body, nullcontext)[0][1])
 
 
 WIDTH, HIDDEN = 16, 64
@@ -242,13 +232,8 @@ def test_before_between_and_after_what_reparametrizes_its_weights(place):
         apply(model)
     for apply in (*REPARAMETRIZED[:place], again, *REPARAMETRIZED[place:]):
         apply(other)
-    want = run_step(model, x)
     for each in (other, pickle.loads(pickle.dumps(other))):
-        assert_same_step(run_step(each, x), want)
-    if place == 1:  # in one graph: in one forward
-        compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
-        torch.manual_seed(11)
-        assert torch.equal(compiled(x), want.outputs[0])
+        assert_same_step(run_step(each, x), run_step(model, x))
     recoup.weights.remove(other)
     assert_same_step(run_step(other, x), run_step(normed(), x))
     assert [*map(type, other.modules())] == [*map(type, again(normed()).modules())]
@@ -276,20 +261,17 @@ def in_other_memory(call):
 
 
 WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-CALLS = {
-    "in place on a slice": (gated, nn.ReLU(inplace=True)),
-    "drops in place": (gated, nn.Dropout(inplace=True)),
-    "a view of the argument": (in_other_memory, torch.t),
-    "parts of a conjugate": (
-        lambda call: operator.mul(*call(WEIGHT)),
-        lambda w: ((z := torch.view_as_complex(w.view(8, 2, 2)).exp().conj()).real, z.imag),
-    ),
-}
+CALLS = [
+    (gated, nn.ReLU(inplace=True)),
+    (gated, nn.Dropout(inplace=True)),
+    (in_other_memory, torch.t),
+    (lambda call: operator.mul(*call(WEIGHT)),
+     lambda w: ((z := torch.view_as_complex(w.view(8, 2, 2)).exp().conj()).real, z.imag)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_outputs_that_are_in_memory_of_others_or_no_tensors_of_autograd(name):
-    run, fn = CALLS[name]
+@pytest.mark.parametrize(("run", "fn"), CALLS)
+def test_outputs_that_are_in_memory_of_others(run, fn):
     found = []
     for call in (fn, recoup.recompute(fn)):
         torch.manual_seed(2)
@@ -303,7 +285,6 @@ def test_names_and_types_stay():
     for part, plain in zip(other.modules(), model.modules(), strict=True):
         assert isinstance(part, type(plain))
         assert type(part).__qualname__ == type(plain).__qualname__
-        assert type(part).__module__ == type(plain).__module__
         assert (type(part) is not type(plain)) == isinstance(plain, CHOSEN)
     assert repr(recoup.recompute_(nn.GELU(), nn.GELU)) == "GELU(approximate='none', recomputed)"
     kinds = [*map(type, other.modules())]

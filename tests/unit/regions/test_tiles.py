@@ -13,6 +13,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import ChangedError, RecoupError
+from tests.block_code import CHECKPOINTS
 from tests.oracle import hooks_in_force
 from tests.tile_models import D, L, Model, N, assert_same, both, gradients, mlp, rows, targets
 from tests.zoo import Fn
@@ -119,29 +120,23 @@ def test_without_gradients():
     assert recoup.tiled(torch.argmax, 0, split=[0])(x, dim=-1).dtype is torch.int64
 
 
-OUTER = {
-    "checkpoint": recoup.checkpoint,
-    "torch": lambda fn, x: torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False),
-    "Sequential": lambda fn, x: recoup.Sequential(
-        *map(Fn, (torch.sin, torch.asin, fn, torch.cos)), memory="sqrt"
-    )(x / 4),
-}
+def in_a_chain(fn, x):
+    return recoup.Sequential(*map(Fn, (torch.sin, torch.asin, fn, torch.cos)), memory="sqrt")(x / 4)
 
 
-@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("outer", [*CHECKPOINTS.values(), in_a_chain])
 @both
 def test_within_regions(outer, call):
     module, hidden, model = mlp(), rows(N, L, D), Model()
 
-    def body(cut):
+    def run(make):
         if call is recoup.tiled:
-            return lambda x: cut(recoup.tiled, module)(x.sin()).exp()
-        return lambda x: cut(call, model.loss)(module(x.sin()), targets()).exp()
+            return outer(lambda x: make(module)(x.sin()).exp(), hidden)
+        return outer(lambda x: make(model.loss)(module(x.sin()), targets()).exp(), hidden)
 
-    tiled, plain = body(lambda make, fn: make(fn, tiles=3)), body(lambda make, fn: fn)
-    leaves = nn.ModuleList([module, model])
-    found = gradients(lambda: OUTER[outer](tiled, hidden), [hidden], leaves)
-    assert_same(found, gradients(lambda: OUTER[outer](plain, hidden), [hidden], leaves))
+    leaves = [hidden], nn.ModuleList([module, model])
+    found = gradients(lambda: run(lambda fn: call(fn, tiles=3)), *leaves)
+    assert_same(found, gradients(lambda: run(lambda fn: fn), *leaves))
 
 
 @both
@@ -177,7 +172,7 @@ def test_a_weight_changed_before_backward_is_an_error():
 
 def test_it_is_as_the_function_it_wraps():
     call, x = recoup.tiled(F.relu, dim=0, tiles=3), rows(7, 3)
-    assert (call.__name__, repr(call)) == ("relu", "Tiled(relu, dim=0, tiles=3)")
+    assert repr(call) == "Tiled(relu, dim=0, tiles=3)"
     assert torch.equal(pickle.loads(pickle.dumps(copy.deepcopy(call)))(x), F.relu(x))
 
 
