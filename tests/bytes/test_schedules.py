@@ -13,6 +13,7 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain
 from recoup.schedules import Cost, binomial, constant, log, optimal, revolve, simulate, sqrt
 from tests.alive import step_of
+from tests.unit.gradients.cases import collect
 from tests.zoo import Fn, asks_twice
 
 UNIT = 64 * 256 * 4
@@ -124,19 +125,23 @@ def peak_bytes(fn):
     return recoup.measure(fn, device="cpu", repeats=0).peak_bytes
 
 
-@pytest.mark.parametrize("mode", ["auto", "grad"])
-def test_a_sum_takes_one_buffer_and_a_merge_nothing(mode):
+@pytest.mark.parametrize("way", ["auto", "grad", "harvest", "collecting", "from_grad"])
+def test_a_sum_takes_one_buffer_and_a_merge_nothing(way):
     layers = (nn.Linear(512, 512, bias=False) for _ in range(4))
     model, x = nn.Sequential(*layers), torch.ones(2, 512)
     size, stores = sum(each.nbytes for each in model.parameters()), []
 
     def run():
         stores.append(store := recoup.GradStore(model.parameters()))
-        for _ in range(8):
-            store.backward(loss_fn(model(x)), mode=mode)
+        for number in range(8):
+            if way == "from_grad" and number == 0:
+                loss_fn(model(x)).backward()
+                store.extend_(recoup.GradStore.from_grad(model.parameters()))
+            else:
+                collect(store, loss_fn(model(x)), way.replace("from_grad", "auto"))
 
     # The sum, one gradient on its way, and the activations of two samples.
-    assert peak_bytes(run) <= (1.3 if mode == "auto" else 2.3) * size
+    assert peak_bytes(run) <= (2.3 if way == "grad" else 1.3) * size
     run()
     assert peak_bytes(lambda: stores[0].extend_(stores[1], consume=False)) == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)

@@ -16,29 +16,10 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.weights import draws
 from recoup.weights import module as weight_modules
-from tests.alive import (
-    allocated_bytes,
-    counting_remade,
-    held_after,
-    histories,
-    no_collector,
-    step_of,
-)
+from tests import alive, weight_zoo
+from tests.alive import counting_remade, held_after, no_collector, step_of
 from tests.oracle import hooks_in_force
-from tests.weight_zoo import (
-    LAYERS,
-    MORE,
-    OURS,
-    PRECISIONS,
-    Runs,
-    Way,
-    around,
-    attending,
-    built,
-    compare,
-    first_of,
-    matching,
-)
+from tests.weight_zoo import LAYERS, MORE, OURS, Runs, Way, around, built, compare, matching
 from tests.zoo import Fn
 
 A_WEIGHT = 64  # bytes that each may take
@@ -79,7 +60,7 @@ plain_held = functools.cache(held_by)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_made_of_a_weight_is_not_held(name, way):
-    for precision in PRECISIONS:
+    for precision in weight_zoo.PRECISIONS:
         (plain, _), (held, more) = plain_held(name, precision), held_by(name, precision, WAYS[way])
         assert held.num_bytes <= plain.num_bytes - plain.cast_bytes + more, precision
 
@@ -229,7 +210,7 @@ def test_backward_makes_each_weight_once_and_nothing_is_left_of_a_step_that_ends
         assert step_of(module, inputs) == found
         module(*inputs)
         assert tracker.current_bytes <= sum(p.nbytes for p in module.parameters()) + 10**5
-        assert histories(module) == []
+        assert alive.histories(module) == []
         assert gc.collect() == 0
     together = TOGETHER.get(name, 1)
     assert remade.most_alive <= together
@@ -277,11 +258,11 @@ def test_a_weight_used_at_both_ends_is_made_once_and_stays_in_between():
 
 # Way, precision, and the share of the activations that the compiler is told to save.
 COMPILED = [
-    (lambda: Runs(nn.MultiheadAttention(64, 4), attending), "stacked", "float32", 0.0),
+    (lambda: Runs(nn.MultiheadAttention(64, 4), weight_zoo.attending), "stacked", "float32", 0.0),
     (lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)),
      "stacked", "autocast", 1.0),
-    (lambda: nn.Sequential(nn.Linear(64, 64), Runs(nn.LSTM(64, 64), first_of)),  # breaks the graph
-     "noise", "float32", 0.0),
+    (lambda: nn.Sequential(nn.Linear(64, 64), Runs(nn.LSTM(64, 64), weight_zoo.first_of)),
+     "noise", "float32", 0.0),  # the graph breaks
 ]  # fmt: skip
 
 
@@ -300,7 +281,7 @@ def test_a_compiled_graph_holds_no_weight(make, way, precision, budget):
         x = torch.randn(3, 2, 64)
         run(x.clone()).float().sum().backward()  # compiles
         gc.collect()
-        return allocated_bytes(lambda: left.append(run(x.clone())))[1] - left[0].nbytes
+        return alive.allocated_bytes(lambda: left.append(run(x.clone())))[1] - left[0].nbytes
 
     with config.patch(activation_memory_budget=budget):
         plain = held()

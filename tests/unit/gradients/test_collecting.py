@@ -18,19 +18,8 @@ from recoup import GradStore
 from recoup._core.tensors import nodes_of
 from recoup.errors import GradientError
 from tests.alive import no_collector
-from tests.unit.gradients.cases import (
-    LAYERS,
-    MODES,
-    WAYS,
-    Breaks,
-    assert_holds,
-    collect,
-    loss_of,
-    made,
-    plain,
-    scaler_of,
-    undisturbed,
-)
+from tests.unit.gradients import cases
+from tests.unit.gradients.cases import LAYERS, WAYS, assert_holds, collect, loss_of, made, plain
 from tests.zoo import Fn
 
 
@@ -41,7 +30,7 @@ def leaf(*size):
 def collected(module, inputs, way, **settings):
     store = GradStore(module.parameters(), **settings)
     torch.manual_seed(3)
-    with undisturbed(*module.parameters()):
+    with cases.undisturbed(*module.parameters()):
         for x in inputs:
             collect(store, loss_of(module(x)), way)
     return store
@@ -73,12 +62,12 @@ def test_grad_dtype_that_was_set(preset, way):
     assert_holds(store, module, want)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases.MODES)
 def test_leaves_that_are_no_targets(mode):
     w, other, x, other_x, unused, frozen = (leaf() for _ in range(6))
     frozen.requires_grad_(False)
     store = GradStore([("a", w), ("b", w), w, unused, frozen])
-    with undisturbed(w, other, x, unused):
+    with cases.undisturbed(w, other, x, unused):
         (dx, none) = store.backward((x @ w @ other).sum(), inputs=[x, other_x], mode=mode)
     want_x, want_w = torch.autograd.grad((x @ w @ other).sum(), [x, w])
     assert (list(store), none) == ([w], None)
@@ -95,7 +84,7 @@ def test_collecting_within_collecting(layer):
     module, (x, y) = made(layer)
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
     for _ in range(2):
-        with undisturbed(*module.parameters()), outer.collecting():
+        with cases.undisturbed(*module.parameters()), outer.collecting():
             loss_of(module(x)).backward()
             with inner.collecting():
                 loss_of(module(y)).backward()
@@ -106,7 +95,7 @@ def test_collecting_within_collecting(layer):
     assert_holds(inner, module, plain(module, [y] * 4), 1e-14)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases.MODES)
 def test_mean_of_unequal_parts(mode):
     module, batch = nn.Linear(4, 3).double(), torch.randn(13, 4, dtype=torch.float64)
     want = plain(module, [batch], lambda y: y.sin().mean())
@@ -122,7 +111,7 @@ def test_mean_of_unequal_parts(mode):
         assert store.weight == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases.MODES)
 @pytest.mark.parametrize("first", ["plain", "graph"])
 @pytest.mark.parametrize("layer", ["linear", "sparse"])
 def test_gradients_with_and_without_a_graph_are_summed(layer, first, mode):
@@ -161,7 +150,7 @@ CHANGES = {
 def test_gradients_with_a_graph_are_not_changed_in_place(change):
     """Others may have saved them for their own backward, and two targets may have one."""
     x, a, b = leaf(4), nn.Parameter(torch.zeros(4).double()), nn.Parameter(torch.zeros(4).double())
-    store, scaler = GradStore([a, b]), scaler_of() if change == "unscale_" else None
+    store, scaler = GradStore([a, b]), cases.scaler_of() if change == "unscale_" else None
     store.backward(((a + b) * x**3).sum(), create_graph=True, scaler=scaler)
     first = store[a]
     before, penalty = first.detach().clone(), first.square().sum()
@@ -261,24 +250,6 @@ def test_gradients_of_what_others_hold(is_sparse, way):
     assert torch.equal(store[weight].to_dense(), 2 * want)
 
 
-@pytest.mark.parametrize("way", ["auto", "harvest", "collecting", "from_grad"])
-def test_the_first_gradient_is_adopted(way):
-    weight, x = nn.Parameter(torch.randn(256, 256)), torch.randn(4, 256)
-    num_bytes = weight.nbytes
-
-    def run():
-        store = GradStore([weight])
-        if way == "from_grad":
-            (x @ weight).sum().backward()
-            return store.extend_(GradStore.from_grad([weight]))
-        collect(store, (x @ weight).sum(), way)
-        return store
-
-    got = recoup.measure(run, device="cpu", repeats=0)
-    assert num_bytes <= got.held_bytes < 1.1 * num_bytes
-    assert got.peak_bytes < 1.1 * num_bytes
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_what_is_added_is_taken_over_or_copied_once(own):
     weight, buffer = nn.Parameter(torch.zeros(3)), torch.ones(6)
@@ -315,7 +286,7 @@ def checkpointed(is_reentrant, is_tied):
 
 # Of torch: a checkpoint within a reentrant one runs without a graph at first.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases.MODES)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_checkpoints_deliver_all_or_are_refused(is_reentrant, is_tied, mode, x):
@@ -323,7 +294,7 @@ def test_checkpoints_deliver_all_or_are_refused(is_reentrant, is_tied, mode, x):
     want, store = plain(module, [x, x]), GradStore(module.parameters())
     is_refused = is_reentrant and mode == "grad"
     refused = pytest.raises(GradientError, match=r'use_reentrant=False.*mode="harvest"')
-    with undisturbed(*module.parameters(), x), refused if is_refused else nullcontext():
+    with cases.undisturbed(*module.parameters(), x), refused if is_refused else nullcontext():
         for _ in range(2):
             store.backward(loss_of(module(x)), mode=mode)
     assert_holds(store, module, {} if is_refused else want, 1e-14)
@@ -356,13 +327,13 @@ def test_hooks_of_tensors_run_once_and_those_after_accumulation_never(way):
 @pytest.mark.parametrize("was_empty", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_half_way(way, was_empty, x):
-    module = Breaks()
+    module = cases.Breaks()
     store = GradStore(module.parameters(), dtype=torch.float32)
     if not was_empty:
         collect(store, loss_of(module(x)), way)
     before = {name: each.clone() for name, each in store.named(module).items()}
     module.fails = True
-    with undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
+    with cases.undisturbed(*module.parameters()), pytest.raises(RuntimeError, match="on purpose"):
         collect(store, loss_of(module(x)), way)
     module.fails = False
     if was_empty or way in ("grad", "collecting"):
@@ -390,7 +361,7 @@ def test_code_within_collecting_reads_and_scales_what_is_in_grad():
     module, (x, _) = made("linear")
     want = plain(module, [x], torch.sum)
     store = GradStore.from_backward(module(x).sum(), module.parameters())
-    with undisturbed(*module.parameters()), store.collecting():
+    with cases.undisturbed(*module.parameters()), store.collecting():
         module.zero_grad()
         module(x).sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
@@ -418,7 +389,7 @@ def test_while_another_thread_collects(way):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(collect, inner, loss_of(module(x)), way).result()
 
-    with undisturbed(*module.parameters()), outer.collecting():
+    with cases.undisturbed(*module.parameters()), outer.collecting():
         with refused if is_refused else nullcontext():
             in_a_thread()
         loss_of(module(x)).backward()

@@ -254,17 +254,10 @@ def gated(call):
     return h[:, :4] * call(h[:, 4:])
 
 
-def in_other_memory(call):
-    with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
-        h = F.linear(torch.ones(3, 4), WEIGHT)
-        return h[:, :3] * call(h[:, 4:])[:3]
-
-
 WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 CALLS = [
     (gated, nn.ReLU(inplace=True)),
     (gated, nn.Dropout(inplace=True)),
-    (in_other_memory, torch.t),
     (lambda call: operator.mul(*call(WEIGHT)),
      lambda w: ((z := torch.view_as_complex(w.view(8, 2, 2)).exp().conj()).real, z.imag)),
 ]  # fmt: skip
