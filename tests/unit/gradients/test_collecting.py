@@ -357,17 +357,9 @@ def test_an_error_half_way(way, was_empty, x):
         torch.testing.assert_close(gradient, wanted.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_code_within_collecting_reads_and_scales_what_is_in_grad():
+def test_gradients_that_are_lost_within_collecting():
     module, (x, _) = made("linear")
-    want = plain(module, [x], torch.sum)
-    store = GradStore.from_backward(module(x).sum(), module.parameters())
-    with cases.undisturbed(*module.parameters()), store.collecting():
-        module.zero_grad()
-        module(x).sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
-    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(want.values()))
-    for name, gradient in store.named(module).items():
-        torch.testing.assert_close(gradient, want[name] * (1 + 1e-3 / (norm + 1e-6)))
+    store = GradStore(module.parameters())
 
     def lose():
         with store.collecting():

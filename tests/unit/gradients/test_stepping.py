@@ -224,51 +224,38 @@ def test_fifty_steps_with_infinities_are_those_of_the_standard_loop(way, windows
     """Of two optimizers, of which the scaler may skip one alone."""
     plain = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
     ours = copy.deepcopy(plain)
-    optimizers = [optimizers_of(each) for each in (plain, ours)]
-    scalers = [scaler_of(2.0**10, growth_interval=4) for _ in range(2)]
-    torch.manual_seed(7)
+    theirs, own = optimizers_of(plain), optimizers_of(ours)
+    scaler, scaler_of_ours = (scaler_of(2.0**10, growth_interval=4) for _ in range(2))
     scales = set()
     for step in range(50):
         batches = torch.randn(windows, 6, 5)
         if step % 7 == 5 or step in (20, 21):
             batches[-1, 0, 0] = math.nan
         factor = math.inf if step % 8 == 6 else 1.0  # for the last layer alone
-
-        def loss_of(model, x, factor=factor):
-            return model(x).square().mean() + factor * model[2].bias.sum()
-
+        stores = [GradStore(ours.parameters()) for _ in range(windows if way == "several" else 1)]
         plain.zero_grad()
-        for x in batches:
-            scalers[0].scale(loss_of(plain, x)).backward()
+        for place, x in enumerate(batches):
+            losses = [m(x).square().mean() + factor * m[2].bias.sum() for m in (plain, ours)]
+            scaler.scale(losses[0]).backward()
+            stores[place % len(stores)].backward(losses[1], scaler=scaler_of_ours)
         if way in ("unscale", "clip"):
-            for optimizer in optimizers[0]:
-                scalers[0].unscale_(optimizer)
-        if way == "clip":
-            want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        for optimizer in optimizers[0]:
-            scalers[0].step(optimizer)
-        scalers[0].update()
-
-        stores = [GradStore(ours.parameters())]
-        for x in batches:
-            if way == "several":
-                stores.append(GradStore(ours.parameters()))
-            stores[-1].backward(loss_of(ours, x), scaler=scalers[1])
-        if way in ("unscale", "clip"):
-            found = stores[0].unscale_(scalers[1], *optimizers[1])
+            for optimizer in theirs:
+                scaler.unscale_(optimizer)
+            found = stores[0].unscale_(scaler_of_ours, *own)
             assert bool(found) != bool(batches.isfinite().all() and factor == 1)
         if way == "clip":
-            found = stores[0].clip_norm_(0.1)
-            torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-        parts = [store.split(*optimizers[1]) for store in stores]
+            norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.1), stores[0].clip_norm_(0.1)
+            torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
+        parts = [store.split(*own) for store in stores]
         assert not any(map(len, stores))
-        for optimizer, own in zip(optimizers[1], zip(*parts, strict=True), strict=True):
-            recoup.step(optimizer, *own, scaler=scalers[1], consume=way != "kept")
-            assert all(len(store) == 0 for store in own) or way == "kept"
-        scalers[1].update()
-
-        state = scalers[0].state_dict()
-        assert scalers[1].state_dict() == state
+        for optimizer, mine, each in zip(theirs, own, zip(*parts, strict=True), strict=True):
+            scaler.step(optimizer)
+            recoup.step(mine, *each, scaler=scaler_of_ours, consume=way != "kept")
+            assert way == "kept" or not any(map(len, each))
+        scaler.update()
+        scaler_of_ours.update()
+        state = scaler.state_dict()
+        assert scaler_of_ours.state_dict() == state
         scales.add((state["scale"], state["_growth_tracker"]))
         assert same(plain.parameters(), ours.parameters()), step
         assert all(each.grad is None for each in ours.parameters())

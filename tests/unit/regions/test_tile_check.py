@@ -121,14 +121,19 @@ def test_a_function_is_checked_once_wherever_it_is_made():
         recoup.tiled(torch.cumsum, split=[0])(x, 1)
 
 
-SOFTMAX, HELD = nn.Softmax(), SimpleNamespace()
+def of_configuration(x, dim):
+    config = {"dims": SimpleNamespace(of=[dim])}
+    return recoup.tiled(lambda x: x.softmax(*config["dims"].of))(x)
+
+
+SOFTMAX = nn.Softmax()
 NUMBERED = [  # in a closure, a partial, an argument, an attribute or a structure
     lambda x, dim: recoup.tiled(lambda x: x.softmax(dim))(x),
     lambda x, dim: recoup.tiled(partial(F.softmax, dim=dim))(x),
     lambda x, dim: recoup.tiled(F.softmax)(x, dim),
     lambda x, dim: recoup.tiled(F.softmax)(x, dim=dim),
     lambda x, dim: setattr(SOFTMAX, "dim", dim) or recoup.tiled(SOFTMAX)(x),
-    lambda x, dim: setattr(HELD, "dims", [dim]) or recoup.tiled(lambda x: x.softmax(*HELD.dims))(x),
+    of_configuration,
 ]
 
 

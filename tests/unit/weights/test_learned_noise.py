@@ -38,18 +38,14 @@ def test_a_parameter_of_any_shape_is_used_as_it_is(shape, dtype):
     torch.testing.assert_close(std.grad, want, rtol=3e-2, atol=5e-2)
 
 
-def test_shapes_names_and_the_first_values():
-    model = nn.Sequential(nn.Conv1d(2, 3, 4), nn.Linear(3, 2))
-    for learned, shapes in {
-        "tensor": [(), ()],
-        "row": [(3, 1, 1), (2, 1)],
-        "weight": [(3, 2, 4), (2, 3)],
-    }.items():
-        made = recoup.weight_noise(copy.deepcopy(model), r".\.weight", 0.25, learned=learned)
-        stds = [made[0].weight_std, made[1].weight_std]
-        assert [std.shape for std in stds] == shapes
-        assert all(isinstance(std, nn.Parameter) and (std == 0.25).all() for std in stds)
-        assert "1.weight_std" in made.state_dict()
+@pytest.mark.parametrize(
+    ("learned", "shape"), [("tensor", ()), ("row", (3, 1, 1)), ("weight", (3, 2, 4))]
+)
+def test_shapes_names_and_the_first_values(learned, shape):
+    made = noisy(nn.Conv1d(2, 3, 4), learned, 0.25)
+    std = made.get_parameter("weight_std")
+    assert std.shape == shape
+    assert (std == 0.25).all()
     std = noisy(nn.LayerNorm(6, dtype=torch.bfloat16, device="meta")).weight_std
     assert (std.shape, std.dtype, std.is_meta) == ((6,), torch.bfloat16, True)
 
@@ -167,13 +163,12 @@ def test_draws_of_torch_within_a_function_are_repeated_and_a_buffer_counts_once(
 
 def test_the_draw_of_a_function_is_that_of_its_seed_and_has_its_distribution():
     zeros = torch.zeros(400, 500)
-    one, two, other = Draw(zeros, 5), Draw(zeros, 5), Draw(zeros, 6)
-    for make in (Draw.normal, Draw.uniform, lambda draw, *shape: draw.bernoulli(0.3, *shape)):
-        first, again, next_one, another = make(one), make(two), make(one), make(other)
+    one, two = Draw(zeros, 5), Draw(zeros, 5)
+    for make in (Draw.normal, Draw.uniform, lambda draw: draw.bernoulli(0.3)):
+        first, again, *others = make(one), make(two), make(one), make(Draw(zeros, 6))
         make(two)
         assert torch.equal(first, again)
-        assert not torch.equal(first, next_one)
-        assert not torch.equal(first, another)
+        assert not any(torch.equal(first, each) for each in others)
         assert (first.shape, first.dtype) == (zeros.shape, zeros.dtype)
     uniform, bernoulli = one.uniform(), one.bernoulli(0.3)
     assert are_gaussian(one.normal().flatten())
