@@ -99,8 +99,8 @@ def assert_same_tensor(
         assert torch.equal(got, want), f"{name}: differs by {(got - want).abs().max()}"
         return
     if want.numel():
-        error = (got - want).abs().max() / want.abs().max().clamp_min(least)
-        assert error <= rtol, f"{name}: differs by {error} of its largest entry"
+        error, scale = (got - want).abs().max(), want.abs().max().clamp_min(least)
+        assert error <= rtol * scale, f"{name}: differs by {error / scale} of its largest entry"
 
 
 def assert_same_tensors(got: dict, want: dict, rtol: float = 0.0):

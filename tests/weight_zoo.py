@@ -127,9 +127,6 @@ def first_of(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)[0]
 
 
-# -- layers ----------------------------------------------------------------------------------------
-
-
 class Kind(NamedTuple):
     """A layer, what it is given, and its weights: no activation has as many entries as one."""
 
@@ -181,24 +178,17 @@ LAYERS: dict[str, Kind] = {
     ),
     "attention to other widths": Kind(
         lambda: Runs(nn.MultiheadAttention(64, 4, kdim=48, vdim=40), attending),
-        given((5, 2, 64), (6, 2, 48), (6, 2, 40)),
-        r".*weight",
+        given((5, 2, 64), (6, 2, 48), (6, 2, 40)), r".*weight",
     ),
     "encoder layer": Kind(
         lambda: nn.TransformerEncoderLayer(64, 4, 96, batch_first=True),
-        given((2, 5, 64)),
-        r".*(in_proj|out_proj\.|linear\d\.)_?weight",
+        given((2, 5, 64)), r".*(in_proj|out_proj\.|linear\d\.)_?weight",
     ),
 }  # fmt: skip
-
-# -- precisions ------------------------------------------------------------------------------------
-
 PRECISIONS = ("float32", "bfloat16", "autocast")
 
 
-def built(
-    kind: Kind, precision: str = "float32", *, dropout: bool = True
-) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def built(kind: Kind, precision: str = "float32", *, dropout: bool = True) -> tuple[Any, Any]:
     """The plain layer in training mode, with dropout of activations or without, and its inputs."""
     torch.manual_seed(3)
     module, inputs = kind.build(), kind.inputs()
@@ -215,9 +205,6 @@ def built(
 
 def around(precision: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-
-
-# -- ways to reparametrize weights -----------------------------------------------------------------
 
 
 class Way(NamedTuple):
@@ -269,9 +256,6 @@ MORE = OURS | {
 
 def matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
     return [p for name, p in module.named_parameters() if re.fullmatch(pattern, name)]
-
-
-# -- the plain run ---------------------------------------------------------------------------------
 
 
 def by_name(module: nn.Module) -> dict[str, Tensor]:

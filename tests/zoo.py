@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import recoup
-from tests.deciding import Grouped, Router, is_second_run
+from tests.deciding import Grouped, Router
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -244,23 +244,6 @@ class Running(nn.Module):
         return (x - self.mean).sin()
 
 
-class Registering(nn.Module):
-    """Registers its buffer in the second step, and counts in it from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.num_runs = nn.Linear(6, 6), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        if "mean" in self._buffers:
-            self.mean = 0.9 * self.mean + mean
-        elif self.num_runs == 1 and not is_second_run():
-            self.register_buffer("mean", mean)
-        self.num_runs += not is_second_run()
-        return self.linear(x).sin()
-
-
 class CountsTokens(nn.Module):
     """Counts where its output is largest, and depends on the count."""
 
@@ -306,7 +289,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "caught": lambda: Fn(caught, nn.Linear(6, 6)),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
-    "late buffer": Registering,
     "counts": CountsTokens,
     "force": lambda: Fn(force, energy(), nn.Linear(6, 6)),
     "force of its input": lambda: Fn(force_of_its_input, energy(), nn.Linear(6, 6)),

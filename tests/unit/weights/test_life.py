@@ -140,9 +140,7 @@ def test_parameters_are_the_same_objects_through_training_and_removal(layer, way
     assert remove(module) is module
     assert snapshot() == plain
     assert way == "stacked" or all(torch.equal(p, value) for p, (value, _) in before.items())
-    assert applied(module) == []
     assert torch.equal(first_of(module(x)), first_of(module(x)))
-    assert_noisy(WAYS[way](module, pattern), WAYS[way], build, pattern, x)
 
 
 def test_what_is_shown():
