@@ -7,6 +7,7 @@ import copy
 import functools
 import operator
 from collections import OrderedDict
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -23,12 +24,8 @@ from tests.zoo import Fn, chain_of, leaf
 NORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-class Trainer:
-    def __init__(self, norm):
-        self.norm = norm
-
-    def step(self, x):
-        return self.norm(x).sin()
+def trained(self, x):
+    return self.norm(x).sin()
 
 
 def of_a_global(model, call, x):
@@ -58,7 +55,7 @@ WAYS = {
     "a list": lambda m, call, x: call(lambda x, group=[*m.norms]: group[0](x).sin(), x),
     "a partial": lambda m, call, x: call(functools.partial(operator.call, m.norms[0]), x),
     "an argument": lambda m, call, x: call(operator.call, m.norms[0], x),
-    "an object": lambda m, call, x: call(Trainer(m.norms[0]).step, x),
+    "an object": lambda m, call, x: call(MethodType(trained, SimpleNamespace(norm=m.norms[0])), x),
     "a global": of_a_global,
 }
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import recoup
 from recoup._core import offload
 from recoup._core.offload import Traffic
-from recoup._core.saved_tensors import Kept, pair_in_force, unpack
+from recoup._core.saved_tensors import Kept, unpack
 from recoup.errors import ChangedError, OffloadError, RecoupError
 from recoup.schedules import Advance, Drop, Load, Offload, Reverse, Schedule, Tape
 
@@ -263,15 +263,10 @@ def test_a_full_disk(folder, monkeypatch):
     assert_equal(torch.autograd.grad(loss, x), torch.autograd.grad(model(x).sum(), x))
 
 
-def test_nothing_is_left(folder):
+def test_transforms_of_torch_func_are_refused(folder):
     def loss(x):
         with recoup.offloading(1, folder):
-            return (x.sin() @ torch.ones(3)).sum()
+            return x.sin().sum()
 
-    with pytest.raises(RuntimeError, match="size"):
-        loss(torch.ones(4, 4, requires_grad=True))
-    assert pair_in_force() is None
-    with torch.no_grad(), recoup.offloading(1, folder):
-        assert pair_in_force() is None
     with pytest.raises(RecoupError, match=r"torch\.func"):
         torch.func.grad(loss)(torch.ones(3))

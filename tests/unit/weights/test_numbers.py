@@ -107,15 +107,15 @@ def test_threads_and_settings_of_torch_make_no_difference():
         uniform = Draw(torch.zeros(shape, dtype=torch.float32), 6).uniform()
         return [mask(6, 0.3, *shape), *(noise(6, *shape, dtype=d) for d in DTYPES[::3]), uniform]
 
-    want = draws()
+    want, before = draws(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
     try:
-        torch.set_default_dtype(torch.float64)
         for num_threads, setting in ((2, torch.inference_mode()), (3, torch.autocast("cpu"))):
             torch.set_num_threads(num_threads)
             with setting:
                 assert all(map(torch.equal, draws(), want)), setting
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
         torch.set_default_dtype(torch.float32)
 
 

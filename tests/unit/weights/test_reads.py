@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import re
 
 import pytest
@@ -283,11 +281,3 @@ def test_what_is_traced_is_no_sample():
     with pytest.raises(RecoupError, match="keep what it is now as a constant"):
         torch.fx.symbolic_trace(model)
     torch.fx.symbolic_trace(model.eval())
-    x, file = torch.randn(1, 4, 9), io.BytesIO()
-    always = recoup.weight_noise(nn.Linear(9, 4), mode="always").eval()
-    torch.export.save(torch.export.export(always, (x,)), file)
-    file.seek(0)
-    del always
-    gc.collect()
-    with pytest.raises(RecoupError, match="not in this process"):
-        torch.export.load(file).module()(x)

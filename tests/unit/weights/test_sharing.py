@@ -158,10 +158,3 @@ def test_a_norm_that_is_removed_from_one(first):
     assert torch.allclose(output_of(model, x)[0], want)
     with pytest.raises(ValueError, match=r"adds a parameter to `weight`.*twin"):
         recoup.weight_norm(model)
-
-
-def test_the_twin_of_lazy_layers():
-    model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), torch.randn(3, 4)
-    other = twin(model)
-    model(x)
-    assert_twins(model, other, x)
