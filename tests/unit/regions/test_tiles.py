@@ -117,7 +117,7 @@ def in_a_chain(fn, x):
     return recoup.Sequential(*map(Fn, (torch.sin, torch.asin, fn, torch.cos)), memory="sqrt")(x / 4)
 
 
-@pytest.mark.parametrize("outer", [*CHECKPOINTS.values(), in_a_chain])
+@pytest.mark.parametrize("outer", [CHECKPOINTS[each] for each in ("torch", "ours")] + [in_a_chain])
 @both
 def test_within_regions(outer, call):
     module, hidden, model = mlp(), rows(N, L, D), Model()

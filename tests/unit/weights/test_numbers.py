@@ -202,11 +202,13 @@ NORMS = [Way({"dim": 1}), Way({"dim": None}), Way({"dim": -1}, {"p": 0.5, "axes"
 def test_the_layout_of_a_weight_makes_no_difference(way):
     raw, results = torch.randn(4, 3, 3, 3, dtype=torch.float64), []
     for change in LAYOUTS:
-        module = way(Reads(change(raw)))
+        conv = nn.Conv2d(3, 4, 3, dtype=torch.float64, bias=False)
+        conv.weight = nn.Parameter(change(raw))
+        x = torch.linspace(-1, 1, 150, dtype=torch.float64).view(2, 3, 5, 5).requires_grad_()
         with same_draw(3):
-            found = module()
-        found.sin().sum().backward()
-        results.append([found, *(p.grad for p in module.parameters())])
+            output = way(conv)(x)
+        output.sin().sum().backward()
+        results.append([output, x.grad, *(p.grad for p in conv.parameters())])
     for each in results[1:]:
         torch.testing.assert_close(each, results[0], rtol=1e-10, atol=1e-12)
 
