@@ -1,10 +1,4 @@
-"""An allocator like CUDA's (c10/cuda/CUDACachingAllocator.cpp), without a device: bytes alone.
-
-Sizes are rounded up to 512 bytes. Those up to 1 MiB share segments of 2 MiB, larger ones segments
-of 20 MiB, and from 10 MiB on each has one of its own size. What is freed stays reserved, for the
-smallest request that it serves. Where the device is full, free segments are given back to it, and
-the request is tried again.
-"""
+"""An allocator like CUDA's (c10/cuda/CUDACachingAllocator.cpp), without a device: bytes alone."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 
@@ -10,20 +9,17 @@ import pytest
 import torch
 from torch import nn
 from torch._functorch import config
-from torch.overrides import handle_torch_function, has_torch_function
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.weights import draws
-from recoup.weights import module as weight_modules
 from tests import alive, weight_zoo
 from tests.alive import counting_remade, held_after, no_collector, step_of
 from tests.oracle import hooks_in_force
-from tests.weight_zoo import LAYERS, MORE, OURS, Runs, Way, around, built, compare, matching
+from tests.weight_zoo import LAYERS, MORE, OURS, Runs, Way, around, built, matching
 from tests.zoo import Fn
 
 A_WEIGHT = 64  # bytes that each may take
-_lstm = torch._VF.lstm
 # Looked up, and not saved by anybody.
 UNSAVED = {name for name in LAYERS if name.startswith("embedding")}
 # Used at the same time: by one operator, or by a loop in turns.
@@ -63,48 +59,6 @@ def test_what_is_made_of_a_weight_is_not_held(name, way):
     for precision in weight_zoo.PRECISIONS:
         (plain, _), (held, more) = plain_held(name, precision), held_by(name, precision, WAYS[way])
         assert held.num_bytes <= plain.num_bytes - plain.cast_bytes + more, precision
-
-
-class Saves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, piece):
-        ctx.save_for_backward(piece)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        assert ctx.saved_tensors[0].numel()
-        return gradient, None
-
-
-def lstm_of_cudnn(x, hx, weights, *options):
-    """An LSTM whose weights lie in one piece, which autograd holds."""
-    if has_torch_function(weights):
-        return handle_torch_function(lstm_of_cudnn, weights, x, hx, weights, *options)
-    y, *rest = _lstm(x, hx, weights, *options)
-    return Saves.apply(y, weights[0].new_empty(0).set_(weights[0].untyped_storage())), *rest
-
-
-@torch.no_grad()
-def flattened(layer):
-    weights = layer._flat_weights
-    piece = torch.cat([weight.detach().flatten() for weight in weights])
-    for weight, part in zip(weights, piece.split([w.numel() for w in weights]), strict=True):
-        weight.set_(part.view(weight.shape))
-
-
-def test_one_piece_with_all_weights_of_a_recurrent_layer_is_not_held(monkeypatch):
-    name, way = "lstm of layers, both ways", "stacked"
-    monkeypatch.setattr(weight_modules, "is_accelerator", lambda _: True)
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flattened)
-    module, inputs = built(LAYERS[name], "float32")
-    other = copy.deepcopy(module)
-    plain = held_after(lambda: module(*inputs)).num_bytes
-    monkeypatch.setattr(torch._VF, "lstm", lstm_of_cudnn)
-    OURS[way](module, LAYERS[name].pattern)
-    held = held_after(lambda: module(*inputs)).num_bytes
-    compare(OURS[way], other, tuple(inputs), LAYERS[name].pattern, rtol=1e-6)
-    assert held <= plain + 64 * len(list(module.parameters())) + norms_of(module)
 
 
 @pytest.mark.parametrize("prior_std", [None, 1.0])

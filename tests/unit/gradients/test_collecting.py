@@ -50,18 +50,6 @@ def test_collecting_equals_plain_backward(layer, way):
     assert sum(part.untyped_storage().nbytes() for part in parts) == store.nbytes()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("preset", [torch.float32, torch.float64, None], ids=str)
-def test_grad_dtype_that_was_set(preset, way):
-    module, inputs = made("bfloat16")
-    want = plain(module, inputs)
-    want["weight"] = want["weight"].to(preset or torch.float32)
-    module.weight.grad_dtype = preset
-    store = collected(module, inputs, way)
-    assert module.weight.grad_dtype is preset
-    assert_holds(store, module, want)
-
-
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_leaves_that_are_no_targets(mode):
     w, other, x, other_x, unused, frozen = (leaf() for _ in range(6))

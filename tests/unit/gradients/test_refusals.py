@@ -101,7 +101,6 @@ w.store.backward(w.reentrant(), create_graph=True) -> `create_graph` -> reentran
 w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
 w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
 w.store.backward(w.inside.sum(), params=[w.inside], mode="harvest") -> `mode` -> not a leaf.*"grad"
-w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
 # a mapping
 w.store[X] -> no gradient of -> \(1, 3\)
 w.store.__setitem__(w.weight, dense(3)) -> gradient of -> shape \(3,\)
@@ -110,15 +109,11 @@ w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
 w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
 w.store.add_(w.weight, dense(2, 3), alpha=math.inf) -> `alpha` -> is inf.*finite
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
-w.store.extend -> no `extend` -> a\.extend_\(b\)
 pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 # algebra
 w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
 w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
-GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
-w.store.scale_(dense(3)) -> `factor` -> single real number
 w.store.scale_(math.inf) -> `factor` -> is inf.*finite
-w.store * w.store ->  -> unsupported operand
 w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
 w.unknown.mean_() -> weight of 0 -> `scale_`
@@ -130,15 +125,10 @@ w.part.step(w.optimizer, missing="error") -> no gradient of -> `bias`
 w.frozen().step(w.optimizer) -> `bias` -> was frozen
 w.scaled.step(w.optimizer) -> scaled by 8 -> autograd made
 w.scaled.step(w.optimizer, scaler=w.other_scaler) -> scaled by 2 -> by 8
-recoup.step(w.optimizer, w.scaled, w.store, scaler=w.scaler) -> goes -> scaled
-w.unscaled.step(w.optimizer, scaler=w.other_scaler) -> `scaler` -> it again
 w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
 w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
 w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
-w.scaled.unscale_(w.scaler, w.optimizer, LBFGS(w.params)) -> LBFGS -> closure
-w.scaled.unscale_(w.scaler, w.optimizer, torch.optim.SGD(w.params)) -> `optimizers` -> 2 of the 2
 w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
-w.store.step(torch.optim.SGD([w.inside], differentiable=True)) -> not a leaf -> `differentiable`
 # copies and files
 w.store.named(nn.Linear(3, 2)) -> no parameter -> Linear.*`filter`
 w.load(w.store.named(w.model)) -> no 'gradients' -> `add_`
@@ -155,7 +145,6 @@ segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
 segments(w, loss=lambda y: y) -> `loss_fn` -> shape \(1, 2\).*Sum it
 segments(w, [lambda x: 1 / 0], weight=-1.0) -> `weight` -> is -1.0
 segments(w, memory="constant") -> Linear -> has no inverse
-segments(w, loss=lambda y: y.detach().sum()) -> `outputs` -> require grad
 torch.inference_mode()(segments)(w) -> inference mode -> no_grad
 """
 ROWS = [line.split(" -> ") for line in REFUSALS.splitlines() if " -> " in line]

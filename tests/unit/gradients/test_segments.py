@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 import recoup
 from recoup.errors import ChangedError, NotInvertibleError
 from recoup.invertible import AdditiveCoupling
-from tests.alive import no_collector
 from tests.oracle import assert_same_tensor, assert_same_tensors
 from tests.unit.gradients.cases import MODES, Breaks, same
 
@@ -116,23 +114,14 @@ def test_inverted_segments(otherwise):
         in_segments(model, model, x, "constant")
 
 
-def test_kept_inputs_can_be_offloaded_and_nothing_outlives_the_call():
-    cell, x, seen, alive = block(), torch.randn(4, 6), [], []
+def test_kept_inputs_can_be_offloaded():
+    cell, x, seen = block(), torch.randn(4, 6), []
     want, _ = in_segments(cell, [cell] * 5, x)
     pair = lambda t: seen.append(t.shape) or t.numpy(force=True), torch.from_numpy
     with torch.autograd.graph.saved_tensors_hooks(*pair):
         store, _ = in_segments(cell, [cell] * 5, x)
     assert seen.count(x.shape) >= 4
     assert same(map(store.get, cell.parameters()), map(want.get, cell.parameters()))
-
-    def watched(x):
-        y = cell(x)
-        alive.append(weakref.ref(y))
-        return y
-
-    with no_collector():
-        in_segments(cell, [watched] * 4, torch.randn(2, 6))
-        assert [ref() for ref in alive] == [None] * 7
 
 
 @pytest.mark.parametrize("memory", ["inputs", "linear"])

@@ -207,6 +207,7 @@ def test_sparse_sums_stay_small(num_rows, way):
         else:
             collect(store, loss, way)
         most = max(most, store.nbytes())
+    assert store[layer.weight].is_sparse
     assert store[layer.weight].to_dense().sum() == 150 * 8 * 2
     assert most <= (num_rows + 8) * (2 * 4 + 8)  # two entries and an index a row
 

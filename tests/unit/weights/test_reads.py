@@ -9,47 +9,36 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from recoup.errors import RecoupError
 from recoup.weights import applied, disabled, enabled, remove, same_draw, set_step, step
+from tests.block_code import CHECKPOINTS
 from tests.weight_zoo import MORE, Reads, materialised
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6, bias=False)
+class Calls(nn.ModuleDict):
+    """A tree whose forward is a function of the tree."""
 
-    def forward(self, read):
-        return read(self)
+    def __init__(self, call, **modules):
+        super().__init__(modules)
+        self.call = call
 
-    def encode(self):
-        return self.layer.weight
+    def forward(self, *args):
+        return self.call(self, *args)
 
 
-READERS = {
-    "a method": Model.encode,
-    "a function": lambda model: model.layer.weight,
-    "the layer": lambda model: model.layer(torch.eye(6)).T,
-}
 PLACES = {
     "forward": lambda model, read: model(read),
     "step": lambda model, read: step(model)(read)(model),
     "outside": lambda model, read: read(model),
 }
-CHECKPOINTS = {
-    "none": lambda call, x: call(x),
-    "torch": lambda call, x: torchs(call, x, use_reentrant=False),
-    "reentrant": lambda call, x: torchs(call, x, use_reentrant=True),
-    "ours": recoup.checkpoint,
-}
+CHECKPOINTS = {"none": lambda call, x: call(x)} | CHECKPOINTS
 
 
 @pytest.mark.sampled(72)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("read", [lambda m: m.layer.weight, lambda m: m.layer(torch.eye(6)).T])
 @pytest.mark.parametrize("kind", ["dropout", "noise", "function"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -57,9 +46,10 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", ["training", "always"])
 def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
-    mode, training, grad, checkpoint, place, kind, reader
+    mode, training, grad, checkpoint, place, kind, read
 ):
-    plain, read = Model().train(training), READERS[reader]
+    plain = Calls(lambda model, read: read(model), layer=nn.Linear(6, 6, bias=False))
+    plain.train(training)
     way = MORE[kind]._replace(how={"mode": mode})
     model, x = way(copy.deepcopy(plain)), torch.randn(6, requires_grad=True)
     raw = model.get_parameter("layer.weight")
@@ -88,13 +78,13 @@ def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
 
 
 def test_a_norm_is_no_noise_applies_everywhere_and_stays_in_the_weight_when_it_is_removed():
-    model = recoup.weight_norm(Model())
-    model.layer.weight_g.data.mul_(2)
-    want = 2 * model.get_parameter("layer.weight").detach()
+    layer = recoup.weight_norm(nn.Linear(6, 6))
+    layer.weight_g.data.mul_(2)
+    want = 2 * layer.get_parameter("weight").detach()
     for training in (True, False):
         with torch.set_grad_enabled(training):
-            torch.testing.assert_close(model.train(training).encode(), want)
-    torch.testing.assert_close(remove(model).get_parameter("layer.weight").detach(), want)
+            torch.testing.assert_close(layer.train(training).weight, want)
+    torch.testing.assert_close(remove(layer).weight.detach(), want)
 
 
 def test_the_fast_path_of_attention():
@@ -103,17 +93,6 @@ def test_the_fast_path_of_attention():
     x = torch.randn(1, 3, 8)
     with torch.no_grad():
         assert not torch.equal(encoder(x), encoder(x))
-
-
-class Calls(nn.ModuleDict):
-    """A tree whose forward is a function of the tree."""
-
-    def __init__(self, call, **modules):
-        super().__init__(modules)
-        self.call = call
-
-    def forward(self, *args):
-        return self.call(self, *args)
 
 
 def reads():
@@ -273,11 +252,7 @@ def test_backward_has_the_magnitude_of_forward():
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|not writable)")  # torch's own
 def test_what_is_traced_is_no_sample():
-    class Projecting(Model):
-        def forward(self, x):
-            return x @ self.encode()
-
-    model = recoup.weight_noise(Projecting())
+    model = recoup.weight_noise(nn.Linear(6, 6))
     with pytest.raises(RecoupError, match="keep what it is now as a constant"):
         torch.fx.symbolic_trace(model)
     torch.fx.symbolic_trace(model.eval())
