@@ -122,8 +122,6 @@ def assert_same_step(got: Step, want: Step, rtol: float = 0.0):
 
 
 class Operators(TorchDispatchMode):
-    """A context that notes the names of operators."""
-
     def __init__(self):
         super().__init__()
         self.names = []

@@ -249,7 +249,6 @@ def threads_that_share_a_graph(model, x):
 
 
 def threads_with_a_graph_each(model, x):
-    """In evaluation: what they draw would come in any order."""
     model.eval()
     inputs = [(x.detach() * place).requires_grad_() for place in range(1, 5)]
     return in_threads(lambda x: [gradients(model(x), model, x) for _ in range(3)][-1], inputs)
@@ -386,7 +385,6 @@ SITUATIONS = {
 
 
 def outcome(model: nn.Module, x: Any, situation: Any) -> list[Any]:
-    """What a situation leaves, and the random stream after it."""
     if isinstance(x, torch.Tensor):
         x = x.detach().requires_grad_(x.requires_grad)
     torch.manual_seed(5)

@@ -11,21 +11,11 @@ from torch import Tensor, nn
 import recoup
 from recoup import GradStore
 from tests.oracle import assert_same_tensor
-from tests.weight_zoo import Runs, attending, first_of
+from tests.weight_zoo import Runs, Tied, attending, first_of
 from tests.zoo import autocast
 
 MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again = self.a
-
-    def forward(self, x):
-        return self.a(self.b(torch.tanh(self.a(x)))) @ self.again.weight
 
 
 class Breaks(nn.Module):
@@ -73,7 +63,7 @@ LAYERS = {
     "attention": (
         lambda: Runs(nn.MultiheadAttention(4, 2), attending), lambda: torch.randn(3, 2, 4)
     ),
-    "tied": (Tied, rows),
+    "tied": (lambda: Tied(recurrent=False), words),
     "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
     # Whose weights are cast, or made again in backward.

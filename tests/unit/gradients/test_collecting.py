@@ -292,12 +292,12 @@ def test_checkpoints_deliver_all_or_are_refused(is_reentrant, is_tied, mode, x):
 def test_hooks_of_tensors_run_once_and_those_after_accumulation_never(way):
     module, inputs = made("tied")
     calls, want = [], plain(module, inputs)
-    module.a.weight.register_hook(lambda g: (calls.append(g), g * 10)[1])
+    module.embedding.weight.register_hook(lambda g: (calls.append(g), g * 10)[1])
     store = GradStore(module.parameters())
     for x in inputs:
         collect(store, loss_of(module(x)), way)
     assert len(calls) == 2
-    want["a.weight"] *= 10
+    want["embedding.weight"] *= 10
     assert_holds(store, module, want, 1e-14)
     module, (x, _) = made("linear")
     module.weight.register_post_accumulate_grad_hook(calls.append)

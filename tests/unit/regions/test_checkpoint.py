@@ -73,7 +73,6 @@ def test_buffers_count_once_however_code_holds_its_modules(way):
 
 
 def attends(given, attention):
-    """Returns one tensor as the query, the key and the value of the next."""
     return (attention(*given)[0].tanh(),) * 3
 
 
@@ -105,7 +104,6 @@ def test_keywords_of_torch_are_taken():
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_selective_checkpoints_run_products_once(early_stop):
-    """`create_selective_checkpoint_contexts` keeps what its policy says, in our regions too."""
     layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
     model, x, flops = nn.Sequential(*layers).double(), leaf(8, 64), []
     checkpoint = functools.partial(recoup.checkpoint, early_stop=early_stop)
@@ -118,21 +116,15 @@ def test_selective_checkpoints_run_products_once(early_stop):
     assert flops[1] > flops[0] == flops[2]
 
 
-@pytest.mark.parametrize(
-    ("size", "early_stop", "around", "num_ends"),
-    [
-        (100, True, contextlib.nullcontext, 1),
-        (100, False, contextlib.nullcontext, 2),
-        (100, True, lambda: torch.utils.checkpoint.set_checkpoint_early_stop(False), 2),
-        (100, False, lambda: torch.utils.checkpoint.set_checkpoint_early_stop(True), 1),
-        (8, True, contextlib.nullcontext, 2),  # where it is not worth it
-    ],
-)
-def test_where_the_second_run_ends(size, early_stop, around, num_ends):
-    ends = []
+ENDS = [(True, None, 1), (False, None, 2), (True, False, 2), (False, True, 1)]
+
+
+@pytest.mark.parametrize(("early_stop", "within", "num_ends"), ENDS)
+def test_where_the_second_run_ends(early_stop, within, num_ends):
+    ends, set_it = [], torch.utils.checkpoint.set_checkpoint_early_stop
     fn = lambda x: (x.sin().exp(), ends.append(1))[0]  # noqa: E731
-    with around():
-        recoup.checkpoint(fn, leaf(size, size), early_stop=early_stop).sum().backward()
+    with contextlib.nullcontext() if within is None else set_it(within):
+        recoup.checkpoint(fn, leaf(100, 100), early_stop=early_stop).sum().backward()
     assert len(ends) == num_ends
 
 

@@ -81,8 +81,6 @@ class Late:
 
 
 def away(traffic):
-    """Hooks that send all they can."""
-
     def pack(tensor):
         return traffic.send(tensor, "it", at_save=True) or Kept(tensor, "it", None)
 

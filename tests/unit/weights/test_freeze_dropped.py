@@ -44,7 +44,6 @@ def trained(module, x=X):
 
 
 def watched(module, call, dropped):
-    """Note of each parameter where all uses of all steps dropped it."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     with step(module):
         result = call()

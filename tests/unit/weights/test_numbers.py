@@ -85,7 +85,6 @@ def test_noise_is_gaussian_in_every_chunk():
 @pytest.mark.parametrize("shape", [(), (64, 64), (190, 211), (701, 803)], ids=str)
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 65535 / 65536, 1.0])
 def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
-    """So it is its own transpose; and noise is rounded to the type of the weight before."""
     raw = torch.randn(shape, dtype=torch.float64).to(dtype)
     for apply, start, combine in (
         (lambda m: recoup.weight_dropout(m, p=p), 1.0, torch.mul),
