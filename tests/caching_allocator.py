@@ -64,7 +64,6 @@ class CachingAllocator:
         self.peak = dict(self.now)
 
     def empty_cache(self):
-        """Give segments that are free back to the device."""
         for segments in self._segments.values():
             for segment in [each for each in segments if len(each) == 1 and each[0].is_free]:
                 self._add(reserved=-segment[0].size)
@@ -76,7 +75,6 @@ class CachingAllocator:
             self.peak[name] = max(self.peak[name], self.now[name])
 
     def _best(self, size):
-        """The smallest free block that serves a size."""
         blocks = (block for segment in self._segments[size <= SMALL] for block in segment)
         found = (block for block in blocks if block.is_free and block.size >= size)
         return min(found, key=lambda block: block.size, default=None)

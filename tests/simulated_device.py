@@ -71,8 +71,6 @@ def _always(value):
 
 
 class _Bare:
-    """What torch asks of a device module."""
-
     is_initialized = is_available = _always(True)
     _is_in_bad_fork = _always(False)
     device_count, current_device = _always(1), _always(0)
@@ -177,7 +175,6 @@ def _free(memory, block):
 
 
 def _held(tensor):
-    """The tensor of the CPU that has the memory of one on the device."""
     found = torch.empty(0, dtype=tensor.dtype)
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return found.set_(_memory[tensor.untyped_storage()], *place)

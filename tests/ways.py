@@ -56,7 +56,6 @@ def offloading(stages, x):
 
 
 def tape_first_keep_later(n):
-    """Tape a third in the sweep, then keep and advance, then tape the end."""
     s, first, last = schedules, n // 3, n - 1
     actions = [s.Tape(i) for i in range(first)]
     if first < last:
@@ -115,7 +114,6 @@ def built(way, modules):
 
 
 def called(way, *modules):
-    """Modules in a row as they are: in a checkpoint, in a value that is not kept, or in a chain."""
     fn = nn.Sequential(*modules) if len(modules) > 1 else modules[0]
     regions = {"checkpoint": partial(recoup.checkpoint, fn), "value": recoup.recompute(fn)}
     return regions.get(way) or recoup.Sequential(*modules, memory=way)

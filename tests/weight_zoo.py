@@ -86,8 +86,6 @@ def loaded(module: nn.Module, **how: Any) -> nn.Module:
 
 
 class Runs(nn.Module):
-    """A layer that is run in some way: `run(layer, *args)`."""
-
     def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
         self.layer, self.run = layer, run

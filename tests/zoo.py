@@ -245,8 +245,6 @@ class Running(nn.Module):
 
 
 class CountsTokens(nn.Module):
-    """Counts where its output is largest, and depends on the count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)

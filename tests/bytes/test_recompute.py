@@ -57,7 +57,6 @@ in_consumers = pytest.mark.parametrize("consume", CONSUMERS.values(), ids=CONSUM
 
 
 def held_bytes(run, precision="float32"):
-    """What is held beside the outputs themselves."""
     own: dict[int, int] = {}
 
     def run_and_count():

@@ -19,8 +19,6 @@ WAYS = (*MODES, "collecting")
 
 
 class Breaks(nn.Module):
-    """Backward reaches `last`, then a hook that may fail, then `first`."""
-
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()

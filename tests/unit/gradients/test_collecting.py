@@ -27,21 +27,15 @@ def leaf(*size):
     return torch.randn(*(size or (3, 3)), dtype=torch.float64, requires_grad=True)
 
 
-def collected(module, inputs, way, **settings):
-    store = GradStore(module.parameters(), **settings)
-    torch.manual_seed(3)
-    with cases.undisturbed(*module.parameters()):
-        for x in inputs:
-            collect(store, loss_of(module(x)), way)
-    return store
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_collecting_equals_plain_backward(layer, way):
     module, inputs = made(layer)
-    want = plain(module, inputs)
-    store = collected(module, inputs, way)
+    want, store = plain(module, inputs), GradStore(module.parameters())
+    torch.manual_seed(3)
+    with cases.undisturbed(*module.parameters()):
+        for x in inputs:
+            collect(store, loss_of(module(x)), way)
     assert_holds(store, module, want, 1e-14 if "sparse" in layer else 0.0)
     assert store.weight == 2
     assert {g.dtype for g in store.values()} == {value.dtype for value in want.values()}

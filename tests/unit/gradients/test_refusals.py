@@ -103,7 +103,6 @@ w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
 w.store.backward(w.inside.sum(), params=[w.inside], mode="harvest") -> `mode` -> not a leaf.*"grad"
 # a mapping
 w.store[X] -> no gradient of -> \(1, 3\)
-w.store.__setitem__(w.weight, dense(3)) -> gradient of -> shape \(3,\)
 w.store.add_(w.weight, dense(2, 3) * 1j) -> gradient of -> complex
 w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
 w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
@@ -114,7 +113,6 @@ pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
 w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
 w.store.scale_(math.inf) -> `factor` -> is inf.*finite
-w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
 w.unknown.mean_() -> weight of 0 -> `scale_`
 # a step
@@ -127,7 +125,6 @@ w.scaled.step(w.optimizer) -> scaled by 8 -> autograd made
 w.scaled.step(w.optimizer, scaler=w.other_scaler) -> scaled by 2 -> by 8
 w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
 w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
-w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
 w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
 # copies and files
 w.store.named(nn.Linear(3, 2)) -> no parameter -> Linear.*`filter`
@@ -140,7 +137,6 @@ GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> 'b.weight'
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments
 segments(w, []) -> `segments` -> is empty
-segments(w, [w.model, 3]) -> `segments\[1\]` -> is 3
 segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
 segments(w, loss=lambda y: y) -> `loss_fn` -> shape \(1, 2\).*Sum it
 segments(w, [lambda x: 1 / 0], weight=-1.0) -> `weight` -> is -1.0

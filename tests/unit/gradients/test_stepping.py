@@ -139,8 +139,6 @@ def matrices(dtype=torch.float32):
 
 
 def run_both(name, settings, *, dtype=torch.float32, consume=True, **preset):
-    """Step a pair of models side by side: one by `.grad`, and one by a store."""
-
     def clip(optimizer, *_):
         torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
 

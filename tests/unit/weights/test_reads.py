@@ -96,7 +96,6 @@ def dropped(module, pattern=r"(.*\.)?weight", **settings):
 
 
 def stream_after(num_seeds):
-    """The state of the default generator after so many seeds were taken from it."""
     torch.manual_seed(1)
     layer = dropped(reads())
     for _ in range(num_seeds):

@@ -168,7 +168,6 @@ REFUSED = [
                     lambda: recoup.weight_norm(recoup.weight_dropout(layer())))),
     (lambda: nn.Sequential(nn.DataParallel(layer())), weights.twin, r"`module\.0` is a Data"),
     (noisy, parametrized, "`weight` of Linear is to be deleted.*remove"),
-    (layer, of(0, tied="all"), "`tied` is 'all', but must be"),
     (layer, lambda _: weights.Draw(torch.arange(3), 3), "`weight` is torch.int64, but"),
     *((lambda fn=fn: apply(layer(), fn), step_of, text) for fn, text in (
         (lambda weight, draw: None, "returned NoneType"),
@@ -181,7 +180,6 @@ REFUSED = [
      lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2, 2))),
      "`weight` of Linear is to be replaced.*its norm"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
-    (lambda: nn.Sequential(torch.jit.script(layer())), weights.twin, r"`module\.0` is a .*Script"),
 ]  # fmt: skip
 
 
