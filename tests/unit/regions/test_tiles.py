@@ -86,7 +86,6 @@ def of_targets(**options):
         (lambda: recoup.tiled(torch.add, split=[0, 1])(rows(3, 4), rows(4)), "`split` names an"),
         (lambda: recoup.tiled(torch.add)(rows(2, 4, 3), rows(5, 4, 3)), "`split` must say"),
         (lambda: recoup.tiled(torch.mul, 0)(rows(8, 8), rows(8)), "one a feature"),
-        (lambda: recoup.tiled(torch.mul)(rows(2, 8, 8), rows(1, 8)), "one a feature"),
         (of_targets, "`target` does not say"),
         (lambda: of_targets(target=0), "`target` is 0"),
         (lambda: recoup.tiled(lambda x: x.mean(1))(rows(3, 4, 5)), "rows independently"),
