@@ -57,7 +57,6 @@ class Model(nn.Module):
 
 
 def gradients(call, inputs, module=None):
-    """The outputs of a call, and the gradients of inputs and parameters."""
     outputs, leaves = tensors(call()), [*inputs, *(module.parameters() if module else ())]
     given = {"materialize_grads": True, "allow_unused": True}
     return [*outputs, *torch.autograd.grad(loss_of_all(outputs), leaves, **given)]

@@ -285,6 +285,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "rows by a draw": lambda: Fn(routed),
     "in place": lambda: Fn(changed_in_place, nn.LeakyReLU(0.1, inplace=True)),
     "caught": lambda: Fn(caught, nn.Linear(6, 6)),
+    "group norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.GroupNorm(2, 6), nn.GELU("tanh")),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
     "counts": CountsTokens,
