@@ -1,14 +1,8 @@
-"""An allocator like CUDA's (c10/cuda/CUDACachingAllocator.cpp), without a device: bytes alone.
-
-Sizes are rounded up to 512 bytes. Those up to 1 MiB share segments of 2 MiB, larger ones segments
-of 20 MiB, and from 10 MiB on each has one of its own size. What is freed stays reserved, for the
-smallest request that it serves. Where the device is full, free segments are given back to it, and
-the request is tried again.
-"""
+"""An allocator like CUDA's (c10/cuda/CUDACachingAllocator.cpp), without a device: bytes alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -22,32 +16,12 @@ def rounded(size, to):
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment, free or taken."""
+    """A part of a segment, which is a list of blocks in the order of their addresses."""
 
-    segment: Segment
+    segment: list[Block]
     size: int
     is_free: bool = True
     asked: int = 0
-
-
-@dataclass(eq=False)
-class Segment:
-    """Blocks in the order of their addresses."""
-
-    is_small: bool
-    blocks: list[Block] = field(default_factory=list)
-
-    def split(self, block, size):
-        """Cut a block after so many bytes; the rest is free."""
-        self.blocks.insert(self.blocks.index(block) + 1, Block(self, block.size - size))
-        block.size = size
-
-    def merge(self):
-        """Make one block of free ones that are side by side."""
-        for before, after in pairwise(list(self.blocks)):
-            if before.is_free and after.is_free:
-                after.size += before.size
-                self.blocks.remove(before)
 
 
 class CachingAllocator:
@@ -58,7 +32,7 @@ class CachingAllocator:
         self.now = dict.fromkeys(("requested", "allocated", "reserved"), 0)
         self.peak = dict(self.now)
         self.num_retries = 0
-        self._segments = []
+        self._segments = {True: [], False: []}  # those of small blocks, and others
 
     def allocate(self, num_bytes):
         """Return a block for so many bytes; None if there is no room."""
@@ -71,7 +45,9 @@ class CachingAllocator:
         if block is None:
             return None
         if block.size - size >= (ROUND if size <= SMALL else SMALL + 1):
-            block.segment.split(block, size)
+            rest = Block(block.segment, block.size - size)
+            block.segment.insert(block.segment.index(block) + 1, rest)
+            block.size = size
         block.is_free, block.asked = False, num_bytes
         self._add(requested=num_bytes, allocated=block.size)
         return block
@@ -79,17 +55,19 @@ class CachingAllocator:
     def free(self, block):
         self._add(requested=-block.asked, allocated=-block.size)
         block.is_free = True
-        block.segment.merge()
+        for before, after in pairwise(list(block.segment)):
+            if before.is_free and after.is_free:
+                after.size += before.size
+                block.segment.remove(before)
 
     def reset_peaks(self):
         self.peak = dict(self.now)
 
     def empty_cache(self):
-        """Give segments that are free back to the device."""
-        for segment in list(self._segments):
-            if len(segment.blocks) == 1 and segment.blocks[0].is_free:
-                self._add(reserved=-segment.blocks[0].size)
-                self._segments.remove(segment)
+        for segments in self._segments.values():
+            for segment in [each for each in segments if len(each) == 1 and each[0].is_free]:
+                self._add(reserved=-segment[0].size)
+                segments.remove(segment)
 
     def _add(self, **sizes):
         for name, size in sizes.items():
@@ -97,9 +75,7 @@ class CachingAllocator:
             self.peak[name] = max(self.peak[name], self.now[name])
 
     def _best(self, size):
-        """The smallest free block that serves a size."""
-        segments = [each for each in self._segments if each.is_small == (size <= SMALL)]
-        blocks = (block for segment in segments for block in segment.blocks)
+        blocks = (block for segment in self._segments[size <= SMALL] for block in segment)
         found = (block for block in blocks if block.is_free and block.size >= size)
         return min(found, key=lambda block: block.size, default=None)
 
@@ -110,6 +86,6 @@ class CachingAllocator:
         if self.now["reserved"] + whole > self.limit:
             return None
         self._add(reserved=whole)
-        self._segments.append(segment := Segment(size <= SMALL))
-        segment.blocks.append(block := Block(segment, whole))
+        self._segments[size <= SMALL].append(segment := [])
+        segment.append(block := Block(segment, whole))
         return block

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +50,7 @@ def loss_of_all(output: Any) -> Tensor:
     return sum(((place + 1.5) * part.double().sin()).sum() for place, part in enumerate(parts))
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
@@ -68,16 +66,7 @@ def run_step(
     loss: Callable[[Any], Tensor] = loss_of_all,
     seed: int = 11,
 ) -> Step:
-    """Run a step of a copy of `model` in one memory mode.
-
-    Args:
-        model: a module; with `memory`, one that has such a property.
-        x: its input; the gradients of its floating-point tensors are taken where they ask for it.
-        memory: the mode; the model's own if None.
-        call: what is done with the model and its input.
-        loss: from the output to a number.
-        seed: of the default generator.
-    """
+    """Run a step of a copy of `model`, in its own memory mode or in another."""
     model = copy.deepcopy(model)
     if memory is not None:
         model.memory = memory
@@ -100,11 +89,7 @@ def run_step(
 def assert_same_tensor(
     name: str, got: Tensor | None, want: Tensor | None, rtol: float = 0.0, least: float = 1e-300
 ):
-    """Compare two tensors: bit by bit, or relative to the largest entry where `rtol` is given.
-
-    `least` is the smallest scale that the difference is held against: a bias before a norm has a
-    gradient of rounding errors alone.
-    """
+    """Compare bit by bit, or relative to the largest entry, or to `least` if that is larger."""
     if want is None or got is None:
         assert got is want, f"{name}: {got} for {want}"
         return
@@ -114,13 +99,14 @@ def assert_same_tensor(
         assert torch.equal(got, want), f"{name}: differs by {(got - want).abs().max()}"
         return
     if want.numel():
-        error = (got - want).abs().max() / want.abs().max().clamp_min(least)
-        assert error <= rtol, f"{name}: differs by {error} of its largest entry"
+        error, scale = (got - want).abs().max(), want.abs().max().clamp_min(least)
+        assert error <= rtol * scale, f"{name}: differs by {error / scale} of its largest entry"
 
 
 def assert_same_tensors(got: dict, want: dict, rtol: float = 0.0):
     assert list(got) == list(want)
     present = [v for v in want.values() if v is not None and v.is_floating_point() and v.numel()]
+    # A bias before a norm has a gradient of rounding errors alone.
     least = 1e-3 * max((float(value.double().abs().max()) for value in present), default=1.0)
     for name, value in want.items():
         assert_same_tensor(name, got[name], value, rtol, least)
@@ -128,9 +114,7 @@ def assert_same_tensors(got: dict, want: dict, rtol: float = 0.0):
 
 def assert_same_step(got: Step, want: Step, rtol: float = 0.0):
     """Compare all that two steps left behind (`rtol` is for the gradients alone)."""
-    assert len(got.outputs) == len(want.outputs)
-    for place, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True)):
-        assert_same_tensor(f"output {place}", a, b)
+    assert_same_tensors(dict(enumerate(got.outputs)), dict(enumerate(want.outputs)))
     assert any(value is not None for value in want.gradients.values())
     assert_same_tensors(got.gradients, want.gradients, rtol)
     assert_same_tensors(got.buffers, want.buffers)
@@ -138,8 +122,6 @@ def assert_same_step(got: Step, want: Step, rtol: float = 0.0):
 
 
 class Operators(TorchDispatchMode):
-    """A context that notes the names of operators."""
-
     def __init__(self):
         super().__init__()
         self.names = []

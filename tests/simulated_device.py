@@ -1,12 +1,8 @@
 """An accelerator in Python: ordinary tensors on a device "sim", whose kernels are those of the CPU.
 
-What a device may do, this one does: its random stream is its own, and its bytes are those of an
-allocator that caches and may have a limit (tests/caching_allocator.py); memory
-that is new or free holds NaNs; a copy on a stream is made when somebody waits for it, and not
-before; a generator or a tensor of the CPU is refused. It makes no generators and pins no memory,
-and an error of a saved-tensor hook ends the process, since torch's guard of such devices does.
-
-It is that of the whole process, so tests run it in a process of their own.
+Memory that is new or free holds NaNs; a copy on a stream is made when somebody waits for it. It
+makes no generators and pins no memory, and an error of a saved-tensor hook ends the process, since
+torch's guard of such devices does. It is that of the whole process: tests run it in their own.
 """
 
 from __future__ import annotations
@@ -26,9 +22,6 @@ ATEN, CPU = torch.ops.aten, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # What moves between devices, and what takes indices of the CPU.
 MIXED = {"_copy_from", "index", "index_put_", "_index_put_impl_"}
 generator = torch.Generator()
-
-
-# -- streams ---------------------------------------------------------------------------------------
 
 
 class Stream(torch.Stream):
@@ -73,16 +66,11 @@ class Event:
             self.stream.queue.pop(0)()
 
 
-# -- the module of the device ----------------------------------------------------------------------
-
-
 def _always(value):
     return lambda self, *device: value
 
 
 class _Bare:
-    """What torch asks of a device module."""
-
     is_initialized = is_available = _always(True)
     _is_in_bad_fork = _always(False)
     device_count, current_device = _always(1), _always(0)
@@ -154,8 +142,6 @@ class _Full(_Bare):
 module = _Full()
 module.current = Stream()
 
-# -- memory ----------------------------------------------------------------------------------------
-
 # The memory of each storage, and when a kernel last wrote to it.
 _memory, _written = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
@@ -189,13 +175,9 @@ def _free(memory, block):
 
 
 def _held(tensor):
-    """The tensor of the CPU that has the memory of one on the device."""
     found = torch.empty(0, dtype=tensor.dtype)
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return found.set_(_memory[tensor.untyped_storage()], *place)
-
-
-# -- kernels ---------------------------------------------------------------------------------------
 
 
 def _changed(value, change):
@@ -265,7 +247,6 @@ def _drawing():
 
 
 def _copy(source, target, held_source, held_target, non_blocking=False):
-    """Copy between devices, on a stream when somebody waits for it."""
     stream, copy = module.current, partial(held_target.copy_, held_source)
     if non_blocking and stream is not module.streams[0]:
         if _on_device(source) and _written[source.untyped_storage()] > stream.seen:

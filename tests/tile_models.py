@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from tests.oracle import assert_same_tensor, tensors
+from tests.oracle import assert_same_tensor, loss_of_all, tensors
 
 N, L, D, V = 3, 13, 6, 11
 CALLS = {"tiled": recoup.tiled, "tiled_loss": recoup.tiled_loss}
@@ -40,10 +40,8 @@ class Model(nn.Module):
     def __init__(self, tied=False, bias=True, p=0.0):
         super().__init__()
         torch.manual_seed(1)
-        self.embedding = nn.Embedding(V, D)
-        self.body = nn.Linear(D, D)
-        self.norm = nn.LayerNorm(D)
-        self.dropout = nn.Dropout(p)
+        self.embedding, self.body = nn.Embedding(V, D), nn.Linear(D, D)
+        self.norm, self.dropout = nn.LayerNorm(D), nn.Dropout(p)
         self.head = nn.Linear(D, V, bias=bias)
         if tied:
             self.head.weight = self.embedding.weight
@@ -59,11 +57,9 @@ class Model(nn.Module):
 
 
 def gradients(call, inputs, module=None):
-    """The outputs of a call, and the gradients of inputs and parameters."""
     outputs, leaves = tensors(call()), [*inputs, *(module.parameters() if module else ())]
-    real = [each for each in outputs if each.is_floating_point()]
-    loss = sum(((place + 1.5) * each.sin()).sum() for place, each in enumerate(real))
-    return [*outputs, *torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)]
+    given = {"materialize_grads": True, "allow_unused": True}
+    return [*outputs, *torch.autograd.grad(loss_of_all(outputs), leaves, **given)]
 
 
 def assert_same(found, wanted, rtol=1e-10):

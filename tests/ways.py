@@ -1,8 +1,4 @@
-"""The ways in which a model may run, and the situations that it may run in; the oracle is "plain".
-
-A situation takes a model and its input, and returns all that it leaves. `outcome` runs one, and
-`assert_same` holds what two models leave against each other.
-"""
+"""The ways in which a model may run, "plain" being the oracle, and situations: what is done."""
 
 from __future__ import annotations
 
@@ -23,9 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import recoup
 from recoup import schedules
 from recoup.schedules import Schedule, constant
-from tests.oracle import assert_same_tensor, hooks_in_force, loss_of_all, tensors
-
-# -- ways ------------------------------------------------------------------------------------------
+from tests.oracle import assert_same_tensors, hooks_in_force, loss_of_all, tensors
 
 
 class Called(nn.Module):
@@ -62,10 +56,7 @@ def offloading(stages, x):
 
 
 def tape_first_keep_later(n):
-    """Tape a third in the sweep, then keep and advance, then tape the end."""
     s, first, last = schedules, n // 3, n - 1
-    if n == 1:
-        return Schedule(n, (s.Tape(0), s.Reverse(0)))
     actions = [s.Tape(i) for i in range(first)]
     if first < last:
         actions += [s.Keep(first), s.Advance(first, last)]
@@ -82,28 +73,23 @@ def planned(n):
     return schedules.optimal(costs, schedules.frontier(costs)[0].peak_bytes)
 
 
+def in_turns(*ways):
+    return lambda n: constant([ways[i % len(ways)] for i in range(n)])
+
+
 MEMORY = {
-    "inputs": lambda n: "inputs",
-    "sqrt": lambda n: "sqrt",
-    "log": lambda n: "log",
+    **{name: lambda n, name=name: name for name in ("inputs", "sqrt", "log", "linear")},
     "1 slot": lambda n: 1,
     "3 slots": lambda n: 3,
-    "linear": lambda n: "linear",
     "revolve": lambda n: schedules.revolve(n, 2),
     "tape first, keep later": tape_first_keep_later,
     "planned": planned,
-    "keep every third": lambda n: constant(
-        ["keep" if i % 3 == 1 else "recompute" for i in range(n)]
-    ),
+    "keep every third": in_turns("recompute", "keep", "recompute"),
 }
 INVERTING = {
     "constant": lambda n: "constant",
-    "constant, mixed": lambda n: constant(
-        [("invert", "recompute", "invert", "keep")[i % 4] for i in range(n)]
-    ),
-    "constant, mixed otherwise": lambda n: constant(
-        [("recompute", "invert", "invert", "recompute", "keep")[i % 5] for i in range(n)]
-    ),
+    "constant, mixed": in_turns("invert", "recompute", "invert", "keep"),
+    "constant, mixed otherwise": in_turns("recompute", "invert", "invert", "recompute", "keep"),
 }
 CALLS = {
     "checkpoint": recoup.checkpoint,
@@ -118,7 +104,6 @@ USUAL = ["checkpoint", "one by one", "recompute", "recomputing", "inputs", "sqrt
 
 
 def built(way, modules):
-    """The modules in some way; "plain" is the oracle."""
     modules = copy.deepcopy(modules)
     if way == "recompute_":
         model = nn.Sequential(*modules)
@@ -129,13 +114,9 @@ def built(way, modules):
 
 
 def called(way, *modules):
-    """Modules in a row as they are: in a checkpoint, in a value that is not kept, or in a chain."""
     fn = nn.Sequential(*modules) if len(modules) > 1 else modules[0]
     regions = {"checkpoint": partial(recoup.checkpoint, fn), "value": recoup.recompute(fn)}
     return regions.get(way) or recoup.Sequential(*modules, memory=way)
-
-
-# -- situations ------------------------------------------------------------------------------------
 
 
 def left_by(model, x):
@@ -152,7 +133,6 @@ def a_step(model, x):
 
 
 def three_steps(model, x):
-    """Gradients add up, and what a first run was looked at for is known in later ones."""
     return [value for _ in range(3) for value in a_step(model, x)]
 
 
@@ -184,7 +164,6 @@ def part_by_part(model, x):
 
 
 def used_while_it_is_used(model, x):
-    """A hook takes a gradient in the middle of a backward."""
     loss, found = loss_of_all(model(x)), []
     weights = list(model.parameters())
     weight = weights[len(weights) // 2]
@@ -268,7 +247,6 @@ def threads_that_share_a_graph(model, x):
 
 
 def threads_with_a_graph_each(model, x):
-    """In evaluation: what they draw would come in any order."""
     model.eval()
     inputs = [(x.detach() * place).requires_grad_() for place in range(1, 5)]
     return in_threads(lambda x: [gradients(model(x), model, x) for _ in range(3)][-1], inputs)
@@ -310,15 +288,9 @@ def second_runs_that_fail(model, x):
 
 
 def a_step_with(
-    call=nn.Module.__call__,
-    around=nullcontext,
-    between=lambda model, x: None,
-    around_backward=nullcontext,
-    backward=torch.Tensor.backward,
-    dtype=torch.float64,
-):
-    """A step with something around it, or between its forward and its backward."""
-
+    call=nn.Module.__call__, around=nullcontext, between=lambda model, x: None,
+    around_backward=nullcontext, backward=torch.Tensor.backward, dtype=torch.float64,
+):  # fmt: skip
     def situation(model, x):
         model, x = model.to(dtype), x.detach().to(dtype).requires_grad_(x.requires_grad)
         with around():
@@ -338,8 +310,6 @@ def evaluate(model, x):
 
 
 def replacing(kind):
-    """A step between whose passes all parameters or buffers are others."""
-
     def situation(model, x):
         first = [*model.parameters(), *model.buffers()]
         loss = loss_of_all(model(x))
@@ -367,7 +337,6 @@ def in_another_thread(loss):
 
 
 def within(checkpoint, **options):
-    """A step of a model in a checkpoint; the model may change its input in place."""
     return a_step_with(lambda model, x: checkpoint(lambda x: model(x * 1.0), x, **options))
 
 
@@ -413,11 +382,7 @@ SITUATIONS = {
 }  # fmt: skip
 
 
-# -- the comparison --------------------------------------------------------------------------------
-
-
 def outcome(model: nn.Module, x: Any, situation: Any) -> list[Any]:
-    """What a situation leaves, and the random stream after it."""
     if isinstance(x, torch.Tensor):
         x = x.detach().requires_grad_(x.requires_grad)
     torch.manual_seed(5)
@@ -429,7 +394,4 @@ def outcome(model: nn.Module, x: Any, situation: Any) -> list[Any]:
 
 
 def assert_same(got, want, rtol=0.0):
-    present = [w for w in want if w is not None and w.is_floating_point() and w.numel()]
-    least = 1e-3 * max(float(each.abs().max()) for each in present)
-    for place, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert_same_tensor(str(place), g, w, rtol, least)
+    assert_same_tensors(dict(enumerate(got)), dict(enumerate(want)), rtol)

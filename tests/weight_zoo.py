@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 import recoup
 from tests.oracle import assert_same_tensors, hooks_in_force, loss_of_all, tensors
 
-# -- modules of users ------------------------------------------------------------------------------
-
 
 class Uses(nn.Module):
     def __init__(self, use: Callable[[Tensor, Tensor], Tensor], *size: int) -> None:
@@ -42,13 +40,12 @@ class Reads(nn.Module):
 class Tied(nn.Module):
     """AWD-LSTM in small: a decoder whose weight is that of the embedding."""
 
-    def __init__(self, *, tied: bool = True, recurrent: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, *, recurrent: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding, self.drop = nn.Embedding(12, 6), nn.Dropout(dropout)
         self.rnn = nn.LSTM(6, 6) if recurrent else None
         self.decoder = nn.Linear(6, 12, bias=False)
-        if tied:
-            self.decoder.weight = self.embedding.weight
+        self.decoder.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.drop(self.embedding(ids).tanh())
@@ -89,8 +86,6 @@ def loaded(module: nn.Module, **how: Any) -> nn.Module:
 
 
 class Runs(nn.Module):
-    """A layer that is run in some way: `run(layer, *args)`."""
-
     def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
         self.layer, self.run = layer, run
@@ -130,14 +125,8 @@ def first_of(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)[0]
 
 
-# -- layers ----------------------------------------------------------------------------------------
-
-
 class Kind(NamedTuple):
-    """A layer, what it is given, and which of its parameters are the weights.
-
-    No activation has as many entries as a weight, so storages tell one from the other.
-    """
+    """A layer, what it is given, and its weights: no activation has as many entries as one."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
@@ -187,24 +176,17 @@ LAYERS: dict[str, Kind] = {
     ),
     "attention to other widths": Kind(
         lambda: Runs(nn.MultiheadAttention(64, 4, kdim=48, vdim=40), attending),
-        given((5, 2, 64), (6, 2, 48), (6, 2, 40)),
-        r".*weight",
+        given((5, 2, 64), (6, 2, 48), (6, 2, 40)), r".*weight",
     ),
     "encoder layer": Kind(
         lambda: nn.TransformerEncoderLayer(64, 4, 96, batch_first=True),
-        given((2, 5, 64)),
-        r".*(in_proj|out_proj\.|linear\d\.)_?weight",
+        given((2, 5, 64)), r".*(in_proj|out_proj\.|linear\d\.)_?weight",
     ),
 }  # fmt: skip
-
-# -- precisions ------------------------------------------------------------------------------------
-
 PRECISIONS = ("float32", "bfloat16", "autocast")
 
 
-def built(
-    kind: Kind, precision: str = "float32", *, dropout: bool = True
-) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def built(kind: Kind, precision: str = "float32", *, dropout: bool = True) -> tuple[Any, Any]:
     """The plain layer in training mode, with dropout of activations or without, and its inputs."""
     torch.manual_seed(3)
     module, inputs = kind.build(), kind.inputs()
@@ -221,9 +203,6 @@ def built(
 
 def around(precision: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-
-
-# -- ways to reparametrize weights -----------------------------------------------------------------
 
 
 class Way(NamedTuple):
@@ -277,18 +256,12 @@ def matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
     return [p for name, p in module.named_parameters() if re.fullmatch(pattern, name)]
 
 
-# -- the plain run ---------------------------------------------------------------------------------
-
-
 def by_name(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
 def materialised(way: Way, plain: nn.Module, pattern: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """The weights of a step at this place of the random stream, by operators of torch.
-
-    What is drawn is asked of copies of the plain module, whose weights are all ones, or zeros.
-    """
+    """The weights of a step; draws are those of copies whose weights are all ones, or zeros."""
     state = torch.get_rng_state()
     names = [name for name in by_name(plain) if re.fullmatch(pattern, name)]
     used = dict(raw)
@@ -330,12 +303,7 @@ def product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
 
 
 class Materialised(nn.Module):
-    """The oracle: a plain module, run with weights that are made before it runs.
-
-    Args:
-        plain: the module to which nothing is applied.
-        ours: the one to which `way` was applied, whose parameters are used.
-    """
+    """The oracle: a plain module, run with weights that are made first, of parameters of ours."""
 
     def __init__(self, way: Way, plain: nn.Module, pattern: str, ours: nn.Module) -> None:
         super().__init__()
@@ -365,11 +333,7 @@ def compare(
     rtol: float = 0.0,
     seed: int = 11,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Do something with a reparametrized module and with the oracle, and compare what that gives.
-
-    Compared are the tensors that `act(run, parameters, *inputs)` returns, by name, the buffers and
-    the random stream: bit by bit, or relative to the largest entry where `rtol` is given.
-    """
+    """Compare what `act` leaves with a reparametrized module and with the oracle; return both."""
     ours = way(copy.deepcopy(plain), pattern)
     parameters, start = dict(ours.named_parameters()), copy.deepcopy(ours.state_dict())
     found = []
@@ -379,7 +343,7 @@ def compare(
         mine = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         torch.manual_seed(seed)
         made = act(run, parameters, *mine)
-        made = {name: None if x is None else dense(x.detach()).clone() for name, x in made.items()}
+        made = {name: x if x is None else x.detach().to_dense().clone() for name, x in made.items()}
         owner = ours if run is ours else plain
         made |= {f"buffer {name}": b.clone() for name, b in owner.named_buffers()}
         found.append((made, torch.get_rng_state()))
@@ -389,7 +353,3 @@ def compare(
     assert any(value is not None for value in found[0][0].values())
     assert torch.equal(found[0][1], found[1][1]), "the random stream differs"
     return ours, found[0][0]
-
-
-def dense(x: Tensor) -> Tensor:
-    return x.to_dense() if x.is_sparse else x

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import recoup
-from tests.deciding import Grouped, Router, is_second_run
+from tests.deciding import Grouped, Router
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -22,9 +22,6 @@ with warnings.catch_warnings():
 
 def leaf(*size: int) -> Tensor:
     return torch.randn(*size, dtype=torch.float64).requires_grad_()
-
-
-# -- chains of any modules -------------------------------------------------------------------------
 
 
 class Fn(nn.Module):
@@ -42,7 +39,6 @@ def to_tuple(x: Tensor, linear: nn.Module) -> Any:
 
 
 def through_dict(state: Any, linear: nn.Module) -> Any:
-    """From a nest to another one, in which two places hold one tensor."""
     y, (x, nothing) = state["pair"]
     assert nothing is None
     assert state["number"] == 7
@@ -66,14 +62,11 @@ def with_unused() -> nn.Module:
 
 
 def draws_itself(x: Tensor, linear: nn.Module, dropout: nn.Module) -> Tensor:
-    """Python code that draws from the default generator, next to a dropout."""
     x = x * torch.rand(x.shape[1], dtype=x.dtype, device=x.device)
     return dropout(linear(x)).tanh() + torch.randn_like(x)
 
 
 class SavesTwice(torch.autograd.Function):
-    """A Function that asks for what it saved twice."""
-
     @staticmethod
     def forward(ctx, x):
         y = x.exp()
@@ -96,9 +89,8 @@ def dense(dropout: float = 0.0, width: int = 6) -> nn.Module:
 
 
 def conv_norm() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.3)
-    )
+    parts = [nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.3)]
+    return nn.Sequential(*parts)
 
 
 def transformer() -> nn.Module:
@@ -111,7 +103,6 @@ def shared() -> list[nn.Module]:
 
 
 def inplace() -> list[nn.Module]:
-    """In-place activations within a stage, which plain autograd allows."""
     return [nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))] * 2 + [
         nn.Sequential(nn.BatchNorm1d(6), nn.ELU(inplace=True), nn.Linear(6, 6)) for _ in range(4)
     ]
@@ -163,9 +154,6 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
 }  # fmt: skip
 
 
-# -- models of one module each, in single precision ------------------------------------------------
-
-
 def autocast(dtype: torch.dtype) -> nn.Module:
     def run(x: Tensor, *parts: nn.Module) -> Tensor:
         with torch.autocast("cpu", dtype):
@@ -200,7 +188,6 @@ def sequence(layer: nn.Module) -> nn.Module:
 
 
 def caught(x: Tensor, linear: nn.Module) -> Tensor:
-    """Code that tries a faster kernel, say, and may do without."""
     try:
         y = linear(x.sin())
     except Exception:  # noqa: BLE001
@@ -209,21 +196,17 @@ def caught(x: Tensor, linear: nn.Module) -> Tensor:
 
 
 def energy() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), Fn(torch.sin),
-        nn.Linear(6, 1),
-    )  # fmt: skip
+    parts = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), Fn(torch.sin)]
+    return nn.Sequential(*parts, nn.Linear(6, 1))
 
 
 def force(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
-    """At a copy of its input: asks for nothing of what came before."""
     z = x.detach().requires_grad_()
     (found,) = torch.autograd.grad(energy(z).sum(), z, create_graph=True)
     return after((x.sin() - 0.1 * found).tanh())
 
 
 def force_of_its_input(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
-    """After the region has saved other things."""
     h = after(x).tanh()
     (found,) = torch.autograd.grad(energy(h).sum(), h, create_graph=True)
     (again,) = torch.autograd.grad((h * found).sum(), x, create_graph=True)
@@ -231,7 +214,6 @@ def force_of_its_input(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor
 
 
 def draws_around_a_gradient(x: Tensor, linear: nn.Module) -> Tensor:
-    """Takes a gradient of what it has drawn, and draws again."""
     with torch.enable_grad():
         x = x if x.requires_grad else x.detach().requires_grad_()
         z = F.dropout(linear(F.dropout(x)).tanh())
@@ -249,8 +231,6 @@ def not_kept(x: Tensor, module: nn.Module) -> Tensor:
 
 
 class Running(nn.Module):
-    """A running mean of its own making, which is updated in training."""
-
     def __init__(self, *, is_replaced: bool = False) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
@@ -264,26 +244,7 @@ class Running(nn.Module):
         return (x - self.mean).sin()
 
 
-class Registering(nn.Module):
-    """Registers its buffer in the second step, and counts in it from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.num_runs = nn.Linear(6, 6), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        if "mean" in self._buffers:
-            self.mean = 0.9 * self.mean + mean
-        elif self.num_runs == 1 and not is_second_run():
-            self.register_buffer("mean", mean)
-        self.num_runs += not is_second_run()
-        return self.linear(x).sin()
-
-
 class CountsTokens(nn.Module):
-    """Counts where its output is largest, and depends on the count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -307,9 +268,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "index": lambda: Fn(scattered),
     "rrelu": lambda: nn.Sequential(nn.Linear(6, 600), nn.RReLU()),
     "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
-    "alpha dropout": lambda: nn.Sequential(
-        nn.AlphaDropout(0.3), nn.SELU(), nn.FeatureAlphaDropout()
-    ),
+    "alpha dropout": lambda: nn.Sequential(nn.AlphaDropout(), nn.SELU(), nn.FeatureAlphaDropout()),
     "dropout1d": lambda: nn.Sequential(sequence(nn.Dropout1d()), nn.Tanh()),
     "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
     "spectral norm": lambda: spectral_norm(nn.Linear(6, 6)),
@@ -326,9 +285,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "rows by a draw": lambda: Fn(routed),
     "in place": lambda: Fn(changed_in_place, nn.LeakyReLU(0.1, inplace=True)),
     "caught": lambda: Fn(caught, nn.Linear(6, 6)),
+    "group norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.GroupNorm(2, 6), nn.GELU("tanh")),
     "running mean": Running,
     "replaced mean": lambda: Running(is_replaced=True),
-    "late buffer": Registering,
     "counts": CountsTokens,
     "force": lambda: Fn(force, energy(), nn.Linear(6, 6)),
     "force of its input": lambda: Fn(force_of_its_input, energy(), nn.Linear(6, 6)),

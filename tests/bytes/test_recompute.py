@@ -57,7 +57,6 @@ in_consumers = pytest.mark.parametrize("consume", CONSUMERS.values(), ids=CONSUM
 
 
 def held_bytes(run, precision="float32"):
-    """What is held beside the outputs themselves."""
     own: dict[int, int] = {}
 
     def run_and_count():
@@ -93,9 +92,6 @@ MADE = {  # what makes values, how they are used, and the bytes of plain code an
     "a draw": (lambda x: x + torch.randn_like(x), lambda y, w: y @ w, VALUE, STATE),
     "two": (twice, lambda y, w: (y[0] @ w, y[1]["cosine"] @ w), 2 * VALUE, 0),
     "one of two": (twice, lambda y, w: y[0] @ w, VALUE, 0),
-    "a value of a value": (
-        lambda x: recoup.recompute(F.gelu)(x).sin(), lambda y, w: y @ w, VALUE, VALUE,
-    ),
     "a checkpoint": (
         lambda x: checkpoint(lambda x: F.gelu(x.sin()), x, use_reentrant=False),
         lambda y, w: y @ w, VALUE, 0,
@@ -112,7 +108,6 @@ def test_what_is_held_of_values_that_are_made_by(name):
 
 
 def test_each_function_of_a_chain_of_values_runs_again_once():
-    """What lies in between is not kept, whoever asks first, and whoever uses it."""
     x, w, runs = leaf(), weight(), []
 
     def counted(op):
@@ -129,12 +124,11 @@ def test_each_function_of_a_chain_of_values_runs_again_once():
         loss = step(x, counted, recoup.checkpoint)
         # x * 1.0, what the products return, and what the last one saves
         assert tracker.current_bytes <= 2 * VALUE + 3 * 64 * 32 * 4 + 4
-        runs.clear()
-        got = torch.autograd.grad(loss, (x, w), retain_graph=True)
-        assert sorted(runs) == ["exp", "sin", "tanh"]
-        again = torch.autograd.grad(loss, (x, w))
-    assert all(map(torch.equal, got, want))
-    assert all(map(torch.equal, again, want))
+        for _ in range(2):
+            runs.clear()
+            got = torch.autograd.grad(loss, (x, w), retain_graph=True)
+            assert sorted(runs) == ["exp", "sin", "tanh"]
+            assert all(map(torch.equal, got, want))
 
 
 # peft 0.21 asks transformers 5.23 for a name that version 6 has no more.

@@ -13,6 +13,7 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain
 from recoup.schedules import Cost, binomial, constant, log, optimal, revolve, simulate, sqrt
 from tests.alive import step_of
+from tests.unit.gradients.cases import collect
 from tests.zoo import Fn, asks_twice
 
 UNIT = 64 * 256 * 4
@@ -29,11 +30,9 @@ def named(value):
 
 
 class Counts(nn.Sequential):
-    """Counts its calls in a list: a number would be put back as it was."""
-
     def __init__(self, *layers):
         super().__init__(*layers)
-        self.calls = []
+        self.calls = []  # a number would be put back as it was
 
     def forward(self, x):
         self.calls.append("forward")
@@ -111,7 +110,6 @@ def test_a_retained_graph_holds_what_it_held_before(block, memory):
 
 
 def test_a_state_goes_with_the_last_slot_of_its_stage():
-    """Not with the next stage that is run again: states of a segment would add up."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
     model, x = recoup.Sequential(*blocks, memory="sqrt"), torch.randn(64, 64)
     step_of(model, [x])
@@ -127,19 +125,26 @@ def peak_bytes(fn):
     return recoup.measure(fn, device="cpu", repeats=0).peak_bytes
 
 
-@pytest.mark.parametrize("mode", ["auto", "grad"])
-def test_a_sum_takes_one_buffer_and_a_merge_nothing(mode):
+@pytest.mark.parametrize("way", ["auto", "grad", "harvest", "collecting", "from_grad"])
+def test_a_sum_takes_one_buffer_and_a_merge_nothing(way):
     layers = (nn.Linear(512, 512, bias=False) for _ in range(4))
     model, x = nn.Sequential(*layers), torch.ones(2, 512)
     size, stores = sum(each.nbytes for each in model.parameters()), []
 
     def run():
         stores.append(store := recoup.GradStore(model.parameters()))
-        for _ in range(8):
-            store.backward(loss_fn(model(x)), mode=mode)
+        for number in range(8):
+            if way == "from_grad" and number == 0:
+                loss_fn(model(x)).backward()
+                store.extend_(recoup.GradStore.from_grad(model.parameters()))
+            else:
+                collect(store, loss_fn(model(x)), way.replace("from_grad", "auto"))
 
     # The sum, one gradient on its way, and the activations of two samples.
-    assert peak_bytes(run) <= (1.3 if mode == "auto" else 2.3) * size
+    assert peak_bytes(run) <= (2.3 if way in ("grad", "collecting") else 1.3) * size
+    if way not in ("grad", "from_grad"):  # the first gradients are taken over
+        loss, store = loss_fn(model(x)), recoup.GradStore(model.parameters())
+        assert peak_bytes(lambda: collect(store, loss, way)) <= 1.1 * size
     run()
     assert peak_bytes(lambda: stores[0].extend_(stores[1], consume=False)) == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)

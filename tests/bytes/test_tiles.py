@@ -25,7 +25,6 @@ class Head(nn.Linear):
 
 @pytest.fixture
 def given():
-    """An output layer, and what its loss is given."""
     hidden, labels = torch.randn(ROWS, D, requires_grad=True), torch.randint(V, (ROWS,))
     return Head(D, V, bias=False), hidden, labels
 

@@ -1,4 +1,4 @@
-"""Layers whose gradients are collected, in each way, and what plain autograd makes of them."""
+"""Layers whose gradients are collected, and what plain autograd makes of them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,14 @@ from torch import Tensor, nn
 import recoup
 from recoup import GradStore
 from tests.oracle import assert_same_tensor
-from tests.weight_zoo import Runs, attending, first_of
+from tests.weight_zoo import Runs, Tied, attending, first_of
 from tests.zoo import autocast
 
 MODES = ("auto", "grad", "harvest")
 WAYS = (*MODES, "collecting")
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again = self.a
-
-    def forward(self, x):
-        return self.a(self.b(torch.tanh(self.a(x)))) @ self.again.weight
-
-
 class Breaks(nn.Module):
-    """Backward reaches `last`, then a hook, then `first`; or fails there."""
-
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
@@ -68,13 +56,12 @@ LAYERS = {
         lambda: nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last),
         lambda: torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last),
     ),
-    "embedding": (lambda: nn.Embedding(40, 3), words),
     "sparse": (lambda: nn.Embedding(40, 3, sparse=True), words),
     "lstm": (lambda: Runs(nn.LSTM(4, 3, 2), first_of), lambda: torch.randn(5, 2, 4)),
     "attention": (
         lambda: Runs(nn.MultiheadAttention(4, 2), attending), lambda: torch.randn(3, 2, 4)
     ),
-    "tied": (Tied, rows),
+    "tied": (lambda: Tied(recurrent=False), words),
     "bfloat16": (lambda: nn.Linear(4, 3).bfloat16(), lambda: rows().bfloat16()),
     "sparse bfloat16": (lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16), words),
     # Whose weights are cast, or made again in backward.
@@ -122,9 +109,7 @@ def same(one, other) -> bool:
     return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def collect(
-    store: GradStore, output: Tensor, way: str, seed: Tensor | None = None, **settings
-) -> None:
+def collect(store, output: Tensor, way: str, seed: Tensor | None = None, **settings) -> None:
     if way == "collecting":
         with store.collecting():
             output.backward(seed, **settings)

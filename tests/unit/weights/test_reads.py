@@ -3,57 +3,42 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import re
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from recoup.errors import RecoupError
 from recoup.weights import applied, disabled, enabled, remove, same_draw, set_step, step
-from tests.weight_zoo import MORE, OURS, Reads, materialised
+from tests.block_code import CHECKPOINTS
+from tests.weight_zoo import MORE, Reads, materialised
 
 
-class Model(nn.Module):
-    """Methods, and functions beside them, read one weight."""
+class Calls(nn.ModuleDict):
+    """A tree whose forward is a function of the tree."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6, bias=False)
+    def __init__(self, call, **modules):
+        super().__init__(modules)
+        self.call = call
 
-    def forward(self, read):
-        return read(self)
-
-    def encode(self):
-        return self.layer.weight
+    def forward(self, *args):
+        return self.call(self, *args)
 
 
-READERS = {
-    "a method": Model.encode,
-    "a function": lambda model: model.layer.weight,
-    "the layer": lambda model: model.layer(torch.eye(6)).T,
-}
 PLACES = {
     "forward": lambda model, read: model(read),
     "step": lambda model, read: step(model)(read)(model),
     "outside": lambda model, read: read(model),
 }
-CHECKPOINTS = {
-    "none": lambda call, x: call(x),
-    "torch": lambda call, x: torchs(call, x, use_reentrant=False),
-    "reentrant": lambda call, x: torchs(call, x, use_reentrant=True),
-    "ours": recoup.checkpoint,
-}
+CHECKPOINTS = {"none": lambda call, x: call(x)} | CHECKPOINTS
 
 
 @pytest.mark.sampled(72)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("read", [lambda m: m.layer.weight, lambda m: m.layer(torch.eye(6)).T])
 @pytest.mark.parametrize("kind", ["dropout", "noise", "function"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -61,9 +46,10 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", ["training", "always"])
 def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
-    mode, training, grad, checkpoint, place, kind, reader
+    mode, training, grad, checkpoint, place, kind, read
 ):
-    plain, read = Model().train(training), READERS[reader]
+    plain = Calls(lambda model, read: read(model), layer=nn.Linear(6, 6, bias=False))
+    plain.train(training)
     way = MORE[kind]._replace(how={"mode": mode})
     model, x = way(copy.deepcopy(plain)), torch.randn(6, requires_grad=True)
     raw = model.get_parameter("layer.weight")
@@ -91,57 +77,14 @@ def test_a_read_is_noisy_or_raw_and_gradients_are_those_of_what_was_read(
         torch.testing.assert_close(gradients[1], gradients[0])
 
 
-class SavesItself(nn.Linear):
-    """A layer that reads its weight to save and to load it, as those of torch_geometric do."""
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[prefix + "weight"] = self.weight
-
-    def _load_from_state_dict(self, *args):
-        self.loaded_over = self.weight
-
-
-def test_a_layer_that_saves_its_weight_itself_saves_the_parameter():
-    model = nn.Sequential(SavesItself(4, 4))
-    layer, raw, before = model[0], model[0].weight, torch.get_rng_state()
-    state = OURS["stacked"](model).state_dict()
-    model.load_state_dict(state, strict=False)
-    assert state["0.weight"] is layer.loaded_over is raw
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_norm_is_no_noise_applies_everywhere_and_stays_in_the_weight_when_it_is_removed():
-    model = recoup.weight_norm(Model())
-    model.layer.weight_g.data.mul_(2)
-    want = 2 * model.get_parameter("layer.weight").detach()
+    layer = recoup.weight_norm(nn.Linear(6, 6))
+    layer.weight_g.data.mul_(2)
+    want = 2 * layer.get_parameter("weight").detach()
     for training in (True, False):
         with torch.set_grad_enabled(training):
-            torch.testing.assert_close(model.train(training).encode(), want)
-    torch.testing.assert_close(remove(model).get_parameter("layer.weight").detach(), want)
-
-
-def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
-    linear = nn.utils.parametrize.register_parametrization(Model().layer, "weight", nn.Identity())
-    recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
-    assert torch.count_nonzero(linear(torch.eye(6))) == 0
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    recoup.weight_dropout(encoder, r"self_attn\.in_proj_weight", mode="always")
-    x = torch.randn(1, 3, 8)
-    with torch.no_grad():
-        assert not torch.equal(encoder(x), encoder(x))
-
-
-class Calls(nn.Module):
-    """A tree whose forward is a function of the tree."""
-
-    def __init__(self, call, **modules):
-        super().__init__()
-        self.call = call
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *args):
-        return self.call(self, *args)
+            torch.testing.assert_close(layer.train(training).weight, want)
+    torch.testing.assert_close(remove(layer).weight.detach(), want)
 
 
 def reads():
@@ -152,16 +95,7 @@ def dropped(module, pattern=r"(.*\.)?weight", **settings):
     return recoup.weight_dropout(module, pattern, **settings)
 
 
-def differ(*tensors):
-    return all(not torch.equal(a, b) for i, a in enumerate(tensors) for b in tensors[:i])
-
-
-def agree(*tensors):
-    return all(torch.equal(tensors[0], other) for other in tensors[1:])
-
-
 def stream_after(num_seeds):
-    """The state of the default generator after so many seeds were taken from it."""
     torch.manual_seed(1)
     layer = dropped(reads())
     for _ in range(num_seeds):
@@ -254,56 +188,24 @@ def test_a_step_is_the_forward_of_what_something_was_applied_to():
     dropped(inner, "a.weight")
     dropped(outer, r"inner\.b\.weight")
     a1, b1, a2, b2 = outer()
-    assert differ(a1, a2)
-    assert agree(b1, b2)
-
-
-def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
-    tree = dropped(Calls(lambda tree: tree.layer(), layer=reads()))
-    raw = tree.layer.get_parameter("weight")
-    with step(tree):
-        first = tree()
-        assert torch.equal(functional_call(tree, {"layer.weight": 2 * raw}, ()), 2 * first)
-        assert torch.equal(tree(), first)
-        want = first.detach() * 4
-        with torch.no_grad():
-            raw.mul_(4.0)
-        assert torch.equal(tree(), want)
-
-
-@pytest.mark.parametrize("before", [None, "evaluation", "training without a graph"])
-def test_hooks_in_backward_may_look_at_the_parameter(before):
-    linear, x, seen = dropped(nn.Linear(4, 4)), torch.randn(2, 4), []
-    if before:
-        with torch.no_grad():
-            linear.train(before != "evaluation")(x)
-    raw = linear.train().get_parameter("weight")
-    raw.register_hook(lambda gradient: seen.append(linear.weight))
-    linear(x).sum().backward()
-    assert seen[0] is raw
+    assert not torch.equal(a1, a2)
+    assert torch.equal(b1, b2)
 
 
 def test_same_draw_goes_by_qualified_names_alone():
-    """Whatever class it has, whatever ran before, and whatever trainers wrap it in."""
+    def tree_of(names):
+        return Calls(lambda tree: {name: tree[name]() for name in names}, a=reads(), b=reads())
 
-    def tree_of(kind):
-        return kind(lambda tree, names: [getattr(tree, n)() for n in names], a=reads(), b=reads())
-
-    tree, other = dropped(tree_of(Calls)), dropped(tree_of(type("Other", (Calls,), {})))
-    wrapped = Calls(lambda whole, *args: whole.module(*args), module=tree_of(Calls))
-    other(["a"])
-    found = []
-    for call, names in ((tree, "ab"), (other, "ba"), (dropped(wrapped), "ab")):
+    wrapped, found = Calls(lambda whole: whole.module(), module=tree_of("ab")), []
+    for call in map(dropped, (tree_of("ab"), tree_of("ba"), wrapped)):
         with same_draw(8):
-            made = dict(zip(names, call(names), strict=True))
-        found.append([made["a"], made["b"]])
-    (first, second), *others = found
-    assert 0.35 < ((first > 0) == (second > 0)).double().mean() < 0.65
-    for again in others:
-        assert all(map(torch.equal, found[0], again))
+            found.append(call())
+    assert 0.35 < ((found[0]["a"] > 0) == (found[0]["b"] > 0)).double().mean() < 0.65
+    for again in found[1:]:
+        assert all(torch.equal(again[name], found[0][name]) for name in "ab")
     layers = [dropped(reads()) for _ in range(2)]  # of one name
     with same_draw(8):
-        assert differ(*(layer() for layer in layers))
+        assert not torch.equal(*(layer() for layer in layers))
 
 
 def test_a_schedule_is_given_the_number_of_steps_in_training():
@@ -311,66 +213,27 @@ def test_a_schedule_is_given_the_number_of_steps_in_training():
     tree = Calls(lambda tree: [tree.a(), tree.a(), tree.b(), tree.a()], a=reads(), b=reads())
     recoup.weight_noise(tree, ".*", std=lambda step: seen.append(step) or 0.1)
 
-    def expect(call, *steps):
-        seen.clear()
-        call()
-        assert seen == [*steps]
-
-    for number in range(2):
-        expect(tree, number, number)  # once for each weight, and the same for both
+    seen.clear()
+    tree(), tree()
     with step(tree):
-        expect(lambda: (tree(), tree()), 2, 2)
+        tree(), tree()
     with same_draw():
-        expect(lambda: (tree(), tree(), tree()), 3, 3)
+        tree(), tree()
     with torch.no_grad():
-        expect(tree, 4, 4)
-    expect(lambda: tree.a.weight, 5)  # a read outside of steps is none
-    tree.eval()
-    expect(tree)
+        tree()
+    assert tree.a.weight is not None  # a read outside of steps is none
+    tree.eval()()
     with enabled(tree):
-        expect(tree, 5, 5)
+        tree()
     assert applied(set_step(tree.train(), 70))[0].step == 70
-    expect(tree, 70, 70)
-
-
-def test_backward_has_the_magnitude_of_forward():
-    p = torch.tensor(0.3)
-    linear, x = dropped(nn.Linear(6, 5), p=p), torch.randn(4, 6, requires_grad=True)
-    with same_draw(1):
-        y, weight = linear(x).sum(), linear.weight.detach()
-    p.fill_(0.9)
-    y.backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
+    tree()
+    # Once in a step for each of two weights, and the same for both.
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 70, 70]
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|not writable)")  # torch's own
 def test_what_is_traced_is_no_sample():
-    class Projecting(Model):
-        def forward(self, x):
-            return x @ self.encode()
-
-    model = recoup.weight_noise(Projecting())
+    model = recoup.weight_noise(nn.Linear(6, 6))
     with pytest.raises(RecoupError, match="keep what it is now as a constant"):
         torch.fx.symbolic_trace(model)
     torch.fx.symbolic_trace(model.eval())
-    normed = recoup.weight_norm(nn.Conv1d(4, 4, 3)).eval()
-    x = torch.randn(1, 4, 9)
-    assert torch.equal(torch.jit.trace(normed, x)(x), normed(x))
-    file = io.BytesIO()
-    always = recoup.weight_noise(nn.Linear(9, 4), mode="always").eval()
-    torch.export.save(torch.export.export(always, (x,)), file)
-    file.seek(0)
-    del always
-    gc.collect()
-    with pytest.raises(RecoupError, match="not in this process"):
-        torch.export.load(file).module()(x)
-    doubled = recoup.weights.apply(nn.Linear(9, 4), lambda w, draw: 2 * w, mode="always").eval()
-    with pytest.raises(RecoupError, match="Outside of graphs"):
-        torch.export.export(doubled, (x,))
-
-
-def test_printing_reads_no_weight():
-    parameters = recoup.weight_noise(nn.ParameterList([torch.ones(3, 3)]), "0")
-    stream = torch.get_rng_state()
-    assert "noise" in repr(parameters)
-    assert torch.equal(stream, torch.get_rng_state())

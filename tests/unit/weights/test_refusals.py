@@ -6,7 +6,6 @@ import re
 import types
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,22 +15,9 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.two_tensor import TwoTensor
 
 import recoup
+from recoup import weights
 from recoup.errors import RecoupError
-from recoup.weights import (
-    Draw,
-    applied,
-    apply,
-    disabled,
-    enabled,
-    freeze_dropped,
-    kl_divergence,
-    remove,
-    same_draw,
-    set_step,
-    step,
-    twin,
-    update,
-)
+from recoup.weights import applied, apply, freeze_dropped, remove, step, update
 from tests.oracle import hooks_in_force, tensors
 from tests.weight_zoo import MORE, Scaled, multiplied, used
 
@@ -75,19 +61,6 @@ def test_what_a_pattern_and_a_type_leave_out():
     assert names(module) == ["1.0.weight", *weights]
     recoup.weight_dropout(module, ["0.weight", "1.0.weight_g"])  # named in full
     assert {"0.weight", "1.0.weight_g"} < set(names(module))
-    frozen = layer().requires_grad_(False)
-    assert names(recoup.weight_dropout(frozen, lambda *_: True)) == ["weight", "bias"]
-    both = recoup.weight_noise(recoup.weight_norm(tree(), nn.Linear), nn.Linear)
-    assert names(both) == ["1.0.weight", "1.0.weight"]
-
-
-class Taken(nn.Linear):
-    """A layer that has the names that ours would add."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.weight_g, self.weight_std = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-        self.weight_scaled = nn.Identity()
 
 
 def layer():
@@ -108,15 +81,15 @@ def replaced():
     return module
 
 
-class Asking(nn.Sequential):
-    """A class whose subclasses must give an argument."""
-
-    def __init_subclass__(cls, *, tag):
-        super().__init_subclass__()
+def taken():
+    """A layer that has the names that ours would add."""
+    module = layer()
+    module.weight_std, module.weight_scaled = nn.Parameter(torch.ones(3)), nn.Identity()
+    return module
 
 
 def parametrized(module):
-    with disabled(module):
+    with weights.disabled(module):
         register_parametrization(module, "weight", nn.Identity())
 
 
@@ -148,8 +121,7 @@ REFUSED = [
     *((layer, of(k, **{n: r}), f"`{n}` requires a .*detach") for k, n in ((0, "p"), (1, "std"))
       for r in (REQUIRES, REQUIRES.square(), lambda _: REQUIRES)),
     *((layer, of(k, mode="train"), '`mode` is .*"training".*"always"') for k in (0, 1)),
-    *((layer, of(0, axes=axes), "`axes` is") for axes in
-      ((2,), (-3,), (1.0,), (True,))),
+    (layer, of(0, axes=(2,)), "`axes` is"),
     (tree, of(0, axes=(1,)), r"`axes` .*`1\.1\.weight` has shape \(4,\)"),
     *((layer, of(2, dim=dim), "`dim` is .*or None") for dim in (2, -3, 1.0, True)),
     (lambda: nn.Embedding(5, 3, padding_idx=0), of(2), "`weight` has rows of zeros .*direction"),
@@ -159,72 +131,47 @@ REFUSED = [
       ("(", ["weight", 3], "eight", nn.Conv2d, lambda *_: False, [nn.Linear, nn.Conv2d])),
     (lambda: nn.Sequential(*[layer() for _ in range(9)]), of(0, pattern="weight"),
      r"'weight' matches no parameter of Sequential.*whole.*0\.weight, .*3\.bias, \.\.\."),
-    (nn.ReLU, of(1, pattern=".*"), "there are: none$"),
-    *((layer, lambda _, s=s: same_draw(s), "`seed` is .*least 0") for s in (-1, 0.5, True)),
-    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*least 0") for s in (-1, 0.5, True)),
+    *((layer, lambda _, s=s: weights.same_draw(s), "`seed` is .*least 0") for s in (-1, 0.5, True)),
+    *((noisy, lambda m, s=s: weights.set_step(m, s), "`step` is .*least 0") for s in (-1, 0.5)),
     (layer, lambda m: apply(m, Scaled), "`fn` is"),
     *((noisy, lambda m, k=k: KINDS[k](m), "`weight` has .*already.*remove") for k in (0, 1)),
     (lambda: recoup.weight_norm(layer()), of(2), "`weight_g` exists already"),
-    (lambda: apply(layer(), multiplied), lambda m: apply(m, multiplied), "`weight` has apply"),
-    (Taken, of(1, learned="row"), "`weight_std` exists already"),
-    (Taken, lambda m: apply(m, Scaled()), "`weight_scaled` exists already"),
+    (taken, of(1, learned="row"), "`weight_std` exists already"),
+    (taken, lambda m: apply(m, Scaled()), "`weight_scaled` exists already"),
     *((lambda: nn.Sequential(nn.LazyLinear(2), layer()), of(k, pattern=r"0\.weight"),
        "`0.weight` has no shape.*batch") for k in range(3)),
     *((lambda: layer().to(torch.float8_e4m3fn), of(k), "`weight` is torch.float8") for k in (0, 1)),
     *((lambda: layer().requires_grad_(False), of(k), "`weight` requires no") for k in range(3)),
-    *((replaced, of(k), "`forward`.*before") for k in range(3)),
-    *((lambda: nn.Sequential(replaced()), of(k), "`forward`.*before") for k in range(3)),
-    # deviations that are learned, and relative ones
+    *((build, of(k), "`forward`.*before") for k in range(3)
+      for build in (replaced, lambda: nn.Sequential(replaced()))),
     *((layer, of(1, **how), text) for how, text in (
         ({"learned": "column"}, "`learned` is 'column'"),
         ({"learned": "row", "std": lambda step: 0.1}, "the number `std`"),
         ({"learned": "row", "std": nn.Parameter(torch.ones(()))}, "is a Parameter itself"),
-        ({"learned": "row", "std": -0.1}, "`std` is -0.1, but must be 0 or more"),
         ({"std": nn.Parameter(torch.ones(3))}, r"shape \(3,\), but .*broadcast to that of"),
-        ({"std": nn.Parameter(torch.ones(1, 2, 2))}, r"shape \(1, 2, 2\), but"),
-        ({"std": nn.UninitializedParameter()}, r"shape \(\), but"),
         ({"std": nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))}, "floating-point n"))),
-    # what is changed, removed and measured
     (layer, lambda m: remove(m), "`pattern` .*applied"),
     *((noisy, lambda m, p=p: remove(m, p), "`pattern`") for p in ("bias", "weigh", "(")),
     (noisy, update, "Neither `p` nor `std` is given"),
     (noisy, lambda m: update(m, p=0.1, std=-1.0), "`std` is -1.0"),
-    (noisy, lambda m: update(m, p=2.0, std=0.1), "`p` is 2.0"),
-    (noisy, lambda m: update(m, "bias", p=0.1), "`where` 'bias' matches no parameter"),
     (layer, lambda m: update(m, p=0.1), "`where` .*anything is applied"),
     (learned, lambda m: update(m, p=0.1), "`p` is given, and no parameter"),
     *((learned, lambda m, s=s: update(m, std=s), text) for s, text in (
-        (lambda step: 0.1, "is learned, as `weight_std`"), (torch.tensor(0.1), "is learned"),
-        (-1, "`std` is -1"), (NAN, "`std` is nan"))),
-    *((noisy, lambda m, how=how: kl_divergence(m, **how), text) for how, text in (
+        (lambda step: 0.1, "is learned, as `weight_std`"), (-1, "`std` is -1"))),
+    *((noisy, lambda m, how=how: weights.kl_divergence(m, **how), text) for how, text in (
         ({"prior_std": 0.0}, "`prior_std` is 0.0, but must be a number above 0"),
-        ({"prior_std": True}, "`prior_std` is True"),
-        ({"prior_std": NAN}, "`prior_std` is nan"),
-        ({"prior_std": torch.ones(2)}, r"of shape \(2,\)"),
-        ({"prior_std": 1.0, "prior_mean": INF}, "`prior_mean` is inf"),
         ({"prior_std": None, "prior_mean": 0.5}, "`prior_mean` is given, but `prior_std` is None"),
         ({"prior_std": 1.0, "where": "bias"}, "matches no parameter"))),
-    (lambda: of(0)(layer()), lambda m: kl_divergence(m, prior_std=1.0), "no divergence"),
+    (lambda: of(0)(layer()), lambda m: weights.kl_divergence(m, prior_std=1.0), "no divergence"),
     *((build, lambda m: freeze_dropped(torch.optim.SGD(m.parameters()), m), "nothing to leave")
       for build in (layer, lambda: recoup.weight_noise(layer()),
                     lambda: recoup.weight_norm(recoup.weight_dropout(layer())))),
-    (noisy, lambda m: freeze_dropped(torch.optim.SGD([REQUIRES]), m), "nothing to leave"),
-    (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
+    (lambda: nn.Sequential(nn.DataParallel(layer())), weights.twin, r"`module\.0` is a Data"),
     (noisy, parametrized, "`weight` of Linear is to be deleted.*remove"),
-    *((lambda wrap=wrap: wrap(Asking(layer())), of(0),
-       r"has a Asking.*a subclass has to give.*'tag'")
-      for wrap in (lambda module: module, nn.Sequential)),
-    (layer, of(0, tied="all"), "`tied` is 'all', but must be"),
-    *((layer, lambda m, p=p: Draw(m.weight, 3).bernoulli(p), "`p` is .*a probability")
-      for p in (1.5, -0.1)),
-    (layer, lambda _: Draw(torch.arange(3), 3), "`weight` is torch.int64, but must be of a float"),
+    (layer, lambda _: weights.Draw(torch.arange(3), 3), "`weight` is torch.int64, but"),
     *((lambda fn=fn: apply(layer(), fn), step_of, text) for fn, text in (
         (lambda weight, draw: None, "returned NoneType"),
-        (lambda weight, draw: weight > 0, "returned torch.bool"),
         (lambda weight, draw: weight.detach().mul_(2), "in place"))),
-    *((lambda sizes=sizes: nn.Sequential(layer(), nn.Linear(*sizes)), of(2, dim=dim),
-       r"`1\.weight` has shape .*Let `pattern` leave it out")
-      for sizes in ((3, 0), (0, 3)) for dim in (0, 1, None)),
     (lambda: noisy().eval(), pruned, "`weight` of Linear is to be replaced.*remove before"),
     *((lambda made=made: made(layer()), of(k, **how), "computes a weight from") for k in range(2)
       for made, key in ((pruned, "weight_orig"), (torch.nn.utils.weight_norm, "weight_v"))
@@ -233,12 +180,9 @@ REFUSED = [
      lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2, 2))),
      "`weight` of Linear is to be replaced.*its norm"),
     (twice, remove, r"`0\.weight` and `1\.weight` are one parameter"),
-    (lambda: torch.jit.script(layer()), of(0), "`module` has a .*Script"),
-    (lambda: nn.Sequential(torch.jit.script(layer())), twin, r"`module\.0` is a .*Script"),
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("place", range(len(REFUSED)))
 def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
@@ -262,13 +206,6 @@ def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
             assert name not in values or torch.equal(value.double(), values[name].double())
 
 
-def test_what_is_in_range():
-    for p in (0, np.float32(0.5), np.int64(1), torch.tensor(1), lambda _: 0):
-        recoup.weight_dropout(layer(), p=p)
-    with same_draw(np.int64(3)), disabled(layer()), enabled(layer()):
-        assert applied(layer()) == []
-
-
 def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
     part = nn.Parameter(TwoTensor(torch.randn(6, 6), torch.randn(6, 6)))  # wraps, as a DTensor does
     plain = nn.Linear(6, 6)
@@ -276,11 +213,6 @@ def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
     for apply_to in (*KINDS, lambda m: apply(m, multiplied)):
         with pytest.raises(ValueError, match=r"a TwoTensor.*tensor parallelism"):
             apply_to(plain)
-    noise = recoup.weight_noise(nn.Linear(6, 6))
-    noise.register_parameter("weight", part)
-    assert noise.weight is part  # outside of steps it is what FSDP2 looks at
-    with pytest.raises(RecoupError, match="needs a plain"):
-        noise(torch.ones(1, 6))
 
 
 WRITES = {
@@ -315,22 +247,18 @@ def test_a_write_to_a_computed_weight_is_an_error(where, kind, write):
     assert torch.equal(model.get_parameter("0.weight"), before)
 
 
-CHANGES = {
-    "add_": lambda p: p.add_(1.0),
-    "a detached view": lambda p: p.detach().view(-1)[:1].mul_(2.0),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("way", ["dropout", "noise", "norm", "learned", "function", "all"])
-def test_what_a_weight_is_made_of_must_not_change_before_backward(way, change):
-    suffixes = {"norm": ["", "_g"], "learned": ["", "_std"], "all": ["", "_g", "_std"]}
-    for suffix in suffixes.get(way, [""]):
+@pytest.mark.parametrize(
+    ("way", "suffix"),
+    [("dropout", ""), ("noise", ""), ("function", ""), ("norm", ""), ("norm", "_g"),
+     ("learned", "_std"), ("all", ""), ("all", "_g"), ("all", "_std")],
+)  # fmt: skip
+def test_what_a_weight_is_made_of_must_not_change_before_backward(way, suffix):
+    for change in (lambda p: p.add_(1.0), lambda p: p.detach().view(-1)[:1].mul_(2.0)):
         module = MORE[way](nn.Sequential(nn.LSTM(4, 4)), r"0\.weight_hh_l0")
         loss = tensors(module(torch.randn(3, 2, 4, requires_grad=True)))[0].sum()
         loss.backward(retain_graph=True)
         with torch.no_grad():
-            CHANGES[change](module.get_parameter(f"0.weight_hh_l0{suffix}"))
+            change(module.get_parameter(f"0.weight_hh_l0{suffix}"))
         with pytest.raises(RecoupError, match=r"`0\.weight_hh_l0` of \w+.* changed in place"):
             loss.backward()
         assert hooks_in_force() is None
@@ -338,10 +266,8 @@ def test_what_a_weight_is_made_of_must_not_change_before_backward(way, change):
 
 @pytest.mark.parametrize("is_needed", [False, True])
 def test_a_change_that_plain_torch_allows_too(is_needed):
-    """Where backward needs no weight, it may change; and past its version, which torch uses."""
-    linear, x = recoup.weight_dropout(nn.Linear(4, 4), p=0.3), torch.randn(3, 4)
-    raw = linear.get_parameter("weight")
-    x.requires_grad_(is_needed)
+    linear = recoup.weight_dropout(nn.Linear(4, 4), p=0.3)
+    raw, x = linear.get_parameter("weight"), torch.randn(3, 4, requires_grad=is_needed)
     with step(linear):
         loss, weight = linear(x).sum(), used(linear)
     scales = weight / raw.detach()
