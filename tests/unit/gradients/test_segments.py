@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.errors import NotInvertibleError
+from recoup.errors import ChangedError, NotInvertibleError, ReplayError
 from recoup.invertible import AdditiveCoupling
 from tests.oracle import assert_same_tensor, assert_same_tensors
 from tests.unit.gradients.cases import MODES, Breaks, same
@@ -167,3 +167,20 @@ def test_an_error_leaves_the_store_as_it_was(when, was_empty, mode):
     want = torch.autograd.grad(whole(segments, x), params)
     for each, gradient in zip(params, want, strict=True):
         torch.testing.assert_close(store[each], gradient * 4 if before else gradient)
+
+
+def test_what_cannot_be_repeated_raises():
+    cell, x, generator = block(), torch.randn(2, 6), torch.Generator()
+    store = recoup.GradStore(cell.parameters())
+    noisy = [cell, lambda x: x * torch.rand(x.shape, generator=generator), cell]
+    with pytest.raises(ReplayError, match="did not repeat"):
+        recoup.segments_backward(noisy, x, loss_fn, store)
+
+    def stepped(y):
+        with torch.no_grad():
+            cell[0].weight.add_(1)
+        return loss_fn(y)
+
+    with pytest.raises((ChangedError, RuntimeError), match=r"changed|modified"):
+        recoup.segments_backward([cell, cell], x, stepped, store)
+    assert len(store) == 0

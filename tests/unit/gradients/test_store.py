@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from recoup import GradStore
+from recoup.errors import GradientError
 from tests.unit.gradients.cases import assert_holds, collect, holding, loss_of, made
 
 ROWS = torch.tensor([[0, 2, 0, 5]])
@@ -321,3 +322,20 @@ def test_files(kind, dtype):
     state["gradients"]["other"] = torch.ones(2)  # what is unknown may be left out
     loaded.load_state_dict(state, again, strict=False)
     assert_equal(loaded.named(again), want)
+
+
+@pytest.mark.parametrize("consume", [True, False])
+def test_a_merge_that_fails_half_way_is_said_by_both(consume):
+    """One of them holds a part of the sum, and the other only what was left."""
+    params = [nn.Parameter(torch.zeros(8, 3, dtype=torch.float64)) for _ in range(2)]
+    entries = torch.sparse_coo_tensor([[0], [1]], [1.0], (8, 3), check_invariants=True)
+    a = holding(params, torch.ones(8, 3), sparse()())
+    b = holding(params, torch.ones(8, 3), entries)  # of another sparse layout
+    with pytest.raises(RuntimeError, match="same density"):
+        a.extend_(b, consume=consume)
+    for store in (a, b) if consume else (a,):
+        with pytest.raises(GradientError, match="half way"):
+            store.norm()
+        store.clear()
+        assert store.norm() == 0
+    assert consume or float(b[params[0]].sum()) == 24

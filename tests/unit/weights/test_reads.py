@@ -237,3 +237,49 @@ def test_what_is_traced_is_no_sample():
     with pytest.raises(RecoupError, match="keep what it is now as a constant"):
         torch.fx.symbolic_trace(model)
     torch.fx.symbolic_trace(model.eval())
+
+
+def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
+    linear = nn.utils.parametrize.register_parametrization(nn.Linear(6, 5), "weight", nn.Identity())
+    recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
+    assert torch.count_nonzero(linear(torch.eye(6))) == 0
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    recoup.weight_dropout(encoder, r"self_attn\.in_proj_weight", mode="always")
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        assert not torch.equal(encoder(x), encoder(x))
+
+
+def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
+    tree = dropped(Calls(lambda tree: tree.layer(), layer=reads()))
+    raw = tree.layer.get_parameter("weight")
+    with step(tree):
+        first = tree()
+        assert torch.equal(functional_call(tree, {"layer.weight": 2 * raw}, ()), 2 * first)
+        assert torch.equal(tree(), first)
+        want = first.detach() * 4
+        with torch.no_grad():
+            raw.mul_(4.0)
+        assert torch.equal(tree(), want)
+
+
+@pytest.mark.parametrize("before", [None, "evaluation", "training without a graph"])
+def test_hooks_in_backward_may_look_at_the_parameter(before):
+    linear, x, seen = dropped(nn.Linear(4, 4)), torch.randn(2, 4), []
+    if before:
+        with torch.no_grad():
+            linear.train(before != "evaluation")(x)
+    raw = linear.train().get_parameter("weight")
+    raw.register_hook(lambda gradient: seen.append(linear.weight))
+    linear(x).sum().backward()
+    assert seen[0] is raw
+
+
+def test_backward_has_the_magnitude_of_forward():
+    p = torch.tensor(0.3)
+    linear, x = dropped(nn.Linear(6, 5), p=p), torch.randn(4, 6, requires_grad=True)
+    with same_draw(1):
+        y, weight = linear(x).sum(), linear.weight.detach()
+    p.fill_(0.9)
+    y.backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
