@@ -10,7 +10,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,6 +28,7 @@ from tests.neighbours.workers import (
     Case,
     apart,
     half,
+    is_refused,
     named_gradients,
     of_all_ranks,
     report,
@@ -88,11 +88,6 @@ def the_whole_batch(
         # What nobody uses has no gradient, or zeros of the wrapper.
         assert not any(got.pop(name).any() for name in got.keys() - want.keys())
         assert apart(got, want) < bound * max(float(each.abs().max()) for each in want.values())
-
-
-def is_refused(rank: int, run: Case, words: str) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=words):
-        run(rank)
 
 
 # -- chains, tiles and flows -----------------------------------------------------------------------

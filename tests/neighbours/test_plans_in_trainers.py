@@ -105,7 +105,6 @@ class OfLightning:
     share = 1 / 4  # of the way from the least bytes to the most, for a budget
     # A module returns its loss, and is planned with all forwards that it has in a step.
     left_out = {"loss", "num_forwards", "optimizer", "holds_output"}  # noqa: RUF012
-    shapes = {"sizes": (40, 30, 64, 58, 64)}  # noqa: RUF012 - the largest of which comes late
 
     @staticmethod
     def train(folder: Any, *callbacks: Any, module: Any = None, **options: Any) -> Trained:
@@ -137,26 +136,9 @@ class OfLightning:
         return Follows()
 
 
-class Tokens(list):
-    """Rows of tokens; a batch is as long as the next of `lengths`."""
-
-    def __init__(self, lengths: Any) -> None:
-        torch.manual_seed(5)
-        super().__init__(torch.randint(100, (32, 24)))
-        self.lengths = itertools.cycle(lengths)
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        length = next(self.lengths)
-        rows = [list.__getitem__(self, index)[:length] for index in indices]
-        return [{"input_ids": row, "labels": row} for row in rows]
-
-
 class OfTransformers:
     num_planning, share = 1, 1 / 2
     left_out = {"optimizer", "holds_output"}  # noqa: RUF012
-    shapes = {  # noqa: RUF012
-        "lengths": (12, 12, 24, 24, 20, 24, 24, 16), "num_train_epochs": 2
-    }  # fmt: skip
 
     @property
     def budget(self) -> Any:
@@ -166,18 +148,18 @@ class OfTransformers:
         return MemoryBudget
 
     @staticmethod
-    def train(folder: Any, *callbacks: Any, trainer: Any = None, **options: Any) -> Trained:
+    def train(folder: Any, *callbacks: Any, **options: Any) -> Trained:
         transformers = transformers_or_skip()
         pytest.importorskip("accelerate")
-        model, rows = MODELS["gpt2"]().model, Tokens(options.pop("lengths", (24,)))
+        torch.manual_seed(5)
+        rows = [{"input_ids": row, "labels": row} for row in torch.randint(100, (32, 24))]
+        model = MODELS["gpt2"]().model
         settings = {
             "per_device_train_batch_size": 4, "num_train_epochs": 1, "logging_steps": 1, "seed": 1,
             "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
         }  # fmt: skip
         args = transformers.TrainingArguments(output_dir=str(folder), **settings | options)
-        made = (trainer or transformers.Trainer)(
-            model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[*callbacks]
-        )
+        made = transformers.Trainer(model, args, None, rows, rows, callbacks=[*callbacks])
         made.train()
         history = made.state.log_history
         return Trained(model, [entry["loss"] for entry in history if "loss" in entry])
@@ -255,53 +237,29 @@ def test_the_same_training_within_the_budget(tmp_path, training):
 
 
 @pytest.mark.slow
-def test_batches_of_several_sizes_are_planned_again(tmp_path, trainer):
+def test_batches_of_several_sizes_are_planned_again(tmp_path):
     """They keep to the budget, and in the second epoch nothing is planned."""
+    trainer, sizes = OfLightning(), {"sizes": (40, 30, 64, 58, 64)}  # the largest comes late
     budget, follows = budget_for(trainer), trainer.follow()
     follows.plans = []
-    callback = trainer.budget(budget, show=follows.plans.append, replan=True)
-    found = trainer.train(tmp_path, callback, follows, **trainer.shapes)
-    found.assert_same(trainer.train(tmp_path, **trainer.shapes))
+    callback = MemoryBudget(budget, show=follows.plans.append, replan=True)
+    found = trainer.train(tmp_path, callback, follows, **sizes)
+    found.assert_same(trainer.train(tmp_path, **sizes))
     found.assert_no_trace()
-    num = len(follows.peaks) // 2
-    assert max(follows.peaks[num * trainer.num_planning :]) <= budget
+    assert max(follows.peaks) <= budget
     assert max(follows.families) > 1
-    assert follows.families[num:] == follows.families[num - 1 : num] * num
+    assert follows.families[5:] == follows.families[4:5] * 5
 
 
 @pytest.mark.slow
 def test_a_second_training_has_a_plan_of_its_own(tmp_path):
-    wanted, found = Module(), Module()
-    callback, plans = MemoryBudget(OfLightning.bytes_of()[0] * 5 // 4), []
+    wanted, found, plans = Module(), Module(), []
+    callback = MemoryBudget(OfLightning.bytes_of()[0] * 5 // 4, show=plans.append)
     for _ in range(2):
-        OfLightning.train(tmp_path, module=wanted)
-        OfLightning.train(tmp_path, callback, module=found).assert_same(
-            Trained(wanted, wanted.losses)
-        )
-        plans.append(callback.plan)
+        of_plain = OfLightning.train(tmp_path, module=wanted)
+        OfLightning.train(tmp_path, callback, module=found).assert_same(of_plain)
     assert plans[0] is not plans[1]
     assert is_plain(found)
-
-
-@pytest.mark.slow
-def test_transformers_plans_at_the_first_forward_with_a_graph(tmp_path):
-    """A reference forward without a graph comes first (GRPO), and two with one (R-Drop)."""
-    trainer = TRAINERS["transformers"]
-
-    class Twice(transformers_or_skip().Trainer):
-        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
-            with torch.no_grad():
-                model(**{key: value[:1, :4] for key, value in inputs.items()})
-            return model(**inputs).loss + model(**inputs).loss
-
-    least, most = trainer.bytes_of()
-    with pytest.raises(BudgetError, match="num_forwards=2"):
-        trainer.train(tmp_path, trainer.budget((least + most) // 2), trainer=Twice)
-    callback, follows = trainer.budget(least + most, num_forwards=2), trainer.follow()
-    found = trainer.train(tmp_path, callback, follows, trainer=Twice)
-    found.assert_same(trainer.train(tmp_path, trainer=Twice))
-    assert max(follows.peaks[1:]) <= least + most
-    assert len({row.name for row in callback.plan.blocks}) < len(callback.plan.blocks)
 
 
 # -- what a trainer has of its own -----------------------------------------------------------------

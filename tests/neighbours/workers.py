@@ -90,6 +90,11 @@ def report(cases: Mapping[str, Case]) -> None:
     os._exit(0)
 
 
+def is_refused(rank: int, run: Callable[..., Any], words: str, args: Iterable[Any] = ()) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        run(rank, *args)
+
+
 def _said(case: Case, rank: int) -> str:
     try:
         case(rank)
