@@ -42,12 +42,6 @@ def assert_close(got, want):
         torch.testing.assert_close(mine.to(theirs.device), theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture
-def syncs_are_errors():
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 # -- on the CPU while the model is on the GPU ------------------------------------------------------
 
 
@@ -70,8 +64,7 @@ def test_gradients_leave_one_by_one():
 
 def test_they_leave_a_stream_of_its_own():
     model, xs = chain(), batches(2, 8, SIZE)
-    want = plain_gradients(model, xs)
-    store = recoup.GradStore(model.parameters(), device="cpu")
+    want, store = plain_gradients(model, xs), recoup.GradStore(model.parameters(), device="cpu")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -84,15 +77,17 @@ def test_they_leave_a_stream_of_its_own():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_the_host_does_not_wait(syncs_are_errors):
+def test_the_host_does_not_wait():
     model, xs = small(), batches(2, 8, 16)
     store = recoup.GradStore(model.parameters())
-    syncs_are_errors()
-    for x in xs:
-        store.backward(model(x).square().mean())
-    norm = store.mean_().clip_norm_(0.01)
-    is_finite = store.isfinite()
-    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in xs:
+            store.backward(model(x).square().mean())
+        norm = store.mean_().clip_norm_(0.01)
+        is_finite = store.isfinite()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     want = torch.cat([each.flatten() for each in plain_gradients(model, xs)]) / 2
     torch.testing.assert_close(norm, want.norm(), rtol=1e-5, atol=1e-6)
     assert norm.device.type == "cuda"

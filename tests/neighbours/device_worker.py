@@ -29,6 +29,7 @@ from tests.counted_times import times_of
 from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import loss_of_all
 from tests.ways import CALLS, Called, a_step, assert_same, built, outcome
+from tests.weight_zoo import OURS
 from tests.zoo import CHAINS, MODULES, chain_of
 
 BUDGET = 350_000  # everything kept takes 580,000 bytes
@@ -122,23 +123,19 @@ def of_flows():
         torch.rand(len(flow.memory), device="sim")  # which the generator makes up for
         return [flow.sample(2, generator=torch.Generator())]
 
-    def of(memory):
+    def found_by(find, memory):
         torch.manual_seed(0)
         made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
-        return made.double().to("sim")
+        return find(made.double().to("sim"))
 
     for find, rtol in ((density, 1e-9), (sample, 0.0)):
-        found = same(lambda: find(of("constant")), lambda: find(of("linear")), rtol)  # noqa: B023
-        yield "flows", find.__name__, found
+        ways = (partial(found_by, find, memory) for memory in ("constant", "linear"))
+        yield "flows", find.__name__, same(*ways, rtol)
 
 
 def of_weights():
     """To the bit what they are on a CPU."""
-    changes = (
-        partial(recoup.weight_dropout, p=0.3),
-        partial(recoup.weight_noise, std=0.1),
-        recoup.weight_norm,
-    )
+    changes = OURS["dropout"], OURS["noise"], OURS["norm"]
     modules = (
         (nn.Linear(32, 2048), torch.randn(4, 32)),
         (nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)),
@@ -157,17 +154,16 @@ def of_weights():
 
 def of_settings():
     calls, x = itertools.count(1), rows(4, 4).to("sim")
+    by_autocast = lambda x: (x.sin() * (1.0 + torch.is_autocast_enabled("sim"))).exp()  # noqa: E731
+    by_count = lambda x: (x * next(calls)).sin().exp()  # noqa: E731
 
     def run(fn):
         with torch.autocast("sim", torch.bfloat16):
             y = recoup.checkpoint(fn, x)
         y.sum().backward()
 
-    def by_autocast(x):
-        return (x.sin() * (1.0 + torch.is_autocast_enabled("sim"))).exp()
-
     yield "settings", "autocast", cell(partial(run, by_autocast))
-    yield "settings", "counter", cell(lambda: run(lambda x: (x * next(calls)).sin().exp()))
+    yield "settings", "counter", cell(partial(run, by_count))
 
 
 def of_gradients():
@@ -181,10 +177,9 @@ def of_gradients():
         recoup.step(optimizer, store) if collects else optimizer.step()
         return list(model.parameters())
 
+    find = lambda how: left(nn.Sequential(*blocks(2)), x, "sim", partial(step, how))  # noqa: E731
     x = rows(8, 32)
-    found, want = (partial(left, nn.Sequential(*blocks(2)), x, "sim", partial(step, collects))
-                   for collects in (True, False))  # fmt: skip
-    yield "gradients", "GradStore", same(found, want)
+    yield "gradients", "GradStore", same(lambda: find(True), lambda: find(False))
 
 
 def of_plans():
@@ -194,13 +189,10 @@ def of_plans():
 
     def run(**options):
         model, given = nn.Sequential(*copy.deepcopy(modules)).to("sim"), x.to("sim")
-        recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
+        plan = recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
         assert_same(left(model, x), want)
-        before = simulated.module.memory_allocated()
-        simulated.module.reset_peak_memory_stats()
-        loss(model(given)).backward()
-        taken = simulated.module.max_memory_allocated() - before
-        return "" if taken <= BUDGET else f"takes {taken} bytes"
+        found = recoup.measure(lambda: loss(model(given)).backward(), device="sim", repeats=0)
+        return "" if found.peak_bytes <= plan.budget_bytes else f"takes {found.peak_bytes} bytes"
 
     folder = {"offload_to": tempfile.gettempdir(), "replan": True}
     for options in ({"tiles": True, "offload_to": "host"}, folder):

@@ -57,8 +57,7 @@ def assert_all_the_same(found, num_models):
         assert cell.startswith("RecoupError: A stream is being captured into a CUDA graph"), way
     assert found.keys() | {"captured"} == {*WAYS, *OTHERS}
     assert all(len(found[way]) >= num_models for way in WAYS)
-    others = {(way, *cell) for way in found for cell in found[way].items() if cell[1] != "same"}
-    assert not others
+    assert not {(way, *cell) for way in found for cell in found[way].items() if cell[1] != "same"}
 
 
 def test_every_way_on_any_device():
@@ -75,10 +74,8 @@ def test_a_device_without_states_counts_and_streams():
     assert set(found["without dropout"].values()) == {"same"}
     offloading = {way for way in WAYS if "offloading" in way}
     for way, cell in found["with dropout"].items():
-        wanted = (
-            "same" if way in offloading else "ReplayError: aten.native_dropout.default draws on"
-        )
-        assert cell.startswith(wanted), way
+        error = "ReplayError: aten.native_dropout.default draws on"
+        assert cell.startswith("same" if way in offloading else error), way
     for cell in found["bytes"].values():
         assert cell.startswith("ValueError: The bytes on sim")
 
@@ -132,3 +129,8 @@ def test_a_head_of_a_sharded_model_runs_in_tiles(ranks):
 @pytest.mark.parametrize("case", ["head alone", "loss outside", "freed"])
 def test_a_head_whose_weight_or_output_is_not_there_for_tiles_runs_whole(ranks, case):
     assert set(ranks[0][case]["off"].values()) == {0.0}
+
+
+def test_layers_of_the_frontend_of_returnn():
+    pytest.importorskip("returnn", reason="RETURNN is not installed")
+    outputs_of("returnn_worker", [[]], 240)

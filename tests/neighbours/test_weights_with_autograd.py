@@ -17,16 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from recoup.weights import disabled, same_draw
 from tests.oracle import hooks_in_force, loss_of_all, tensors
 from tests.ways import SITUATIONS, assert_same, outcome
-from tests.weight_zoo import (
-    LAYERS,
-    MORE,
-    OURS,
-    Kind,
-    Materialised,
-    Uses,
-    built,
-    given,
-)
+from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Materialised, Uses, built, given
 
 pytestmark = [
     # Of `torch.backends.mkldnn.flags`.
@@ -57,15 +48,12 @@ def block():
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
 
 
-KINDS = {
-    name: LAYERS[name]
-    for name in ("linear", "conv1d", "lstm, mkldnn off", "gru", "lstm cell, in a loop",
-                 "attention to itself")
-} | {
+NAMES = ["linear", "conv1d", "lstm, mkldnn off", "gru", "lstm cell, in a loop"]
+KINDS = {name: LAYERS[name] for name in [*NAMES, "attention to itself"]} | {
     "tied": Kind(lambda: Uses(lambda x, w: (x @ w).tanh() @ w.t(), 5, 4), given((3, 5))),
     "layers": Kind(block, given((3, 5))),
     "a function that saves": Kind(lambda: Uses(Saves.apply, 4, 5), given((3, 5))),
-}  # fmt: skip
+}
 
 
 class Oracle(Materialised):
@@ -151,10 +139,8 @@ def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
     def gradients_of(place):
         found = []
         for trial in range(15):
-            loss = losses[place]
-            if not shares:
-                with same_draw(seed=100 * place + trial):
-                    loss = loss_of_all(module(xs[place]))
+            with same_draw(seed=100 * place + trial):
+                loss = losses[place] if shares else loss_of_all(module(xs[place]))
             found += torch.autograd.grad(loss, wanted, retain_graph=True)
         return found
 
@@ -190,9 +176,8 @@ class Functional:
     def plain(self, x):
         """The gradients of one input, by a plain backward."""
         named = dict(self.layer.named_parameters())
-        return dict(
-            zip(named, torch.autograd.grad(self.loss(named, x), named.values()), strict=True)
-        )
+        found = torch.autograd.grad(self.loss(named, x), list(named.values()))
+        return dict(zip(named, found, strict=True))
 
 
 def assert_close(got, want):
