@@ -42,9 +42,6 @@ def assert_close(got, want):
         torch.testing.assert_close(mine.to(theirs.device), theirs, rtol=1e-5, atol=1e-6)
 
 
-# -- on the CPU while the model is on the GPU ------------------------------------------------------
-
-
 def test_gradients_leave_one_by_one():
     model, xs = chain(), batches(3, 8, SIZE)
     store = recoup.GradStore(model.parameters(), device="cpu")
@@ -73,9 +70,6 @@ def test_they_leave_a_stream_of_its_own():
     assert_close([store[each] for each in model.parameters()], want)
 
 
-# -- nothing waits ---------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_the_host_does_not_wait():
     model, xs = small(), batches(2, 8, 16)
@@ -93,9 +87,6 @@ def test_the_host_does_not_wait():
     assert norm.device.type == "cuda"
     assert float(store.norm()) == pytest.approx(0.01, rel=1e-3)
     assert bool(is_finite)
-
-
-# -- scaling ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])

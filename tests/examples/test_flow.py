@@ -133,9 +133,6 @@ def test_examples_use_public_names_only():
                 assert names in ([], ["recoup"]), path
 
 
-# -- data ------------------------------------------------------------------------------------------
-
-
 def test_parts_share_no_picture_and_do_not_follow_the_seed():
     images = torch.from_numpy(load_digits().images).to(torch.uint8)[:, None]
     data, other = Images(seed=1), Images(seed=2)

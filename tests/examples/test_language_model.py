@@ -75,9 +75,6 @@ def test_the_longest_segment_that_fits():
         longest_segment(peak, 200, 99)
 
 
-# -- averages --------------------------------------------------------------------------------------
-
-
 TRIGGERS = [
     ([4.0, 3.0, 2.9, 2.8, 3.1], 3, False),
     ([3.0, 4.0, 2.9, 2.8, 3.1], 3, True),
@@ -144,9 +141,6 @@ def test_two_processes_train_as_one(texts):
     two = weights("two/language_model/version_0")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-# -- text ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -72,9 +72,6 @@ def cell(run):
         return f"raw {type(error).__name__}: {error}"
 
 
-# -- the parts of the table ------------------------------------------------------------------------
-
-
 def same(found, want, rtol=0.0):
     """A cell: whether what `found()` leaves is what `want` is."""
     return cell(lambda: assert_same(found(), want() if callable(want) else want, rtol))

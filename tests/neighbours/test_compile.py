@@ -62,9 +62,6 @@ def assert_like_eager(made, call, x, parameters, seeds=(0, 1)):
     return outputs
 
 
-# -- regions in one graph --------------------------------------------------------------------------
-
-
 def an_input():
     return torch.randn(BATCH, WIDTH, requires_grad=True)
 
@@ -159,9 +156,6 @@ def test_around_code_that_breaks_a_graph(region):
 
     made = compiled(linear, fullgraph=False)
     assert_like_eager(made, linear, an_input(), list(layer.parameters()))
-
-
-# -- weights ---------------------------------------------------------------------------------------
 
 
 def block():
@@ -288,8 +282,6 @@ def test_what_no_graph_can_hold_says_the_way_out():
     with pytest.raises(Exception, match="as_subclass"):
         compiled(torch.sin)(gelu(torch.randn(3, requires_grad=True)))
 
-
-# -- values ----------------------------------------------------------------------------------------
 
 gelu = recoup.recompute(F.gelu)
 

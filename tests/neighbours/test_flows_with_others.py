@@ -98,9 +98,6 @@ def test_copies_and_functional_calls_compute_the_same(name):
     assert_same_tensors(dict(zip(want, (cost.detach(), *found), strict=True)), want, 1e-9)
 
 
-# -- data ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(4)
 @of_all_flows
 def test_batches_of_any_type_layout_size_and_value(name):

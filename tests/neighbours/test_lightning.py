@@ -94,9 +94,6 @@ def test_nothing_is_left_after_an_exception(tmp_path):
     assert recoup.weights.applied(module)[0].step == 7
 
 
-# -- stores ----------------------------------------------------------------------------------------
-
-
 class Manual(LightningModule):
     automatic_optimization = False
 

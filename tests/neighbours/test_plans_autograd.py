@@ -35,9 +35,6 @@ def simple(model: nn.Module, x: Tensor) -> None:
     loss_of(model(x)).backward()
 
 
-# -- situations ------------------------------------------------------------------------------------
-
-
 def batches_of_other_sizes(model, x):
     loss_of_all(model(x[:7])).backward()
     is_planned = recoup.applied_plans(model) != []

@@ -97,8 +97,6 @@ def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
     assert plan.rehearsed_peak_bytes <= plan.budget_bytes
 
 
-# -- what others look into and write down ----------------------------------------------------------
-
 WRITTEN = {
     "export": lambda model, x: torch.export.export(model, (x,)).module(),
     "jit.trace": lambda model, x: torch.jit.trace(model, (x,), check_trace=False),

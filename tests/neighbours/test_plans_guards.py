@@ -25,9 +25,6 @@ def stepping(model: nn.Module, *args: Any) -> Callable[[], None]:
     return lambda: loss_of(model(*args)).backward()
 
 
-# -- what changes between forward and backward -----------------------------------------------------
-
-
 def scaled(block: Any, x: Tensor, *, shift: Tensor, items: dict[str, list[Tensor]]) -> Tensor:
     y = block.down(torch.tanh(block.up(x * block.scale)))
     return block.norm(x + y * torch.sin(x * shift) * torch.sin(x * items["inner"][0]))
@@ -91,9 +88,6 @@ def test_what_changes_in_a_planned_model(what: str):
             return
         loss.backward()
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
-
-
-# -- a planned step that is not the measured one ---------------------------------------------------
 
 
 @pytest.mark.parametrize("of_arguments", [False, True])

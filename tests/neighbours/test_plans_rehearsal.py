@@ -26,9 +26,6 @@ def planned(model: Any = None, *args: Any, **options: Any) -> recoup.Plan:
     return recoup.plan(model, *args, **options)
 
 
-# -- all that a rehearsal may change ---------------------------------------------------------------
-
-
 STATES: dict[type, Callable[[Any], Any]] = {
     np.ndarray: np.ndarray.tobytes,
     torch.Generator: lambda generator: generator.get_state().tolist(),
@@ -230,9 +227,6 @@ def test_a_model_whose_blocks_all_write_to_parameters_keeps_everything():
     with pytest.warns(UserWarning, match=r"keeps everything.*`blocks.0.average`.*buffers") as said:
         planned(Net(block=Codebook))
     assert len(said) == 1
-
-
-# -- what is wrong ---------------------------------------------------------------------------------
 
 
 def in_place(width: int) -> nn.Module:

@@ -27,8 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*performance drop.*batching rule:UserWarning"),
 ]
 
-# -- one graph, used in every way ------------------------------------------------------------------
-
 
 class Saves(torch.autograd.Function):
     """A product that saves both factors itself."""
@@ -126,9 +124,6 @@ def test_a_pair_sees_what_a_plain_layer_shows_it_but_no_weight(name, way):
     assert logs[2:] == logs[:2]
 
 
-# -- threads ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shares", [True, False])
 def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
     module = OURS["stacked"](nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double())
@@ -157,9 +152,6 @@ def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
         sys.setswitchinterval(interval)
     for place in range(4):
         assert all(map(torch.equal, got[place], want[place])) == (shares or place != 3)
-
-
-# -- torch.func and forward mode -------------------------------------------------------------------
 
 
 class Functional:

@@ -24,8 +24,6 @@ from tests.weight_zoo import MORE, OURS, Runs, Uses, attending, first_of, looped
 # Reentrant checkpoints say so, whenever they run without gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 
-# -- who runs code again ---------------------------------------------------------------------------
-
 
 def plain(module, *args):
     return module(*args)
@@ -61,8 +59,6 @@ CALLS = {
     "ours in reentrant": within(REENTRANT, OURS_TOO),
 }
 FEW = ["torch", "torch, nested", "reentrant", "reentrant in torch", "ours", "torch in ours"]
-
-# -- models ----------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Sequential):
@@ -104,9 +100,6 @@ def built(kind="dense", way="stacked", where="model"):
     for module in dict.fromkeys(model) if where == "blocks" else [model]:
         MORE[way](module, WEIGHTS)
     return model, torch.randn(*size, requires_grad=True)
-
-
-# -- situations: what is done with a model whose blocks are called in some way ---------------------
 
 
 def steps_and_evaluations(model, x):
@@ -181,9 +174,6 @@ def test_code_that_runs_again_has_the_draws_of_its_first_run(call, situation, ki
     assert_like_plain(model, x, CALLS[call], SITUATIONS[situation], rtol)
 
 
-# -- what cannot be told ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("in_evaluation", [False, True])
 @pytest.mark.parametrize("call", ["torch", "reentrant", "ours"])
 def test_two_forwards_at_one_place_of_the_stream(call, in_evaluation):
@@ -253,9 +243,6 @@ def test_a_weight_that_changes_before_backward(call, way):
     with pytest.raises(ChangedError, match=r"`(1\.)?0\.weight` of .* changed in place"):
         loss_of_all(output).backward()
     assert hooks_in_force() is None
-
-
-# -- weights as arguments, and values ------------------------------------------------
 
 
 def recomputes():
