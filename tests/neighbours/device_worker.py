@@ -1,17 +1,18 @@
-"""Models on a simulated accelerator, in every way; writes a table of what each found as JSON.
+"""Models on a simulated accelerator, in every way.
 
 A cell is "same" if two steps leave what they leave without recoup on the same device, with both
-random streams; otherwise it is an error, "raw" if it is none of recoup's.
+random streams; otherwise it is an error, "raw" if it is none of recoup's. All are as they are
+expected to be, which is "same" unless another beginning stands beside.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
@@ -34,10 +35,6 @@ from tests.zoo import CHAINS, MODULES, chain_of
 
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
-OTHERS = (
-    "constant", "sqrt of invertible", "flows", "weights", "settings", "gradients", "plans", "bytes",
-    "captured",
-)  # fmt: skip
 # Every so many-th model, each in every so many-th way.
 STRIDES = (1, 1) if "all" in sys.argv else (2, 5)
 
@@ -82,8 +79,8 @@ def of_zoo():
         modules, x = chain_of(name)
         try:
             want = left(built("plain", modules), x)
-        except NotImplementedError as error:
-            yield "plain", name, f"raw {str(error)[:60]}"
+        except NotImplementedError:
+            assert name in ("recurrent", "lstm", "gru")  # for which the device has no kernels
             continue
         for way in WAYS[place % STRIDES[1] :: STRIDES[1]]:
             yield way, name, same(lambda: left(in_way(way, modules), x), want)  # noqa: B023
@@ -93,7 +90,7 @@ def of_chains():
     for place, name in enumerate(INVERTIBLE):
         modules, x = invertible_chain_of(name)
         want = left(Chain(*copy.deepcopy(modules)), x)
-        ways = ("constant", "constant", 1e-9), (OTHERS[1], "sqrt", 0.0)
+        ways = ("constant", "constant", 1e-9), ("sqrt of invertible", "sqrt", 0.0)
         for way, memory, rtol in ways[place % STRIDES[0] :: STRIDES[0]]:
             model = Chain(*copy.deepcopy(modules), memory=memory)
             yield way, name, same(lambda: left(model, x), want, rtol)  # noqa: B023
@@ -160,7 +157,8 @@ def of_settings():
         y.sum().backward()
 
     yield "settings", "autocast", cell(partial(run, by_autocast))
-    yield "settings", "counter", cell(partial(run, by_count))
+    found = cell(partial(run, by_count))
+    yield "settings", "counter", found, "ReplayError: Running the checkpointed call"
 
 
 def of_gradients():
@@ -273,21 +271,24 @@ def of_captured():
     models["constant"] = Called(lambda chain, _: chain[0](given)[0], [chain])
     simulated.module.is_capturing = True
     for name, model in models.items():
-        yield "captured", name, cell(lambda: model(x).sum().backward())  # noqa: B023
+        wanted = "RecoupError: A stream is being captured into a CUDA graph"
+        wanted = "same" if "keeps everything" in name else wanted
+        yield "captured", name, cell(lambda: model(x).sum().backward()), wanted  # noqa: B023
     simulated.module.is_capturing = False
 
 
 def of_bare():
     """On a device that has no random state, counts no bytes and has no streams."""
-    x = rows(4, 32)
+    x, draws = rows(4, 32), "ReplayError: aten.native_dropout.default draws on"
     for way, dropout in (("without dropout", 0.0), ("with dropout", 0.3)):
         modules = blocks(6, dropout)
         want = left(built("plain", modules), x)
         for name in WAYS:
-            yield way, name, same(lambda: left(in_way(name, modules), x), want)  # noqa: B023
-    model = nn.Sequential(*blocks()).to("sim")
-    yield "bytes", "measure", cell(lambda: recoup.measure(lambda: None, device="sim"))
-    yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
+            found = same(lambda: left(in_way(name, modules), x), want)  # noqa: B023
+            yield way, name, found, draws if dropout and "offloading" not in name else "same"
+    model, y = nn.Sequential(*blocks()).to("sim"), x.to("sim")
+    for ask in (lambda: recoup.measure(lambda: None, device="sim"), lambda: recoup.plan(model, y)):
+        yield "bytes", "asked", cell(ask), "ValueError: The bytes on sim"
 
 
 PARTS = (
@@ -297,18 +298,21 @@ PARTS = (
 
 
 def main():
-    is_bare = "bare" in sys.argv
-    if "all" not in sys.argv:
+    is_bare, is_whole = ("bare" in sys.argv), ("all" in sys.argv)
+    if not is_whole:
         priced_blocks.times_of = times_of
     library = simulated.set_up(is_bare=is_bare)
-    found = {}
+    counts, wrong = Counter(), []
     with DriftGuard.strict():
         for part in (of_bare,) if is_bare else PARTS:
-            for way, name, result in part():
-                found.setdefault(way, {})[name] = result
+            for way, name, result, *wanted in part():
+                counts[way] += 1
+                if not result.startswith(*(wanted or ["same"])):
+                    wrong.append((way, name, result))
+    assert not wrong, wrong
+    assert is_bare or min(counts[way] for way in WAYS) >= (50 if is_whole else 5)
     del library
-    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,7 @@ from tests.neighbours.workers import (
     half,
     is_refused,
     named_gradients,
-    report,
+    run_cases,
     sharded,
 )
 
@@ -377,14 +377,15 @@ def processes_that_differ(rank: int, what: str) -> None:
     own = what if rank else "nobody"
     given = {"number": params[:1], "order": params[::-1]}.get(own, params)
     store = recoup.GradStore(given, ddp=False)
-    store.backward(sum(each.square().sum() for each in given))
+    if own == "scale":
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        store.backward(given[0].sum(), scaler=scaler)
+    else:
+        store.backward(sum(each.square().sum() for each in given))
     if own == "extra":
         store.add_(nn.Parameter(torch.ones(2)), torch.ones(2))
     elif own == "graph":
         store.backward(given[0].pow(3).sum(), create_graph=True)
-    elif own == "scale":
-        store.clear()
-        store.backward(given[0].sum(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     elif own == "damage":
         late = given[1] * 1  # whose turn comes when the other gradient is there already
         late.register_hook(lambda gradient: 1 / 0)
@@ -438,30 +439,28 @@ def of_reducers() -> Iterator[tuple[str, Case]]:
 
 
 def of_fsdp() -> Iterator[tuple[str, Case]]:
-    of_kinds = [
-        (kind, case, way, 0.01 if kind == "low" else 1e-6)
-        for kind in FSDP_KINDS
-        for case, way in (
-            *((summed_in_place, way) for way in ("auto", "harvest", "collecting")),
-            *((not_reduced_is_not_lost, way) for way in ("auto", "collecting")),
-        )
+    ways = [(summed_in_place, way) for way in ("auto", "harvest", "collecting")]
+    ways += [(not_reduced_is_not_lost, way) for way in ("auto", "collecting")]
+    given: list[tuple[Any, ...]] = [
+        (kind, *way, 0.01 if kind == "low" else 1e-6) for kind in FSDP_KINDS for way in ways
     ]
     fused = partial(trained, weight_decay=0.1, fused=True)
     nesterov = partial(trained, momentum=0.9, nesterov=True, foreach=True)
-    others = [
-        (summed_in_place, "auto", 1e-6, torch.float64), (numbers_are_those_of_full_gradients,),
-        (fused, Model(), torch.optim.AdamW, 1e-6), (nesterov, Model(), torch.optim.SGD, 1e-6),
-    ]  # fmt: skip
-    given = [*of_kinds, *(("resharded", *each) for each in others)]
+    given += [
+        ("resharded", summed_in_place, "auto", 1e-6, torch.float64),
+        ("resharded", numbers_are_those_of_full_gradients),
+        ("resharded", fused, Model(), torch.optim.AdamW, 1e-6),
+        ("resharded", nesterov, Model(), torch.optim.SGD, 1e-6),
+    ]
     for place, (how, args) in enumerate(product(("layers", "whole"), given)):
         yield f"fsdp {place}, {how}", lambda rank, args=(how, *args): under_fsdp(rank, *args)
-        for name, (run, words) in enumerate(REFUSED if place == 0 else ()):
-            args = "layers", "resharded", run
-            refused = partial(is_refused, run=under_fsdp, words=words, args=args)
-            yield f"fsdp refused: {name}", refused
+    for name, (run, words) in enumerate(REFUSED):
+        args = "layers", "resharded", run
+        refused = partial(is_refused, run=under_fsdp, words=words, args=args)
+        yield f"fsdp refused: {name}", refused
 
 
 CASES = {f"ddp, {name}": case for name, case in of_reducers()} | dict(of_fsdp())
 
 if __name__ == "__main__":
-    report(CASES)
+    run_cases(CASES)

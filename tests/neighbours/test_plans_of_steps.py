@@ -161,7 +161,7 @@ def test_the_watch_leaves_nothing_behind():
             with pytest.raises(RuntimeError):
                 fails()
             assert not is_profiled()
-    with plan.applied():
+    with recoup.plan(model, x, budget="1 GiB", loss=loss_of).applied():
         output = model(x)
         assert is_profiled()
     assert not is_profiled()  # the output is alive, and its backward has not come
