@@ -47,7 +47,6 @@ FILES = tracked_files()
 
 
 def imports_of(path, names):
-    """The modules of ours that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module in names:
             wholes = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -16,6 +16,7 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -107,24 +108,17 @@ def rows(*shape):
 
 
 def of_flows():
-    """Against those that keep everything."""
-    images = torch.randint(17, (4, 1, 8, 8))
-
-    def density(flow):
-        return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images)
-
-    def sample(flow):
-        torch.rand(len(flow.memory), device="sim")  # which the generator makes up for
-        return [flow.sample(2, generator=torch.Generator())]
-
-    def found_by(find, memory):
+    images, found = torch.randint(17, (4, 1, 8, 8)), {}
+    for memory in ("linear", "constant"):
         torch.manual_seed(0)
         made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
-        return find(made.double().to("sim"))
-
-    for find, rtol in ((density, 1e-9), (sample, 0.0)):
-        ways = (partial(found_by, find, memory) for memory in ("constant", "linear"))
-        yield "flows", find.__name__, same(*ways, rtol)
+        flow = made.double().to("sim")
+        torch.rand(len(memory), device="sim")  # which the generator makes up for
+        sample = [flow.sample(2, generator=torch.Generator())]
+        density = left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images)
+        found[memory] = sample, density
+    for place, rtol in enumerate((0.0, 1e-9)):
+        yield "flows", place, same(lambda: found["constant"][place], found["linear"][place], rtol)  # noqa: B023
 
 
 def of_weights():
@@ -199,7 +193,7 @@ def of_bytes():
     torch.manual_seed(0)
     model, x = nn.Sequential(*blocks(4)).to("sim"), rows(2**13 - 1, 32).to("sim")
     loss = lambda y: y.sin().sum()  # noqa: E731
-    memory, plans = simulated.module.memory, []
+    memory = simulated.module.memory
 
     def step():
         model.zero_grad()
@@ -207,57 +201,41 @@ def of_bytes():
 
     step()
     memory.empty_cache()
-    budget = int(0.7 * recoup.measure(step, device="sim", repeats=0).peaks.allocated)
-
-    def measured():
-        found = recoup.measure(step, device="sim", repeats=0)
-        requested, allocated, reserved = found.peaks
-        assert 0 < requested < allocated == found.peak_bytes < reserved, found
-        for device in ("sim", "cpu"):
-            y = rows(9).to(device)
-            assert recoup.measure(lambda: y * 2, repeats=0).device.startswith(device)  # noqa: B023
-        assert f"(requested {recoup.memory.format_bytes(requested)}, reserved" in str(found)
-
-    def planned():
-        plan = recoup.plan(model, x, loss=loss, budget=budget)
-        requested, allocated, reserved = plan.rehearsed_peaks
-        assert requested < allocated == plan.rehearsed_peak_bytes <= 0.95 * budget < reserved
-        assert "reserved" in str(plan), plan
-        assert "left for fragmentation: 0.05" in str(plan), plan
-        assert "reserved" in str(recoup.timeline(model, x, plan=plan, loss=loss))
-        plans.append(plan)
-
-    def says(what, run, *errors):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            try:
-                run()
-            except errors as error:
-                said = [error, *error.__notes__]
-        assert any(what in str(getattr(each, "message", each)) for each in said), said
-
-    def limited():
-        with plans[0].applied():
-            memory.empty_cache()
-            memory.limit = memory.now["reserved"]
-            while memory.allocate(2**21):
-                pass  # what is left of segments
-            memory.limit = float("inf")
-            for block in [memory.allocate(2**20) for _ in range(100)]:
-                memory.free(block)  # what is cached, and too small
-            memory.limit = memory.now["reserved"]
-            says("given cached memory back (1 times)", step)
-            memory.empty_cache()
-            memory.limit = memory.now["reserved"]
-            says("let a plan leave more `headroom`", step, torch.OutOfMemoryError)
+    found = recoup.measure(step, device="sim", repeats=0)
+    requested, allocated, reserved = found.peaks
+    assert 0 < requested < allocated == found.peak_bytes < reserved, found
+    assert f"(requested {recoup.memory.format_bytes(requested)}, reserved" in str(found)
+    for device in ("sim", "cpu"):
+        y = rows(9).to(device)
+        assert recoup.measure(lambda: y * 2, repeats=0).device.startswith(device)  # noqa: B023
+    budget = int(0.7 * allocated)
+    plan = recoup.plan(model, x, loss=loss, budget=budget)
+    requested, allocated, reserved = plan.rehearsed_peaks
+    assert requested < allocated == plan.rehearsed_peak_bytes <= 0.95 * budget < reserved
+    assert "reserved" in str(plan), plan
+    assert "left for fragmentation: 0.05" in str(plan), plan
+    assert "reserved" in str(recoup.timeline(model, x, plan=plan, loss=loss))
+    with plan.applied():
+        memory.empty_cache()
+        memory.limit = memory.now["reserved"]
+        while memory.allocate(2**21):
+            pass  # what is left of segments
         memory.limit = float("inf")
-
-    for run in (measured, planned, limited):
-        yield "bytes", run.__name__, cell(run)
+        for block in [memory.allocate(2**20) for _ in range(100)]:
+            memory.free(block)  # what is cached, and too small
+        memory.limit = memory.now["reserved"]
+        with pytest.warns(match=r"given cached memory back \(1 times\)"):
+            step()
+        memory.empty_cache()
+        memory.limit = memory.now["reserved"]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            step()
+        assert "let a plan leave more `headroom`" in "".join(caught.value.__notes__)
+    memory.limit = float("inf")
+    yield "bytes", "all", "same"
 
 
 def of_captured():
-    """While a stream is captured into a graph: what cannot be in one says so."""
     modules, x = blocks(4), rows(64, 32).to("sim")
     plain = built("plain", modules).to("sim")
     kept = recoup.plan(plain, x, loss=loss_of_all, budget="1 GiB").apply()

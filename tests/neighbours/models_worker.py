@@ -238,7 +238,6 @@ def fsdp_then(way: str, wrapper: str, model: Any, given: Any) -> Any:
 
 
 def parameters_that_ddp_does_not_know(rank: int, added: Way) -> None:
-    """They would not be reduced."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
     added(model, r"module\.0\.weight")
     model(torch.randn(4, 8)).square().sum().backward()
@@ -294,7 +293,6 @@ def late_bytes(model: Any) -> int:
 
 
 def planned(share: float, wrapper: str, is_before: bool, model: Any, given: Any) -> Any:
-    """A model that is planned before or after it is wrapped."""
     more_bytes = late_bytes(model) if "fsdp" in wrapper else 0
     call = None if is_before else WRAPPERS[wrapper](model, given)
     plan_for(model, *given, loss=None, share=share, more_bytes=more_bytes).apply()

@@ -78,9 +78,7 @@ def loss_of(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-def plan_for(
-    model: nn.Module, *args: Any, share: float = 0.5, more_bytes: int = 0, **options: Any
-) -> recoup.Plan:
+def plan_for(model: Any, *args: Any, share=0.5, more_bytes=0, **options: Any) -> recoup.Plan:
     """The plan for a budget between the least (0) and what a plain step takes (1), and more."""
     options.setdefault("loss", loss_of)
     whole = recoup.plan(model, *args, budget="1 GiB", **options)

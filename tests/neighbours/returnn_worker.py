@@ -38,8 +38,6 @@ class Noise:
 
 
 class Returnn:
-    """A layer of RETURNN with its input, and steps of it."""
-
     def __init__(self, kind):
         time, inner = rf.Dim(5, name="time"), rf.Dim(64, name="in")
         outer, dims = rf.Dim(64, name="out"), [rf.Dim(8, name="batch"), time, inner]

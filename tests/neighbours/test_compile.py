@@ -80,7 +80,6 @@ def within_recomputing(fn):
 
 
 def noisy_linear(make):
-    """A layer whose noisy weight is made in some way."""
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
     noisy = make(lambda: weight + 0.1 * torch.randn_like(weight))
     return lambda x: torch.tanh(F.linear(x, noisy())), [weight]
@@ -171,14 +170,12 @@ def checkpointed(x, block, layer):
 
 
 def broken(x, block, layer):
-    """A break of the graph between reads of the same weights."""
     x = layer(block(x))
     torch._dynamo.graph_break()
     return layer(block(x))
 
 
 def recurrent():
-    """A recurrent layer, where the graph breaks, between two that do not."""
     return nn.Sequential(nn.Linear(8, 8), Runs(nn.LSTM(8, 8), first_of), nn.Linear(8, 8))
 
 
@@ -189,7 +186,6 @@ def tied():
 
 
 def stacked_twice():
-    """Two layers, each of which runs twice."""
     layers = [OURS["stacked"](nn.Linear(8, 8)) for _ in range(2)]
     return Fn(lambda x, a, b: b(a(b(a(x)))), *layers)
 

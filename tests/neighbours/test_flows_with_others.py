@@ -36,7 +36,6 @@ def pictures(n=4):
 
 
 def step_of(flow, x, cost=None):
-    """The loss and the gradients of a step."""
     flow.zero_grad()
     torch.manual_seed(7)
     loss = (flow.bits_per_dim if cost is None else cost)(x).mean()

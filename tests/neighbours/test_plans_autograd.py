@@ -25,7 +25,6 @@ in_shares = pytest.mark.parametrize("share", [0.0, 0.5], ids=["least", "middle"]
 
 
 def chain(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    """The model in a row, as situations take it."""
     net, x = fresh()
     model = nn.Sequential(net.stem, *net.blocks, net.head)
     return model.to(dtype), x.to(dtype).requires_grad_()

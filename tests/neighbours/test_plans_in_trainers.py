@@ -51,8 +51,6 @@ class Trained(NamedTuple):
 
 
 class Follows(lightning.pytorch.Callback):
-    """The peaks of the steps, and how many plans there were after each."""
-
     plans: Any = ()
 
     def __init__(self) -> None:
@@ -96,9 +94,7 @@ class Module(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train(
-    folder: Any, *callbacks: Any, module: Any = None, sizes: Any = (64,) * 4, **options: Any
-) -> Trained:
+def train(folder: Any, *callbacks: Any, module: Any = None, sizes=(64,) * 4, **options: Any):
     module, ends = module or Module(), [0, *itertools.accumulate(sizes)]
     torch.manual_seed(7)
     rows = TensorDataset(torch.randn(256, 32))
@@ -210,9 +206,7 @@ BUDGETS = [
 
 
 @pytest.mark.parametrize(("budget", "left_out"), BUDGETS)
-def test_every_option_of_a_plan_is_one_of_a_trainer_and_is_checked_where_it_is_written(
-    budget, left_out
-):
+def test_every_option_of_a_plan_is_one_of_a_trainer_and_is_checked_there(budget, left_out):
     budget = budget()
     own = inspect.signature(budget.__init__).parameters
     fields = [f for f in dataclasses.fields(PlanOptions) if f.name not in left_out]

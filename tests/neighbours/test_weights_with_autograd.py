@@ -85,9 +85,7 @@ def product_of_torch(weight, norms, dim):
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_is_that_of_the_materialised_weights_whatever_is_done_with_it(
-    kind, act, way, monkeypatch
-):
+def test_a_graph_is_that_of_the_materialised_weights(kind, act, way, monkeypatch):
     is_second = act == "gradient_of_the_gradient"
     if is_second:
         monkeypatch.setattr(torch, "_weight_norm", product_of_torch)
@@ -155,8 +153,6 @@ def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
 
 
 class Functional:
-    """A layer as a function of its parameters."""
-
     def __init__(self, way):
         self.layer = MORE[way](nn.Linear(4, 3).double())
         self.parameters = {n: p.detach().clone() for n, p in self.layer.named_parameters()}
@@ -166,7 +162,6 @@ class Functional:
         return functional_call(self.layer, parameters, (x,)).square().sum()
 
     def plain(self, x):
-        """The gradients of one input, by a plain backward."""
         named = dict(self.layer.named_parameters())
         found = torch.autograd.grad(self.loss(named, x), list(named.values()))
         return dict(zip(named, found, strict=True))

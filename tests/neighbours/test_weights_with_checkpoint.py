@@ -93,7 +93,6 @@ WEIGHTS = r"(.*[._])?weight(_[ih]h.*)?"
 
 
 def built(kind="dense", way="stacked", where="model"):
-    """A model of blocks with reparametrized weights, and its input."""
     build, size = BLOCKS[kind]
     torch.manual_seed(0)
     model = Blocks(*([build()] * 3 if kind == "shared" else [build() for _ in range(3)]))
@@ -120,7 +119,6 @@ def enabled_in_evaluation(model, x):
 
 
 def without(where):
-    """A step with the weights disabled in a part of it."""
     return lambda model, x: a_step_with(**{where: lambda: disabled(model)})(model, x)
 
 
@@ -137,7 +135,6 @@ SITUATIONS = {name: ways.SITUATIONS[name] for name in SHARED} | OWN
 
 
 def result_of(model, x, call, act):
-    """What a situation leaves with the blocks called in some way."""
     model = copy.deepcopy(model)
     model.call = call
     return outcome(model, x, act)
@@ -211,9 +208,7 @@ MAY_LOSE = [
 
 
 @pytest.mark.parametrize(("call", "situation", "where"), MAY_LOSE)
-def test_where_torch_puts_no_stream_or_mode_back_draws_are_right_or_an_error(
-    call, situation, where
-):
+def test_draws_without_the_stream_or_mode_are_right_or_an_error(call, situation, where):
     """Without draws of torch's own; no second run is taken for one in evaluation."""
     model, x = built("without dropout", "dropout", where)
     act = (ways.SITUATIONS | OWN)[situation]

@@ -53,7 +53,6 @@ def doubled(tensor, run):
 
 
 def a_module(build, *size, is_changed=False):
-    """A step of a module, with the buffers that it changes."""
 
     def step(run):
         model, x = build(), leaf(*size)
@@ -68,7 +67,6 @@ def a_module(build, *size, is_changed=False):
 
 
 def a_function(fn, **options):
-    """A step of a function of its input."""
 
     def step(run):
         random.seed(0)
