@@ -13,7 +13,6 @@ import torch
 from language_model import (
     MONITOR,
     Averaging,
-    LanguageModelTraining,
     Texts,
     longest_segment,
     main,
@@ -230,16 +229,6 @@ def test_a_text_that_does_not_fit_is_named(name):
     settings, message = REFUSALS[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         Texts(**settings)
-
-
-def test_precision_of_16_bits(texts):
-    training = LanguageModelTraining(5, embed_size=2, hidden_size=2)
-    training._trainer = SimpleNamespace(precision="16-mixed")
-    with pytest.raises(ValueError, match="Give bf16-mixed"):
-        training.on_fit_start()
-    folder = texts.fit("--trainer.precision=bf16-mixed", epochs=1)
-    found, wanted = (logged_in(each, "val_perplexity") for each in (folder, texts.finished))
-    assert found == pytest.approx(wanted, rel=0.05)
 
 
 # -- the same training, written out by hand --------------------------------------------------------

@@ -97,14 +97,6 @@ def test_a_step_is_the_plain_one(name: str, share: float):
         assert_same(outcome(model, x, STEPS[name]), wanted)
 
 
-def test_blocks_that_are_called_otherwise_are_said_once(recwarn):
-    model, x = chain()
-    with plan_for(model, x, share=0.0, loss=loss_of).applied():
-        for _ in range(2):
-            OTHERWISE["blocks in reverse"](model, x)
-    assert len([each for each in recwarn if "called otherwise" in str(each.message)]) == 1
-
-
 def test_transforms_are_right_or_an_error():
     model, x = fresh()
     model.eval()
