@@ -25,8 +25,6 @@ PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").g
 OTHERS = [ROOT / f"{name}.md" for name in ("CODE_OF_CONDUCT", "CONTRIBUTING", "SECURITY")]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))  # run when the site is built
 
-dead_links = runpy.run_path(str(ROOT / "docs" / "check_links.py"))["dead_links"]
-
 
 def read(path):
     return path.read_text(encoding="utf-8")
@@ -74,20 +72,6 @@ def test_the_tests_that_pages_name_exist():
         assert f"def {name}(" in "\n".join(sources().values()), name
     for name in re.findall(r"`(test_\w+\.py)`", text):
         assert list((ROOT / "tests").rglob(name)), name
-
-
-def test_links_of_the_site_that_lead_nowhere(tmp_path):
-    (tmp_path / "api").mkdir()
-    (tmp_path / "picture.png").write_bytes(b"")
-    (tmp_path / "api" / "plans.html").write_text('<h1 id="plans">Plans</h1><a href="../no.html">')
-    (tmp_path / "index.html").write_text(
-        '<a href="api/plans.html#plans"><a href="#">'
-        '<a href="https://elsewhere.org/no.html"><img src="picture.png">'
-        '<a href="api/plans.html#none"><img src="none.png"><a href="#nowhere">'
-    )
-    dead = ["#nowhere", "api/plans.html#none", "none.png"]
-    of_index = [f"index.html: {each}" for each in dead]
-    assert sorted(dead_links(tmp_path)) == ["api/plans.html: ../no.html", *of_index]
 
 
 # -- the matrix of docs/limits.md ------------------------------------------------------------------

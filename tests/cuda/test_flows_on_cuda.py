@@ -8,10 +8,7 @@ import torch
 from tests.oracle import assert_same_tensors
 from tests.unit.flows.models import built, classes, digits, stirred
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.filterwarnings("ignore:Under memory=:UserWarning"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:Under memory=:UserWarning")]
 
 DEVICE = "cuda"
 SHAPE = (1, 8, 8)

@@ -76,7 +76,6 @@ class Run:
         return Path(self.cli.trainer.log_dir)
 
     def use(self, command, folder, *options, checkpoint=None):
-        """Test, or predict; return the command line."""
         path = checkpoint or f"{folder}/checkpoints/best.ckpt"
         return self.main([command, "-c", f"{folder}/config.yaml", f"--ckpt_path={path}", *options])
 

@@ -58,7 +58,6 @@ def test_a_training_is_that_by_hand(flows):
 
 
 def drawn(capsys):
-    """The pixels of the picture that was said to be drawn."""
     path = capsys.readouterr().out.splitlines()[-1].removeprefix("samples: ")
     with Image.open(path) as picture:
         return np.asarray(picture)

@@ -10,14 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language_model import (
-    MONITOR,
-    Averaging,
-    Texts,
-    longest_segment,
-    main,
-    window_lengths,
-)
+from language_model import MONITOR, Averaging, Texts, main, window_lengths
 from text import UNKNOWN, joined, read_parts, tokenized, vocabulary_of
 from torch.nn import functional as F
 
@@ -57,21 +50,6 @@ def test_a_trained_model_is_tested_and_writes(texts, capsys):
         logits[-1, 0, run.datamodule.vocabulary.index(UNKNOWN)] = -math.inf
         assert token == run.datamodule.vocabulary[int(logits[-1, 0].argmax())]
         ids = torch.cat([ids, run.datamodule.encode([token])[:, None]])
-
-
-def test_the_longest_segment_that_fits():
-    def peak(steps):
-        asked.append(steps)
-        return 100 * steps + 10 * math.ceil(200 / steps)
-
-    for budget in (1_000, 3_000, 10_000, 50_000):
-        asked = []
-        steps = longest_segment(peak, 200, budget)
-        assert peak(steps) <= budget
-        assert max(map(peak, asked[:-1])) <= max(1.3 * budget, peak(14))
-        assert steps == 200 or peak(min(200, math.ceil(1.25 * steps))) > budget
-    with pytest.raises(ValueError, match="`memory` is 99 bytes"):
-        longest_segment(peak, 200, 99)
 
 
 TRIGGERS = [

@@ -68,8 +68,6 @@ class Language(nn.Module):
 
 
 class Logits(Language):
-    """The same, with a loss outside."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(tokens)
 
@@ -98,7 +96,6 @@ def give_steady_times(monkeypatch: Any) -> None:
     count = itertools.count()
 
     def times(own: Any, steps: Any) -> list[tuple[float, float]]:
-        del own
         is_own = next(count) % (1 + len(compiling.SHARES)) == 0
         most = 3.0 if is_own else 2.0
         return [(1.0, most - c.own_bytes / (c.own_bytes + 2**18)) for c in steps[0].calls]
@@ -111,7 +108,6 @@ def give_steps_times(monkeypatch: Any, *, compiled: float, others: float) -> Non
     """Let whole steps take so many seconds, whatever the clock says."""
 
     def seconds(made: Any, kind: Any) -> float:
-        del made
         return compiled if kind.is_compiled else others
 
     monkeypatch.setattr(plan, "_seconds_under", seconds)

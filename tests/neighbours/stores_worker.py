@@ -207,7 +207,6 @@ def stored(rank: int, model: Any, steps: int = 1, **options: Any) -> recoup.Grad
 
 
 def summed_in_place(rank: int, model: Any, way: str, bound: float, dtype: Any = None) -> None:
-    """And what is in `.grad` is there again, and each rank counts its part."""
     store, places = recoup.GradStore(model.parameters(), dtype=dtype), set()
     before = {each: torch.full_like(each, 7.0) for each in model.parameters()}
     for each, gradient in before.items():

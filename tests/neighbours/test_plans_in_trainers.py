@@ -1,7 +1,4 @@
-"""Byte budgets in a trainer of Lightning: the same training, in the bytes that were promised.
-
-What is said of both trainers is here; trainings of transformers are in tests/programs.
-"""
+"""Byte budgets in a trainer of Lightning: the same training, in the bytes that were promised."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Trained(NamedTuple):
-    """A model after its training, and the losses of the steps."""
-
     model: nn.Module
     losses: list[float]
 
@@ -142,16 +137,6 @@ def test_batches_of_several_sizes_are_planned_again(tmp_path):
     assert max(follows.peaks) <= budget
     assert max(follows.families) > 1
     assert follows.families[5:] == follows.families[4:5] * 5
-
-
-@pytest.mark.slow
-def test_a_second_training_has_a_plan_of_its_own(tmp_path):
-    wanted, found, plans = Module(), Module(), []
-    callback = MemoryBudget(budget_of_a_step(), show=plans.append)
-    for _ in range(2):
-        train(tmp_path, callback, module=found).assert_same(train(tmp_path, module=wanted))
-    assert plans[0] is not plans[1]
-    assert is_plain(found)
 
 
 class Around(nn.Module):

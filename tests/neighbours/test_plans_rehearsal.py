@@ -81,10 +81,6 @@ class Acts(Net):
         return super().forward(x)
 
 
-class Marked(nn.Linear):
-    """What a layer becomes in the first forward."""
-
-
 def nothing(*_: Any, **__: Any) -> None:
     """A hook that does nothing."""
 
@@ -106,7 +102,7 @@ def changes_modules(model: Any, x: Tensor) -> None:
     model.added = nn.Linear(32, 32)
     model.blocks[1].drop = nn.Identity()
     model.blocks[2].eval()
-    model.head.__class__ = Marked
+    model.head.__class__ = type("Marked", (nn.Linear,), {})
     model.head.bias.requires_grad_(False)
     model.head.bias.mark = True
     model.stem[0].weight.data = model.stem[0].weight.data.clone()
@@ -136,8 +132,6 @@ ACTS = {"objects": (changes_objects, True), "modules": (changes_modules, True),
 
 
 class Criterion(nn.Module):
-    """A loss with a state of its own, and a leaf outside of the model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))

@@ -1,7 +1,4 @@
-"""What takes processes of its own: a simulated accelerator, ranks of a group, ranks without one.
-
-The cases are in the workers of this folder; a test starts one.
-"""
+"""What takes processes of its own: a simulated accelerator, ranks of a group, ranks without one."""
 
 from __future__ import annotations
 

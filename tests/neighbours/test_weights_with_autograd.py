@@ -29,8 +29,6 @@ pytestmark = [
 
 
 class Saves(torch.autograd.Function):
-    """A product that saves both factors itself."""
-
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
