@@ -450,6 +450,18 @@ def test_a_model_whose_steps_differ_is_refused(has_room: bool, monkeypatch: Any)
         plan_for(*fresh(block=Counts))
 
 
+def test_the_plain_step_takes_the_place_of_the_measured_one():
+    module = nn.Linear(1, 9)
+    module.weight.grad = torch.ones(9, 1)
+    measured = outcome_of(module, ())
+    module.weight.grad[7] = 2.0
+    plain, verification = outcome_of(module, ()), Verification()
+    for outcome in (measured, plain, measured):
+        verification.expect(outcome, is_plain=outcome is plain)
+    assert verification.difference(plain) is None
+    assert verification.difference(measured) is not None
+
+
 def test_gradients_that_are_missing_sparse_or_complex():
     module = nn.Embedding(20, 4, sparse=True)
     module.other = nn.Parameter(torch.ones(3, dtype=torch.complex64))
