@@ -17,14 +17,8 @@ SCRIPT = str(ROOT / "benchmarks" / "accelerator.py")
 
 
 def script(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, env = [sys.executable, SCRIPT, *arguments], os.environ | {"PYTHONPATH": f"{ROOT}/src"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

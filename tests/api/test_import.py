@@ -40,21 +40,21 @@ print(json.dumps([before, state()]))
 
 def test_every_module_is_found_by_its_dotted_name():
     """No public function hides a module or package; none needs what is optional (triton)."""
-    hidden = []
     for name in (each.name for each in pkgutil.walk_packages(recoup.__path__, "recoup.")):
         module = importlib.import_module(name)
         package, _, last = name.rpartition(".")
-        if getattr(sys.modules[package], last) is not module:
-            hidden.append(name)
-    assert hidden == []
+        assert getattr(sys.modules[package], last) is module, name
+
+
+def output_of(code, *options):
+    command = [sys.executable, *options, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout
 
 
 def test_import_changes_nothing_and_brings_no_other_package():
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-    before, after = json.loads(run.stdout)
+    before, after = json.loads(output_of(PROBE, "-W", "error"))
     new = set(after.pop("packages")) - set(before.pop("packages"))
     assert new - set(sys.stdlib_module_names) == {"recoup"}
     assert after == before
@@ -75,10 +75,7 @@ print("torch._dynamo" in sys.modules)
 
 def test_steps_do_not_import_the_compiler():
     """Torch's wrapper of dispatch modes imports it at the first operator, for two seconds."""
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split() == ["False"]
+    assert output_of(STEPS).split() == ["False"]
 
 
 def public_objects():
@@ -98,25 +95,15 @@ CALLABLES = {
 }
 
 
-def own_docstring(value):
-    """The docstring that was written for `value`, not one inherited or made by `dataclass`."""
-    text = value.__doc__ or ""
-    if isinstance(value, type) and text.startswith(f"{value.__name__}("):
-        return ""
-    return text
-
-
 @pytest.mark.parametrize("name", sorted(set(CALLABLES) | {"recoup.errors", "recoup.schedules"}))
 def test_public_names_and_methods_are_documented_with_an_example(name):
     value = OBJECTS[name]
-    text = own_docstring(value)
-    assert text.strip(), f"{name} has no docstring"
-    methods = [
-        method
-        for method, member in vars(value).items()
-        if not method.startswith("_")
-        and isinstance(member, (FunctionType, property, classmethod, staticmethod))
-    ]
+    text = value.__doc__ or ""
+    # One that was written for it, and not made by `dataclass`.
+    assert text.strip()
+    assert not text.startswith(f"{name.rpartition('.')[2]}("), f"{name} has no docstring"
+    kinds = FunctionType, property, classmethod, staticmethod
+    methods = [m for m, each in vars(value).items() if m[0] != "_" and isinstance(each, kinds)]
     if not isinstance(value, ModuleType):
         assert [each for each in methods if not inspect.getdoc(getattr(value, each))] == []
     if name in CALLABLES and not (isinstance(value, type) and issubclass(value, Exception)):

@@ -27,24 +27,11 @@ from recoup.integrations.transformers import MemoryBudget as TransformersBudget
 from recoup.memory import Curve, Point
 
 VALUES: dict[str, Any] = {
-    "None": None,
-    "a flag": True,
-    "a word": "some",
-    "no word": "",
-    "0": 0,
-    "-1": -1,
-    "3": 3,
-    "1.5": 1.5,
-    "nan": math.nan,
-    "inf": math.inf,
-    "huge": 10**30,
-    "an empty list": [],
-    "a list of words": ["some"],
-    "a dict": {},
-    "a tensor": torch.tensor([math.nan]),
-    "an object": object(),
-    "a class": nn.Linear,
-}
+    "None": None, "a flag": True, "a word": "some", "no word": "", "0": 0, "-1": -1, "3": 3,
+    "1.5": 1.5, "nan": math.nan, "inf": math.inf, "huge": 10**30, "an empty list": [],
+    "a list of words": ["some"], "a dict": {}, "a tensor": torch.tensor([math.nan]),
+    "an object": object(), "a class": nn.Linear,
+}  # fmt: skip
 
 
 def linear(bias: bool = True) -> nn.Module:
@@ -151,6 +138,13 @@ def named(name: str) -> Callable[..., Any]:
     return operator.attrgetter(name)(home)
 
 
+SMALL_FLOW = {"shape": (1, 4, 4), "levels": 17, "num_levels": 1, "num_steps": 1, "width": 4}
+
+
+def alike(names: str, given: Given, prefix: str = "") -> dict[str, Given]:
+    return dict.fromkeys([prefix + name for name in names.split()], given)
+
+
 # Arguments with which each public function succeeds.
 PLAIN: dict[str, Given] = {
     "checkpoint": lambda: {"fn": torch.sin, "args": x()},
@@ -166,48 +160,35 @@ PLAIN: dict[str, Given] = {
     "load_builder": lambda: {"name": "os.path:join"},
     "plan": lambda: {"model": model(), "example_args": x(), "budget": "1 MiB"},
     "largest": lambda: {
-        "build_batch": lambda n: torch.randn(n, 4), "model": model(), "budget": "4 KiB", "most": 1,
-    },
+        "build_batch": lambda n: torch.randn(n, 4), "model": model(), "budget": "4 KiB", "most": 1},
     "applied_plans": lambda: {"model": model()},
     "estimate": lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"},
     "curve": lambda: {
-        "build": "tests.api.curved:step_of", "depths": [1], "memories": ["sqrt"], "repeats": 0,
-    },
+        "build": "tests.unit.memory.builders:chain", "depths": [1], "memories": [1], "repeats": 0},
     "GradStore": lambda: {"params": MODEL.parameters()},
     "GradStore.from_backward": lambda: {
-        "outputs": MODEL(x()).sum(), "params": MODEL.parameters(),
-    },
+        "outputs": MODEL(x()).sum(), "params": MODEL.parameters()},
     "GradStore.from_grad": lambda: {"params": after_backward()},
     "step": lambda: {"optimizer": optimizer(MODEL), "stores": collected()},
     "segments_backward": lambda: {
-        "segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected(),
-    },
-    "weight_dropout": lambda: {"module": model()},
-    "weight_noise": lambda: {"module": model()},
-    "weight_norm": lambda: {"module": model()},
+        "segments": [MODEL], "input": x(), "loss_fn": torch.sum, "store": collected()},
+    **alike("weight_dropout weight_noise weight_norm", lambda: {"module": model()}),
+    **alike("applied remove twin", lambda: {"module": noisy()}, "weights."),
     "weights.apply": lambda: {"module": model(), "fn": lambda w, draw: w},
-    "weights.applied": lambda: {"module": noisy()},
     "weights.freeze_dropped": lambda: {
-        "optimizer": optimizer(dropped := noisy()), "module": dropped,
-    },
+        "optimizer": optimizer(dropped := noisy()), "module": dropped},
     "weights.kl_divergence": lambda: {"module": noisy(), "prior_std": 1.0},
-    "weights.remove": lambda: {"module": noisy()},
     "weights.set_step": lambda: {"module": noisy(), "step": 1},
     "weights.to_plain_names": lambda: {"state_dict": model().state_dict()},
-    "weights.twin": lambda: {"module": noisy()},
     "weights.update": lambda: {"module": noisy(), "p": 0.1},
     "flows.NICE": lambda: {"shape": (4,), "levels": None, "width": 4},
-    **dict.fromkeys(
-        ("flows.RealNVP", "flows.Glow", "flows.FlowPlusPlus", "flows.IResNet"),
-        lambda: {"shape": (1, 4, 4), "levels": 17, "num_levels": 1, "num_steps": 1, "width": 4},
-    ),
+    **alike("RealNVP Glow FlowPlusPlus IResNet", lambda: {**SMALL_FLOW}, "flows."),
     "flows.Flow": lambda: {"chain": halves(), "shape": (4,)},
     "flows.ConvNetwork": lambda: {"in_channels": 2, "out_channels": 2, "width": 4},
     "flows.DenseNetwork": lambda: {"in_features": 2, "out_features": 2, "width": 4},
     "flows.Logistic": lambda: {"loc": 0.0, "scale": 1.0},
     "flows.fit": lambda: {
-        "flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False,
-    },
+        "flow": flow(), "images": torch.randn(20, 4), "epochs": 1, "progress": False},
     "AdditiveCoupling": lambda: {"network": nn.Linear(2, 2), "exact": True},
     "AffineCoupling": lambda: {"network": nn.Linear(2, 4)},
     "MixtureCoupling": lambda: {"network": nn.Linear(2, 52)},
@@ -215,9 +196,8 @@ PLAIN: dict[str, Given] = {
     "Dequantize": lambda: {"levels": 17},
     "VariationalDequantize": lambda: {"levels": 17, "chain": halves()},
     "Flatten": lambda: {"shape": (4,)},
-    **dict.fromkeys(("ActNorm", "InvertibleConv1x1", "InvertibleConv1x1LU"),
-                    lambda: {"num_channels": 4}),
-    **dict.fromkeys(("DriftGuard", "Flip", "LipSwish", "Logit", "Split", "Squeeze"), dict),
+    **alike("ActNorm InvertibleConv1x1 InvertibleConv1x1LU", lambda: {"num_channels": 4}),
+    **alike("DriftGuard Flip LipSwish Logit Split Squeeze", dict),
     "DriftGuard.of": lambda: {"drift": "raise"},
     "InvertibleResidual": lambda: {"network": invertible.LipschitzLinear(4, 4)},
     "LipschitzConv2d": lambda: {"in_channels": 2, "out_channels": 2, "kernel_size": 3},
@@ -225,9 +205,8 @@ PLAIN: dict[str, Given] = {
     "Normalize": lambda: {"mean": 0.5, "std": 0.5},
     "Permute": lambda: {"permutation": [1, 0]},
     "check_invertible": lambda: {"module": invertible.Flip(), "x": torch.randn(2, 4)},
-    **{f"schedules.{name}": lambda: {"n": 4} for name in ("linear", "sqrt", "log", "offloaded")},
-    **{f"schedules.{name}": lambda: {"n": 4, "slots": 2}
-       for name in ("binomial", "revolve", "num_advances", "num_sweeps")},
+    **alike("linear sqrt log offloaded", lambda: {"n": 4}, "schedules."),
+    **alike("binomial revolve num_advances num_sweeps", lambda: {"n": 4, "slots": 2}, "schedules."),
     "schedules.beta": lambda: {"slots": 2, "sweeps": 2},
     "schedules.constant": lambda: {"ways": 4},
     "schedules.frontier": lambda: {"costs": [COST] * 3},
@@ -240,47 +219,37 @@ PLAIN: dict[str, Given] = {
     "Schedule": lambda: {"num_stages": 2, "actions": schedules.sqrt(2).actions},
 }  # fmt: skip
 # Those of a context succeed where it is entered, those of a method on an object.
-WITHIN: dict[str, Given] = {
-    "recomputing": dict,
-    "offloading": dict,
-    "weights.disabled": lambda: {"module": noisy()},
-    "weights.enabled": lambda: {"module": noisy()},
-    "weights.same_draw": dict,
-    "weights.step": lambda: {"module": noisy()},
-}
+WITHIN = alike("recomputing offloading weights.same_draw", dict)
+WITHIN |= alike("disabled enabled step", lambda: {"module": noisy()}, "weights.")
 OF_STORES: dict[str, Given] = {
     "add_": lambda: {"param": MODEL[0].weight, "grad": torch.ones(4, 4)},
     "backward": lambda: {"outputs": MODEL(x()).sum()},
     "clip_norm_": lambda: {"max_norm": 1.0},
-    "cosine": lambda: {"other": collected()},
-    "dot": lambda: {"other": collected()},
+    **alike("cosine dot", lambda: {"other": collected()}),
     "extend_": lambda: {"others": collected()},
     "filter": lambda: {"params": [MODEL[0].weight]},
     "load_state_dict": lambda: {"state_dict": collected().state_dict(MODEL), "module": MODEL},
-    "named": lambda: {"module": MODEL},
+    **alike("named state_dict", lambda: {"module": MODEL}),
     "norm": dict,
     "scale_": lambda: {"factor": 0.5},
     "split": lambda: {"groups": optimizer(MODEL)},
-    "state_dict": lambda: {"module": MODEL},
     "step": lambda: {"optimizer": optimizer(MODEL)},
     "to": lambda: {"device": "cpu"},
 }
+OF_FLOWS = {
+    **alike("log_prob reconstruct forward bits_per_dim parts", lambda: {"x": x()}),
+    "sample": lambda: {"n": 2},
+    "interpolate": lambda: {"x0": x(), "x1": x(), "steps": 3},
+    "inverse": lambda: {"latents": FLOW(x())[0]},
+}
 METHODS: dict[tuple[Any, str], Given] = {
-    (FLOW, "log_prob"): lambda: {"x": x()},
-    (FLOW, "sample"): lambda: {"n": 2},
-    (FLOW, "interpolate"): lambda: {"x0": x(), "x1": x(), "steps": 3},
-    (FLOW, "reconstruct"): lambda: {"x": x()},
-    (FLOW, "forward"): lambda: {"x": x()},
-    (FLOW, "inverse"): lambda: {"latents": FLOW(x())[0]},
-    (FLOW, "bits_per_dim"): lambda: {"x": x()},
-    (FLOW, "parts"): lambda: {"x": x()},
+    **{(FLOW, name): make for name, make in OF_FLOWS.items()},
     (CURVE, "of"): lambda: {"memory": "sqrt"},
     (CURVE, "figure"): lambda: {"path": NOWHERE / "some.svg"},
     (TIMELINE, "page"): lambda: {"path": NOWHERE / "some.html"},
     **{(LINE, name): lambda: {"phase": "backward"} for name in ("peak", "levels", "starts")},
     (FRONTIER, "plan"): lambda: {"budget": "1 MiB"},
-    (DRAW, "normal"): lambda: {"shape": (2,)},
-    (DRAW, "uniform"): lambda: {"shape": (2,)},
+    **{(DRAW, name): lambda: {"shape": (2,)} for name in ("normal", "uniform")},
     (DRAW, "bernoulli"): lambda: {"p": 0.5, "shape": (2,)},
     (COST, "tape"): lambda: {"variant": 0},
 }

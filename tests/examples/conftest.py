@@ -70,14 +70,12 @@ class Run:
         return subprocess.Popen([*command, *options], env=os.environ | paths, **quiet)
 
     def go_on(self, folder, *options, checkpoint="last", epochs=2):
-        """Resume the run of a folder; return the folder of the new one."""
         path = f"--ckpt_path={folder}/checkpoints/{checkpoint}.ckpt"
         length = f"--trainer.max_epochs={epochs}"
         self.cli = self.main(["fit", "-c", f"{folder}/config.yaml", path, length, *options])
         return Path(self.cli.trainer.log_dir)
 
     def use(self, command, folder, *options, checkpoint=None):
-        """Test, or predict; return the command line."""
         path = checkpoint or f"{folder}/checkpoints/best.ckpt"
         return self.main([command, "-c", f"{folder}/config.yaml", f"--ckpt_path={path}", *options])
 
@@ -100,7 +98,6 @@ def example(request):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A text of 900 words that a small model can learn something of."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n".join(LINES * 3) + "\n")
     return str(path)

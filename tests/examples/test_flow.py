@@ -13,12 +13,10 @@ import pytest
 import torch
 from command_line import seed_at
 from flow import Images
-from pictures import density_picture
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from recoup.flows import Glow
-from recoup.memory import parse_bytes
 from tests.examples.conftest import EXAMPLES, QUIET, Run, logged_in, same, weights
 
 CONFIGS = sorted((EXAMPLES / "configs" / "flow").glob("*.yaml"))
@@ -59,7 +57,6 @@ def test_a_training_is_that_by_hand(flows):
 
 
 def drawn(capsys):
-    """The pixels of the picture that was said to be drawn."""
     path = capsys.readouterr().out.splitlines()[-1].removeprefix("samples: ")
     with Image.open(path) as picture:
         return np.asarray(picture)
@@ -95,29 +92,6 @@ def test_points_and_their_classes(flows, capsys):
     assert len(np.unique(drawn(capsys).reshape(-1, 3), axis=0)) > 100
 
 
-class Bump(torch.nn.Module):
-    """A density with its top at (3, 1)."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def log_prob(self, points):
-        return -(points - points.new_tensor([3.0, 1.0])).square().sum(1) * 5
-
-
-def test_a_density_lies_where_its_points_are():
-    points = torch.tensor([[-4.0, -2.0], [4.0, 2.0]])
-    pixels = np.asarray(density_picture(Bump(), points)).astype(int)
-    right = pixels[:, pixels.shape[1] // 2 :]
-    dark = right.sum(2) < 30  # the panel but for the bump, which is bright
-    rows, columns = (np.nonzero(dark.any(axis))[0] for axis in (1, 0))
-    panel = right[rows[0] : rows[-1], columns[0] : columns[-1]].sum(2)
-    row, column = np.unravel_index(panel.argmax(), panel.shape)
-    assert column / panel.shape[1] == pytest.approx(0.87, abs=0.06)
-    assert row / panel.shape[0] == pytest.approx(0.28, abs=0.08)  # from above
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_presets_build_what_their_names_say(flows, path):
     names = {"glow": "Glow", "nice": "NICE", "realnvp": "RealNVP"}
@@ -136,16 +110,6 @@ def test_presets_build_what_their_names_say(flows, path):
     assert run.trainer.max_epochs >= 30
 
 
-def test_a_run_says_what_a_step_took(flows, capsys):
-    peaks = []
-    for memory in ("linear", "constant"):
-        options = ["--model.flow.num_steps=8", "--trainer.limit_train_batches=1"]
-        flows.fit(*options, f"--model.memory={memory}", epochs=1, out=memory)
-        said = re.search(rf"memory {memory}: .* took peak ([\d.]+ \w+),", capsys.readouterr().out)
-        peaks.append(parse_bytes(said[1]))
-    assert peaks[0] > 1.5 * peaks[1]
-
-
 def test_examples_use_public_names_only():
     for path in EXAMPLES.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -155,9 +119,6 @@ def test_examples_use_public_names_only():
             if isinstance(node, ast.Import):
                 names = [each.name for each in node.names if each.name.startswith("recoup")]
                 assert names in ([], ["recoup"]), path
-
-
-# -- data ------------------------------------------------------------------------------------------
 
 
 def test_parts_share_no_picture_and_do_not_follow_the_seed():
@@ -173,43 +134,37 @@ def test_parts_share_no_picture_and_do_not_follow_the_seed():
     assert torch.equal(firsts[0], firsts[2])
 
 
-def test_an_archive_names_its_parts_and_labels(tmp_path):
-    pictures = np.arange(4 * 10 * 9, dtype=np.uint8).reshape(10, 4, 9)
-    path = tmp_path / "some.npz"
-    labels = np.arange(10) % 3
-    np.savez(path, x_train=pictures, x_test=pictures[:3], y_train=labels, y_test=labels[:3])
-    data = Images(str(path), conditional=True, validation_fraction=0.2, batch_size=4)
-    assert data.shape == (1, 4, 9)
-    assert (data.levels, data.num_classes) == (256, 3)
+def test_an_archive_names_its_parts_and_labels():
+    pictures, labels = np.arange(4 * 10 * 9, dtype=np.uint8).reshape(10, 4, 9), np.arange(10) % 3
+    parts = {"x_train": pictures, "x_test": pictures[:3], "y_train": labels, "y_test": labels[:3]}
+    path = write("some.npz", parts)["path"]
+    data = Images(path, conditional=True, validation_fraction=0.2, batch_size=4)
+    assert (data.shape, data.levels, data.num_classes) == ((1, 4, 9), 256, 3)
     assert torch.equal(data.parts["test"][:, 0], torch.from_numpy(pictures[:3]))
     assert len(data.parts["train"]) == 8
     for x, label in data.train_dataloader():
         rows = [int((torch.from_numpy(pictures) == each).flatten(1).all(1).nonzero()) for each in x]
         assert label.tolist() == [row % 3 for row in rows]
-    few = Images(str(path), levels=4).parts["test"]
+    few = Images(path, levels=4).parts["test"]
     assert torch.equal(few[:, 0], torch.from_numpy(pictures[:3].astype(int) * 4 // 256).byte())
-
-
-def test_a_folder_of_pictures(tmp_path):
-    (tmp_path / "some" / "deep").mkdir(parents=True)
-    for number in range(9):
-        Image.new("L", (12, 8), 10 * number).save(tmp_path / "some" / f"{number}.png")
-    Image.new("RGB", (8, 8), (1, 2, 3)).save(tmp_path / "some" / "deep" / "colour.png")
-    with pytest.raises(ValueError, match=r"another size .* `--data\.size`"):
-        Images(str(tmp_path / "some"))
-    data = Images(str(tmp_path / "some"), size=8)
-    assert data.shape == (3, 8, 8)
-    assert sum(map(len, data.parts.values())) == 10
-
-
-def test_points_of_an_archive(tmp_path):
     number = np.arange(20)
     points = np.stack([0.5 * number, -number], axis=1)
-    np.savez(tmp_path / "some.npz", points=points, labels=number % 2)
-    data = Images(str(tmp_path / "some.npz"), conditional=True)
+    write("some.npz", {"points": points, "labels": number % 2})
+    data = Images("some.npz", conditional=True)
     assert (data.shape, data.levels, data.num_classes) == ((2,), None, 2)
-    points, labels = data.parts["train"], data.labels["train"]
-    assert torch.equal(labels, (-points[:, 1] % 2).long())
+    assert torch.equal(data.labels["train"], (-data.parts["train"][:, 1] % 2).long())
+
+
+def test_a_folder_of_pictures():
+    Path("deep").mkdir()
+    for number in range(9):
+        Image.new("L", (12, 8), 10 * number).save(f"{number}.png")
+    Image.new("RGB", (8, 8), (1, 2, 3)).save("deep/colour.png")
+    with pytest.raises(ValueError, match=r"another size .* `--data\.size`"):
+        Images(".")
+    data = Images(".", size=8)
+    assert data.shape == (3, 8, 8)
+    assert sum(map(len, data.parts.values())) == 10
 
 
 def write(name, content):

@@ -1,20 +1,22 @@
-"""Models on a simulated accelerator, in every way; writes a table of what each found as JSON.
+"""Models on a simulated accelerator, in every way.
 
 A cell is "same" if two steps leave what they leave without recoup on the same device, with both
-random streams; otherwise it is an error, "raw" if it is none of recoup's.
+random streams; otherwise it is an error, "raw" if it is none of recoup's. All are as they are
+expected to be, which is "same" unless another beginning stands beside.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,14 +31,11 @@ from tests.counted_times import times_of
 from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import loss_of_all
 from tests.ways import CALLS, Called, a_step, assert_same, built, outcome
+from tests.weight_zoo import OURS
 from tests.zoo import CHAINS, MODULES, chain_of
 
 BUDGET = 350_000  # everything kept takes 580,000 bytes
 WAYS = *CALLS, "recompute_", "inputs", "sqrt", "log", "1 slot", "offloading to the host"
-OTHERS = (
-    "constant", "sqrt of invertible", "flows", "weights", "settings", "gradients", "plans", "bytes",
-    "captured",
-)  # fmt: skip
 # Every so many-th model, each in every so many-th way.
 STRIDES = (1, 1) if "all" in sys.argv else (2, 5)
 
@@ -71,9 +70,6 @@ def cell(run):
         return f"raw {type(error).__name__}: {error}"
 
 
-# -- the parts of the table ------------------------------------------------------------------------
-
-
 def same(found, want, rtol=0.0):
     """A cell: whether what `found()` leaves is what `want` is."""
     return cell(lambda: assert_same(found(), want() if callable(want) else want, rtol))
@@ -84,8 +80,8 @@ def of_zoo():
         modules, x = chain_of(name)
         try:
             want = left(built("plain", modules), x)
-        except NotImplementedError as error:
-            yield "plain", name, f"raw {str(error)[:60]}"
+        except NotImplementedError:
+            assert name in ("recurrent", "lstm", "gru")  # for which the device has no kernels
             continue
         for way in WAYS[place % STRIDES[1] :: STRIDES[1]]:
             yield way, name, same(lambda: left(in_way(way, modules), x), want)  # noqa: B023
@@ -95,7 +91,7 @@ def of_chains():
     for place, name in enumerate(INVERTIBLE):
         modules, x = invertible_chain_of(name)
         want = left(Chain(*copy.deepcopy(modules)), x)
-        ways = ("constant", "constant", 1e-9), (OTHERS[1], "sqrt", 0.0)
+        ways = ("constant", "constant", 1e-9), ("sqrt of invertible", "sqrt", 0.0)
         for way, memory, rtol in ways[place % STRIDES[0] :: STRIDES[0]]:
             model = Chain(*copy.deepcopy(modules), memory=memory)
             yield way, name, same(lambda: left(model, x), want, rtol)  # noqa: B023
@@ -112,33 +108,22 @@ def rows(*shape):
 
 
 def of_flows():
-    """Against those that keep everything."""
-    images = torch.randint(17, (4, 1, 8, 8))
-
-    def density(flow):
-        return left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images)
-
-    def sample(flow):
-        torch.rand(len(flow.memory), device="sim")  # which the generator makes up for
-        return [flow.sample(2, generator=torch.Generator())]
-
-    def of(memory):
+    images, found = torch.randint(17, (4, 1, 8, 8)), {}
+    for memory in ("linear", "constant"):
         torch.manual_seed(0)
         made = Glow((1, 8, 8), levels=17, width=8, num_steps=2, dropout=0.3, memory=memory)
-        return made.double().to("sim")
-
-    for find, rtol in ((density, 1e-9), (sample, 0.0)):
-        found = same(lambda: find(of("constant")), lambda: find(of("linear")), rtol)  # noqa: B023
-        yield "flows", find.__name__, found
+        flow = made.double().to("sim")
+        torch.rand(len(memory), device="sim")  # which the generator makes up for
+        sample = [flow.sample(2, generator=torch.Generator())]
+        density = left(Called(lambda flow, x: flow[0].log_prob(x), [flow]), images)
+        found[memory] = sample, density
+    for place, rtol in enumerate((0.0, 1e-9)):
+        yield "flows", place, same(lambda: found["constant"][place], found["linear"][place], rtol)  # noqa: B023
 
 
 def of_weights():
     """To the bit what they are on a CPU."""
-    changes = (
-        partial(recoup.weight_dropout, p=0.3),
-        partial(recoup.weight_noise, std=0.1),
-        recoup.weight_norm,
-    )
+    changes = OURS["dropout"], OURS["noise"], OURS["norm"]
     modules = (
         (nn.Linear(32, 2048), torch.randn(4, 32)),
         (nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)),
@@ -157,17 +142,17 @@ def of_weights():
 
 def of_settings():
     calls, x = itertools.count(1), rows(4, 4).to("sim")
+    by_autocast = lambda x: (x.sin() * (1.0 + torch.is_autocast_enabled("sim"))).exp()  # noqa: E731
+    by_count = lambda x: (x * next(calls)).sin().exp()  # noqa: E731
 
     def run(fn):
         with torch.autocast("sim", torch.bfloat16):
             y = recoup.checkpoint(fn, x)
         y.sum().backward()
 
-    def by_autocast(x):
-        return (x.sin() * (1.0 + torch.is_autocast_enabled("sim"))).exp()
-
     yield "settings", "autocast", cell(partial(run, by_autocast))
-    yield "settings", "counter", cell(lambda: run(lambda x: (x * next(calls)).sin().exp()))
+    found = cell(partial(run, by_count))
+    yield "settings", "counter", found, "ReplayError: Running the checkpointed call"
 
 
 def of_gradients():
@@ -181,10 +166,9 @@ def of_gradients():
         recoup.step(optimizer, store) if collects else optimizer.step()
         return list(model.parameters())
 
+    find = lambda how: left(nn.Sequential(*blocks(2)), x, "sim", partial(step, how))  # noqa: E731
     x = rows(8, 32)
-    found, want = (partial(left, nn.Sequential(*blocks(2)), x, "sim", partial(step, collects))
-                   for collects in (True, False))  # fmt: skip
-    yield "gradients", "GradStore", same(found, want)
+    yield "gradients", "GradStore", same(lambda: find(True), lambda: find(False))
 
 
 def of_plans():
@@ -194,13 +178,10 @@ def of_plans():
 
     def run(**options):
         model, given = nn.Sequential(*copy.deepcopy(modules)).to("sim"), x.to("sim")
-        recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
+        plan = recoup.plan(model, given, loss=loss, budget=BUDGET, **options).apply()
         assert_same(left(model, x), want)
-        before = simulated.module.memory_allocated()
-        simulated.module.reset_peak_memory_stats()
-        loss(model(given)).backward()
-        taken = simulated.module.max_memory_allocated() - before
-        return "" if taken <= BUDGET else f"takes {taken} bytes"
+        found = recoup.measure(lambda: loss(model(given)).backward(), device="sim", repeats=0)
+        return "" if found.peak_bytes <= plan.budget_bytes else f"takes {found.peak_bytes} bytes"
 
     folder = {"offload_to": tempfile.gettempdir(), "replan": True}
     for options in ({"tiles": True, "offload_to": "host"}, folder):
@@ -212,7 +193,7 @@ def of_bytes():
     torch.manual_seed(0)
     model, x = nn.Sequential(*blocks(4)).to("sim"), rows(2**13 - 1, 32).to("sim")
     loss = lambda y: y.sin().sum()  # noqa: E731
-    memory, plans = simulated.module.memory, []
+    memory = simulated.module.memory
 
     def step():
         model.zero_grad()
@@ -220,57 +201,41 @@ def of_bytes():
 
     step()
     memory.empty_cache()
-    budget = int(0.7 * recoup.measure(step, device="sim", repeats=0).peaks.allocated)
-
-    def measured():
-        found = recoup.measure(step, device="sim", repeats=0)
-        requested, allocated, reserved = found.peaks
-        assert 0 < requested < allocated == found.peak_bytes < reserved, found
-        for device in ("sim", "cpu"):
-            y = rows(9).to(device)
-            assert recoup.measure(lambda: y * 2, repeats=0).device.startswith(device)  # noqa: B023
-        assert f"(requested {recoup.memory.format_bytes(requested)}, reserved" in str(found)
-
-    def planned():
-        plan = recoup.plan(model, x, loss=loss, budget=budget)
-        requested, allocated, reserved = plan.rehearsed_peaks
-        assert requested < allocated == plan.rehearsed_peak_bytes <= 0.95 * budget < reserved
-        assert "reserved" in str(plan), plan
-        assert "left for fragmentation: 0.05" in str(plan), plan
-        assert "reserved" in str(recoup.timeline(model, x, plan=plan, loss=loss))
-        plans.append(plan)
-
-    def says(what, run, *errors):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            try:
-                run()
-            except errors as error:
-                said = [error, *error.__notes__]
-        assert any(what in str(getattr(each, "message", each)) for each in said), said
-
-    def limited():
-        with plans[0].applied():
-            memory.empty_cache()
-            memory.limit = memory.now["reserved"]
-            while memory.allocate(2**21):
-                pass  # what is left of segments
-            memory.limit = float("inf")
-            for block in [memory.allocate(2**20) for _ in range(100)]:
-                memory.free(block)  # what is cached, and too small
-            memory.limit = memory.now["reserved"]
-            says("given cached memory back (1 times)", step)
-            memory.empty_cache()
-            memory.limit = memory.now["reserved"]
-            says("let a plan leave more `headroom`", step, torch.OutOfMemoryError)
+    found = recoup.measure(step, device="sim", repeats=0)
+    requested, allocated, reserved = found.peaks
+    assert 0 < requested < allocated == found.peak_bytes < reserved, found
+    assert f"(requested {recoup.memory.format_bytes(requested)}, reserved" in str(found)
+    for device in ("sim", "cpu"):
+        y = rows(9).to(device)
+        assert recoup.measure(lambda: y * 2, repeats=0).device.startswith(device)  # noqa: B023
+    budget = int(0.7 * allocated)
+    plan = recoup.plan(model, x, loss=loss, budget=budget)
+    requested, allocated, reserved = plan.rehearsed_peaks
+    assert requested < allocated == plan.rehearsed_peak_bytes <= 0.95 * budget < reserved
+    assert "reserved" in str(plan), plan
+    assert "left for fragmentation: 0.05" in str(plan), plan
+    assert "reserved" in str(recoup.timeline(model, x, plan=plan, loss=loss))
+    with plan.applied():
+        memory.empty_cache()
+        memory.limit = memory.now["reserved"]
+        while memory.allocate(2**21):
+            pass  # what is left of segments
         memory.limit = float("inf")
-
-    for run in (measured, planned, limited):
-        yield "bytes", run.__name__, cell(run)
+        for block in [memory.allocate(2**20) for _ in range(100)]:
+            memory.free(block)  # what is cached, and too small
+        memory.limit = memory.now["reserved"]
+        with pytest.warns(match=r"given cached memory back \(1 times\)"):
+            step()
+        memory.empty_cache()
+        memory.limit = memory.now["reserved"]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            step()
+        assert "let a plan leave more `headroom`" in "".join(caught.value.__notes__)
+    memory.limit = float("inf")
+    yield "bytes", "all", "same"
 
 
 def of_captured():
-    """While a stream is captured into a graph: what cannot be in one says so."""
     modules, x = blocks(4), rows(64, 32).to("sim")
     plain = built("plain", modules).to("sim")
     kept = recoup.plan(plain, x, loss=loss_of_all, budget="1 GiB").apply()
@@ -284,21 +249,24 @@ def of_captured():
     models["constant"] = Called(lambda chain, _: chain[0](given)[0], [chain])
     simulated.module.is_capturing = True
     for name, model in models.items():
-        yield "captured", name, cell(lambda: model(x).sum().backward())  # noqa: B023
+        wanted = "RecoupError: A stream is being captured into a CUDA graph"
+        wanted = "same" if "keeps everything" in name else wanted
+        yield "captured", name, cell(lambda: model(x).sum().backward()), wanted  # noqa: B023
     simulated.module.is_capturing = False
 
 
 def of_bare():
     """On a device that has no random state, counts no bytes and has no streams."""
-    x = rows(4, 32)
+    x, draws = rows(4, 32), "ReplayError: aten.native_dropout.default draws on"
     for way, dropout in (("without dropout", 0.0), ("with dropout", 0.3)):
         modules = blocks(6, dropout)
         want = left(built("plain", modules), x)
         for name in WAYS:
-            yield way, name, same(lambda: left(in_way(name, modules), x), want)  # noqa: B023
-    model = nn.Sequential(*blocks()).to("sim")
-    yield "bytes", "measure", cell(lambda: recoup.measure(lambda: None, device="sim"))
-    yield "bytes", "plan", cell(lambda: recoup.plan(model, x.to("sim")))
+            found = same(lambda: left(in_way(name, modules), x), want)  # noqa: B023
+            yield way, name, found, draws if dropout and "offloading" not in name else "same"
+    model, y = nn.Sequential(*blocks()).to("sim"), x.to("sim")
+    for ask in (lambda: recoup.measure(lambda: None, device="sim"), lambda: recoup.plan(model, y)):
+        yield "bytes", "asked", cell(ask), "ValueError: The bytes on sim"
 
 
 PARTS = (
@@ -308,18 +276,21 @@ PARTS = (
 
 
 def main():
-    is_bare = "bare" in sys.argv
-    if "all" not in sys.argv:
+    is_bare, is_whole = ("bare" in sys.argv), ("all" in sys.argv)
+    if not is_whole:
         priced_blocks.times_of = times_of
     library = simulated.set_up(is_bare=is_bare)
-    found = {}
+    counts, wrong = Counter(), []
     with DriftGuard.strict():
         for part in (of_bare,) if is_bare else PARTS:
-            for way, name, result in part():
-                found.setdefault(way, {})[name] = result
+            for way, name, result, *wanted in part():
+                counts[way] += 1
+                if not result.startswith(*(wanted or ["same"])):
+                    wrong.append((way, name, result))
+    assert not wrong, wrong
+    assert is_bare or min(counts[way] for way in WAYS) >= (50 if is_whole else 5)
     del library
-    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

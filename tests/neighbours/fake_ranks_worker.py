@@ -1,9 +1,7 @@
-"""Two ranks of four that are not there, with plans of sharded models; writes a table as JSON."""
+"""Two ranks of four that are not there, with plans of sharded models: what holds of them."""
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
 
 import torch
@@ -11,11 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,18 +21,6 @@ from tests.neighbours.planned import Language, Logits, Net, loss_of, peak_of
 
 NUM_RANKS = 4
 RANKS = (0, 3)  # that are run, one after the other
-
-
-def sharded(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def in_parallel(model, mesh):
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
 
 
 class Collectives(TorchDispatchMode):
@@ -54,12 +36,13 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def row(parallelize, mesh, num_samples):
+def in_tensor_parallelism(mesh):
+    """The least bytes suffice; collectives are code of blocks. Returns what ranks have alike."""
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(num_samples, 32)
+    model, x = Net(), torch.randn(256, 32)
     for block in model.blocks:
         block.drop = nn.Identity()
-    model = parallelize(model, mesh)
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     def step():
         loss_of(model(x)).backward()
@@ -69,19 +52,14 @@ def row(parallelize, mesh, num_samples):
     with Collectives() as plain:
         step()
     frontier = recoup.plan(model, x, loss=loss_of)
-    least = frontier.least_bytes
-    plan = frontier.plan(least)
+    plan = frontier.plan(frontier.least_bytes)
     with plan.applied(), Collectives() as planned:
         step()
     with plan.applied():
-        peak = peak_of(step)
-    return {
-        "least": least,
-        "peak": peak,
-        "plain": plain.num,
-        "planned": planned.num,
-        "forwards": sum(each.num_forwards for each in plan.blocks) - len(plan.blocks),
-    }
+        assert peak_of(step) <= frontier.least_bytes
+    assert sum(row.num_forwards for row in plan.blocks) > len(plan.blocks)
+    assert planned.num > plain.num
+    return frontier.least_bytes, plain.num, planned.num
 
 
 def in_tiles(mesh, kind, **options):
@@ -106,27 +84,27 @@ def in_tiles(mesh, kind, **options):
     with plan.applied():
         found = gradients()
     off = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in found}
-    return {"bytes": plan.least_bytes / plain.least_bytes, "off": off}
+    return plan.least_bytes / plain.least_bytes, {name: each for name, each in off.items() if each}
 
 
 def of_rank(rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    found = {
-        "sharded": row(sharded, mesh, 200 + 50 * rank),  # each has a batch of its own
-        "in_parallel": row(in_parallel, mesh, 256),
-    }
+    found = in_tensor_parallelism(mesh)
     if rank == 0:
-        found |= {
-            "in_tiles": in_tiles(mesh, Language),
-            "head alone": in_tiles(mesh, Language, alone=lambda model: [model.head]),
-            "loss outside": in_tiles(mesh, Logits),
-            "freed": in_tiles(mesh, Logits, reshard_after_forward=True),
-        }
+        share, off = in_tiles(mesh, Language)
+        assert share < 0.6
+        assert off.keys() <= {"head.weight", "head.bias"}
+        assert max(off.values(), default=0.0) < 1e-6
+        # A head whose weight or output is not there for tiles runs whole.
+        assert not in_tiles(mesh, Language, alone=lambda model: [model.head])[1]
+        assert not in_tiles(mesh, Logits)[1]
+        assert not in_tiles(mesh, Logits, reshard_after_forward=True)[1]
     dist.destroy_process_group()
     return found
 
 
 if __name__ == "__main__":
     priced_blocks.times_of = times_of
-    sys.stdout.write(json.dumps([of_rank(rank) for rank in RANKS]))
+    first, last = (of_rank(rank) for rank in RANKS)
+    assert first == last

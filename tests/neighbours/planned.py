@@ -68,8 +68,6 @@ class Language(nn.Module):
 
 
 class Logits(Language):
-    """The same, with a loss outside."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         return self.logits(tokens)
 
@@ -78,9 +76,7 @@ def loss_of(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-def plan_for(
-    model: nn.Module, *args: Any, share: float = 0.5, more_bytes: int = 0, **options: Any
-) -> recoup.Plan:
+def plan_for(model: Any, *args: Any, share=0.5, more_bytes=0, **options: Any) -> recoup.Plan:
     """The plan for a budget between the least (0) and what a plain step takes (1), and more."""
     options.setdefault("loss", loss_of)
     whole = recoup.plan(model, *args, budget="1 GiB", **options)
@@ -100,7 +96,6 @@ def give_steady_times(monkeypatch: Any) -> None:
     count = itertools.count()
 
     def times(own: Any, steps: Any) -> list[tuple[float, float]]:
-        del own
         is_own = next(count) % (1 + len(compiling.SHARES)) == 0
         most = 3.0 if is_own else 2.0
         return [(1.0, most - c.own_bytes / (c.own_bytes + 2**18)) for c in steps[0].calls]
@@ -113,7 +108,6 @@ def give_steps_times(monkeypatch: Any, *, compiled: float, others: float) -> Non
     """Let whole steps take so many seconds, whatever the clock says."""
 
     def seconds(made: Any, kind: Any) -> float:
-        del made
         return compiled if kind.is_compiled else others
 
     monkeypatch.setattr(plan, "_seconds_under", seconds)

@@ -14,7 +14,7 @@ import recoup
 from recoup.invertible import AdditiveCoupling, Chain, Flip
 from recoup.weights import applied, same_draw
 from tests.alive import allocated_bytes
-from tests.weight_zoo import MORE, OURS, Runs, first_of
+from tests.weight_zoo import MORE, OURS, Runs, first_of, looped
 from tests.zoo import Fn
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -62,18 +62,13 @@ def assert_like_eager(made, call, x, parameters, seeds=(0, 1)):
     return outputs
 
 
-# -- regions in one graph --------------------------------------------------------------------------
-
-
 def an_input():
     return torch.randn(BATCH, WIDTH, requires_grad=True)
 
 
 def blocks():
-    return [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        for _ in range(6)
-    ]
+    layers = lambda: [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]  # noqa: E731
+    return nn.Sequential(*(nn.Sequential(*layers()) for _ in range(6)))
 
 
 def within_recomputing(fn):
@@ -85,31 +80,24 @@ def within_recomputing(fn):
 
 
 def noisy_linear(make):
-    """A layer whose noisy weight is made in some way."""
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
     noisy = make(lambda: weight + 0.1 * torch.randn_like(weight))
     return lambda x: torch.tanh(F.linear(x, noisy())), [weight]
 
 
-def with_blocks(build):
-    modules = blocks()
-    return build(modules), list(nn.Sequential(*modules).parameters())
+def of_blocks(build):
+    plain = blocks()
+    return build(plain), list(plain.parameters())
 
 
 # What is held: the input and a random state at most; the inputs of the segments, of which the last
 # one is not computed again, and which hold their output, too.
 HELD = {
-    "by a function": (lambda: noisy_linear(recoup.recompute), UNIT + RANDOM_STATE),
-    "by a block": (lambda: noisy_linear(within_recomputing), UNIT + RANDOM_STATE),
-    "checkpoint": (
-        lambda: with_blocks(lambda b: partial(recoup.checkpoint, nn.Sequential(*b))),
-        UNIT,
-    ),
-    "inputs": (
-        lambda: with_blocks(lambda b: recoup.Sequential(*b, memory="inputs")),
-        (5 + 3) * UNIT,
-    ),
-    "sqrt": (lambda: with_blocks(lambda b: recoup.Sequential(*b, memory="sqrt")), (3 + 3) * UNIT),
+    "by a function": (noisy_linear, recoup.recompute, UNIT + RANDOM_STATE),
+    "by a block": (noisy_linear, within_recomputing, UNIT + RANDOM_STATE),
+    "checkpoint": (of_blocks, lambda plain: partial(recoup.checkpoint, plain), UNIT),
+    "inputs": (of_blocks, lambda plain: recoup.Sequential(*plain, memory="inputs"), (5 + 3) * UNIT),
+    "sqrt": (of_blocks, lambda plain: recoup.Sequential(*plain, memory="sqrt"), (3 + 3) * UNIT),
 }
 
 
@@ -117,8 +105,8 @@ HELD = {
 @pytest.mark.parametrize("region", HELD)
 def test_what_a_graph_holds_of_a_region(region, backend):
     """The bytes that a forward leaves: of its input and of what is held, and not of its output."""
-    build, most_bytes = HELD[region]
-    call, parameters = build()
+    build, way, most_bytes = HELD[region]
+    call, parameters = build(way)
     x, made, left = an_input(), compiled(call, backend), []
     assert_like_eager(made, call, x, parameters)
     held = allocated_bytes(lambda: left.append(made(x.clone())))[1] - left[0].nbytes
@@ -127,9 +115,8 @@ def test_what_a_graph_holds_of_a_region(region, backend):
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # a first run finds modules
 def test_compiled_modules_in_a_chain():
-    modules = blocks()
-    plain = nn.Sequential(*modules)
-    parts = [compiled(module, fullgraph=False) for module in modules]
+    plain = blocks()
+    parts = [compiled(module, fullgraph=False) for module in plain]
     chain = recoup.Sequential(*parts, memory="sqrt")
     assert_like_eager(chain, plain, an_input(), list(plain.parameters()))
 
@@ -170,16 +157,8 @@ def test_around_code_that_breaks_a_graph(region):
     assert_like_eager(made, linear, an_input(), list(layer.parameters()))
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
-
 def block():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-
-def tree(run):
-    """A block and a layer that are run in some way: `run(x, block, layer)`."""
-    return Fn(run, block(), nn.Linear(8, 8))
 
 
 def checkpointed(x, block, layer):
@@ -191,20 +170,13 @@ def checkpointed(x, block, layer):
 
 
 def broken(x, block, layer):
-    """A break of the graph between reads of the same weights."""
     x = layer(block(x))
     torch._dynamo.graph_break()
     return layer(block(x))
 
 
 def recurrent():
-    """A recurrent layer, where the graph breaks, between two that do not."""
     return nn.Sequential(nn.Linear(8, 8), Runs(nn.LSTM(8, 8), first_of), nn.Linear(8, 8))
-
-
-def loop(cell, x):
-    """A cell over time: many reads in one forward."""
-    return cell(x, cell(x, x.sin()))
 
 
 def tied():
@@ -213,32 +185,30 @@ def tied():
     return recoup.weight_dropout(layers, ".*weight", tied="same")
 
 
+def stacked_twice():
+    layers = [OURS["stacked"](nn.Linear(8, 8)) for _ in range(2)]
+    return Fn(lambda x, a, b: b(a(b(a(x)))), *layers)
+
+
 STACKED = OURS["stacked"]
 WHOLE = {  # in one graph
     "dropout": lambda: OURS["dropout"](nn.Linear(8, 8)),
     "stacked": lambda: STACKED(block()),
     "norm": lambda: OURS["norm"](block()),
     "rows": lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)),
-    "loop": lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), loop), r".*weight_.."),
-    "each its own, twice": lambda: Fn(
-        lambda x, a, b: b(a(b(a(x)))),
-        *[STACKED(nn.Linear(8, 8)) for _ in range(2)],
-    ),
-    "checkpointed": lambda: STACKED(tree(checkpointed)),
+    "loop": lambda: OURS["dropout"](Runs(nn.GRUCell(8, 8), looped), r".*weight_.."),
+    "each its own, twice": stacked_twice,
+    "checkpointed": lambda: STACKED(Fn(checkpointed, block(), nn.Linear(8, 8))),
 }
 MODULES = WHOLE | {
-    "broken": lambda: STACKED(tree(broken)),
+    "broken": lambda: STACKED(Fn(broken, block(), nn.Linear(8, 8))),
     "recurrent": lambda: STACKED(recurrent(), r".*weight.*"),
     "tied": tied,
     "all": lambda: MORE["all"](block()),  # a function and a learned deviation among them
 }
-DRAWN = [
-    *((name, "aot_eager") for name in MODULES),
-    *(
-        pytest.param(name, "inductor", marks=pytest.mark.slow)
-        for name in ("stacked", "checkpointed", "recurrent")
-    ),
-]
+BY_INDUCTOR = [(name, "inductor") for name in ("stacked", "checkpointed", "recurrent")]
+DRAWN = [(name, "aot_eager") for name in MODULES]
+DRAWN += [pytest.param(*each, marks=pytest.mark.slow) for each in BY_INDUCTOR]
 
 
 @pytest.mark.parametrize(("name", "backend"), DRAWN)
@@ -248,17 +218,14 @@ def test_compiled_code_draws_anew_in_each_call_as_eager_code_does(name, backend)
     x = torch.randint(8, (4, 3)) if isinstance(module, nn.Embedding) else X
     made, steps = compiled(module, backend, fullgraph=name in WHOLE), []
 
-    def counted(run):
-        def counts(x):
-            before = [entry.step for entry in applied(module)]
-            y = run(x)
-            steps.append([e.step - n for e, n in zip(applied(module), before, strict=True)])
-            return y
+    def counted(run, x):
+        before = [entry.step for entry in applied(module)]
+        y = run(x)
+        steps.append([e.step - n for e, n in zip(applied(module), before, strict=True)])
+        return y
 
-        return counts
-
-    parameters = list(module.parameters())
-    outputs = assert_like_eager(counted(made), counted(module), x, parameters, (0, 1, 0))
+    runs, parameters = (partial(counted, run) for run in (made, module)), [*module.parameters()]
+    outputs = assert_like_eager(*runs, x, parameters, (0, 1, 0))
     torch.testing.assert_close(outputs[0], outputs[2])
     assert torch.equal(outputs[0], outputs[1]) == (name == "norm")
     assert steps[::2] == steps[1::2]
@@ -311,8 +278,6 @@ def test_what_no_graph_can_hold_says_the_way_out():
     with pytest.raises(Exception, match="as_subclass"):
         compiled(torch.sin)(gelu(torch.randn(3, requires_grad=True)))
 
-
-# -- values ----------------------------------------------------------------------------------------
 
 gelu = recoup.recompute(F.gelu)
 

@@ -36,7 +36,6 @@ def pictures(n=4):
 
 
 def step_of(flow, x, cost=None):
-    """The loss and the gradients of a step."""
     flow.zero_grad()
     torch.manual_seed(7)
     loss = (flow.bits_per_dim if cost is None else cost)(x).mean()
@@ -49,45 +48,29 @@ def step_of(flow, x, cost=None):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_flow_is_right():
-    for memory in MEMORIES:
-        flow, x = build("glow", memory), pictures()
-        compiled = torch.compile(flow.bits_per_dim, backend="aot_eager")
-        assert_same_tensors(step_of(flow, x, compiled), step_of(flow, x), 1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_networks_in_couplings():
-    flow, x = build("realnvp", "linear"), pictures()
-    want = step_of(flow, x)
-    for coupling in flow.chain:
+@pytest.mark.parametrize(("name", "networks_alone"), [("glow", False), ("realnvp", True)])
+def test_a_compiled_flow_and_compiled_networks_in_couplings(name, networks_alone):
+    flow, x = build(name), pictures()
+    want, cost = step_of(flow, x), torch.compile(flow.bits_per_dim, backend="aot_eager")
+    for coupling in flow.chain if networks_alone else ():
         if hasattr(coupling, "network"):
             coupling.network.compile(backend="aot_eager")
     for memory in ("linear", "sqrt", "constant"):
         flow.memory = memory
-        assert_same_tensors(step_of(flow, x), want, 1e-9)
+        assert_same_tensors(step_of(flow, x, None if networks_alone else cost), want, 1e-9)
 
 
 @pytest.mark.sampled(2)
 @of_all_flows
 def test_autocast_in_constant_memory_and_in_linear(name):
     """The networks are in bfloat16, and the rest, the sum of squares as well, in float32."""
-    found = []
-    for memory in MEMORIES:
-        flow = build(name, memory, torch.float32)
-
-        def cost(x, flow=flow):
-            with torch.autocast("cpu", torch.bfloat16):
-                return flow.bits_per_dim(x)
-
-        found.append(step_of(flow, pictures(16), cost))
-        assert flow.bits_per_dim(pictures()).dtype is torch.float32
-    assert_same_tensors(found[1], found[0], 5e-3)
-    assert found[1]["loss"].item() == pytest.approx(found[0]["loss"].item(), rel=1e-6)
-    plain = step_of(build(name, "linear", torch.float32), pictures(16))
-    is_plain = all(torch.equal(plain[key], found[0][key]) for key in plain)
+    linear, constant = (build(name, memory, torch.float32) for memory in MEMORIES)
+    plain, autocast = step_of(linear, pictures(16)), torch.autocast("cpu", torch.bfloat16)
+    want, found = (step_of(f, pictures(16), autocast(f.bits_per_dim)) for f in (linear, constant))
+    assert constant.bits_per_dim(pictures()).dtype is torch.float32
+    assert_same_tensors(found, want, 5e-3)
+    assert found["loss"].item() == pytest.approx(want["loss"].item(), rel=1e-6)
+    is_plain = all(torch.equal(plain[key], want[key]) for key in plain)
     assert is_plain == (name == "iresnet")  # whose blocks stay in full precision
 
 
@@ -114,9 +97,6 @@ def test_copies_and_functional_calls_compute_the_same(name):
     assert_same_tensors(dict(zip(want, (cost.detach(), *found), strict=True)), want, 1e-9)
 
 
-# -- data ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(4)
 @of_all_flows
 def test_batches_of_any_type_layout_size_and_value(name):
@@ -126,21 +106,17 @@ def test_batches_of_any_type_layout_size_and_value(name):
         for given in (x, x.byte(), x.double().to(memory_format=torch.channels_last)):
             assert_same_tensors(step_of(flow, given), want, 1e-9)
     for n in (0, 1):
-        found = [
-            step_of(each, pictures(n), lambda x, each=each: each.bits_per_dim(x).sum())
-            for each in (flow, other)
-        ]
+        costs = [lambda x, each=each: each.bits_per_dim(x).sum() for each in (flow, other)]
+        found = map(step_of, (flow, other), [pictures(n)] * 2, costs)
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
         assert flow.bits_per_dim(pictures(n)).shape == (n,)
         assert flow.eval().sample(n).shape == (n, *SMALL)
         flow.train()
+    x = x.double()
+    x[0, 0, 0, 0] = torch.nan
     if name not in OPTIONS:
-        x = x.double()
-        x[0, 0, 0, 0] = torch.nan
-        bits = flow.bits_per_dim(x)
-        assert bits.isnan().tolist() == [True, False, False, False]
-        bits.mean().backward()
-        assert any(p.grad.isnan().any() for p in flow.parameters())
+        assert flow.bits_per_dim(x).isnan().tolist() == [True, False, False, False]
+        assert any(gradient.isnan().any() for gradient in step_of(flow, x).values())
 
 
 def test_levels_and_complex_numbers_that_are_none_are_refused():

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import typing
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,65 +29,62 @@ from tests.neighbours.planned import (
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 
 def compiled(model: nn.Module, way: str) -> nn.Module:
-    if way == "model wrapped":
+    of_model, wraps = way.startswith("model"), way.endswith("wrapped")
+    if wraps and of_model:
         return torch.compile(model, backend="aot_eager")
-    if way == "model in place":
-        model.compile(backend="aot_eager")
-    for index, block in enumerate(model.blocks):
-        if way == "blocks in place":
-            block.compile(backend="aot_eager")
-        elif way == "blocks wrapped":
-            model.blocks[index] = torch.compile(block, backend="aot_eager")
+    for index, part in enumerate([model] if of_model else model.blocks):
+        if wraps:
+            model.blocks[index] = torch.compile(part, backend="aot_eager")
+        else:
+            part.compile(backend="aot_eager")
     return model
 
 
-WAYS = ["blocks in place", "blocks wrapped", "model in place", "model wrapped"]
+WAYS = ["blocks in place", "model in place", "model wrapped", "blocks wrapped"]
+WHEN = [*product(["before", "after", "again"], WAYS)]
+WHEN.remove(("after", "blocks wrapped"))  # these are other blocks, which no plan is for
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("again", [False, True])
-def test_compiled_before_the_plan(way, again, monkeypatch):
+def stepping(model: nn.Module, x: Tensor) -> Any:
+    return lambda: loss_of(model(x)).backward()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("when", "way"), WHEN)
+def test_compiled_before_or_after_the_plan(when, way, monkeypatch):
     """By a plan that runs the blocks as they are, or compiles them again."""
     model, x = fresh(num_blocks=4)
-    model = compiled(model.eval(), way)
-    step = lambda: loss_of(model(x)).backward()  # noqa: E731
-    wanted = result_of(model, step)
-    if again:
+
+    def result() -> list[Any]:  # a wrapper has other names
+        return [*result_of(model, stepping(call, x)).values()]
+
+    call = model.eval()
+    wanted = result()
+    call = call if when == "after" else compiled(model, way)
+    if when == "again":
         give_steady_times(monkeypatch)
-        plan = recoup.plan(model, x, budget="380 KiB", loss=loss_of, compile="aot_eager")
+        plan = recoup.plan(call, x, budget="380 KiB", loss=loss_of, compile="aot_eager")
         assert {row.way for row in plan.blocks} > {"keep, compiled 1"}
     else:
-        plan = plan_for(model, x, share=0.0)
+        plan = plan_for(call, x, share=0.0)
     with plan.applied():
-        assert_same(result_of(model, step), wanted)
-        assert peak_of(step) <= plan.budget_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["blocks in place", "model in place", "model wrapped"])
-def test_compiled_after_the_plan(way):
-    model, x = fresh(num_blocks=4)
-    wanted = result_of(model.eval(), lambda: loss_of(model(x)).backward())
-    plan = plan_for(model, x, share=0.0).apply()
-    call = compiled(model, way)
-    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
-    plan.remove()
-    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
+        call = compiled(model, way) if when == "after" else call
+        torch.testing.assert_close(result(), wanted, rtol=0, atol=0)
+        assert when == "after" or peak_of(stepping(call, x)) <= plan.budget_bytes
+    torch.testing.assert_close(result(), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
     give_steady_times(monkeypatch)
     model, x = fresh(num_blocks=3)
-    step = lambda: loss_of(model(x)).backward()  # noqa: E731
+    step = stepping(model, x)
     with followed(model.blocks, CompiledCode(1.0)):
         wanted = result_of(model, step)
     for budget in ("1 GiB", "210 KiB"):
@@ -97,8 +95,6 @@ def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert plan.rehearsed_peak_bytes <= plan.budget_bytes
 
-
-# -- what others look into and write down ----------------------------------------------------------
 
 WRITTEN = {
     "export": lambda model, x: torch.export.export(model, (x,)).module(),
@@ -125,8 +121,7 @@ def test_a_planned_model_is_written_down_as_the_plain_one(way: str, is_training:
     plain, results = copy.deepcopy(model), []
     for each in (WRITTEN[way](model, x), plain):
         torch.manual_seed(1)
-        given = x.clone().requires_grad_()
-        output = each(given)
+        output = each(given := x.clone().requires_grad_())
         loss_of(output).backward()
         results.append({"output": output.detach(), "gradient": given.grad})
     assert_same(*results)

@@ -1,12 +1,15 @@
-"""Whole steps under a plan: forwards, modes, losses outside, and what cannot be planned."""
+"""Whole steps under a plan: forwards, losses, shapes, what changes, and what cannot be planned."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import copy
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +17,18 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup.errors import BudgetError
+from recoup._core.kept_products import _KeptTensor as KeptTensor
+from recoup._core.surroundings import Surroundings
+from recoup.errors import BudgetError, RecoupError, ReplayError
+from recoup.planning import frontier as frontiers
+from recoup.planning import measuring, priced_blocks
+from recoup.planning import step as planning_step
+from recoup.planning.verification import Verification, outcome_of
+from recoup.planning.work import WorkCounter, counted_seconds, timed_by_work
 from tests import plan_oracle
 from tests.alive import allocated_bytes
-from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
-from tests.plan_oracle import Made, between
-from tests.weight_zoo import Uses
+from tests.neighbours.planned import Block, Net, assert_same, fresh, loss_of, plan_for, result_of
+from tests.plan_oracle import Made, between, in_a_row, stack, ways_of
 
 
 def net(block: Any = Block) -> Net:
@@ -32,7 +41,6 @@ def batch(size: int = 64) -> Tensor:
 
 
 def plan_at(share: float, model: nn.Module, x: Tensor, **options: Any) -> recoup.Plan:
-    """The plan for a budget between the least (0) and what a plain step takes (1)."""
     frontier = recoup.plan(model, x, **options)
     return frontier.plan(between(frontier, share))
 
@@ -44,7 +52,6 @@ def several(*outputs: Tensor) -> Tensor:
 
 
 def peak_of(model: nn.Module, step: Any) -> int:
-    """The peak of a step by the allocator's events; the model is as before."""
     return result_of(model, lambda: [allocated_bytes(step)[0]])["returned 0"]
 
 
@@ -53,9 +60,6 @@ assert_as_plain = partial(plan_oracle.assert_as_plain, peak=peak_of)
 
 def step_of(model: nn.Module, num: int, x: Tensor, loss: Any = several) -> Any:
     return lambda: loss(*(model(x) for _ in range(num))).backward()
-
-
-# --- several forwards before one backward ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num", "share"), [(2, 0.0), (3, 0.5)])
@@ -69,14 +73,10 @@ def test_forwards_that_are_planned_together(num: int, share: float):
             assert_as_plain(plan, step, result)
 
 
-def in_an_object(model: Any, x: Tensor) -> Any:
-    """An output that is an attribute of an object in an object."""
-    return SimpleNamespace(inner=SimpleNamespace(found=model.net(x)))
-
-
 def test_a_forward_too_many_is_an_error_before_it_takes_memory():
+    in_an_object = lambda model, x: SimpleNamespace(found=[model.net(x)])  # noqa: E731
     model, x = Made(in_an_object, net=net()), batch()
-    loss = lambda output: loss_of(output.inner.found)  # noqa: E731
+    loss = lambda output: loss_of(output.found[0])  # noqa: E731
     with plan_at(0.5, model, x, loss=loss).applied() as plan:
         loss(model(x)).backward()  # the first step, which is watched
         first = model(x)
@@ -100,32 +100,6 @@ def test_a_forward_too_many_is_an_error_before_it_takes_memory():
         del outputs
 
 
-@pytest.mark.parametrize("is_said", [True, False])
-def test_replanning_for_more_forwards(is_said: bool):
-    """Each step is right and within the budget, or an error."""
-    model, x, num = Net(num_blocks=3), batch(), 3
-    budget = int(1.1 * recoup.plan(model, x, loss=several, num_forwards=num).least_bytes)
-    separate = lambda *outputs: sum(map(loss_of, outputs))  # noqa: E731
-    step, larger = (step_of(model, num, given, separate) for given in (x, batch(70)))
-    wanted, num_errors = result_of(model, step), 0
-    options: Any = {"loss": separate, "num_forwards": num} if is_said else {"loss": loss_of}
-    with recoup.plan(model, x, budget=budget, replan=True, **options).applied() as plan:
-        for _ in range(3):
-            try:
-                assert_same(result_of(model, step), wanted)
-            except BudgetError:
-                num_errors += 1
-        assert num_errors == 3 or len(plan.blocks) <= len(plan.family[-1].blocks)
-        if is_said:
-            assert num_errors == 0
-            with contextlib.suppress(BudgetError):
-                larger()  # which plans
-                assert peak_of(model, larger) <= budget
-
-
-# --- modes, losses and what is watched ------------------------------------------------------------
-
-
 def test_a_plan_of_evaluation_is_not_for_training():
     model, x = net().eval(), batch()
     step = step_of(model, 1, x, loss_of)
@@ -144,10 +118,6 @@ def test_a_plan_of_evaluation_is_not_for_training():
         assert peak_of(model, step) <= plan.budget_bytes
 
 
-def large(y: Tensor) -> Tensor:
-    return (y[:, None] * y[None]).softmax(-1).square().mean()
-
-
 def is_profiled() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
@@ -155,28 +125,13 @@ def is_profiled() -> bool:
 def test_a_loss_outside_of_the_model_that_does_not_fit_is_said_once():
     model, x = net(), batch()
     plan = plan_at(1.1, model, x, loss=loss_of)
+    large = lambda y: (y[:, None] * y[None]).softmax(-1).square().mean()  # noqa: E731
     with plan.applied(), pytest.warns(UserWarning, match=r"first step of a Net .* `loss=`"):
         large(model(x)).backward()
     assert not is_profiled()
     with plan.applied():
         loss_of(model(x)).backward()  # the first step fits
         large(model(x)).backward()
-
-
-@pytest.mark.parametrize("replan", [False, True])
-def test_a_graph_in_a_reference_cycle_is_not_pending(replan):
-    model, x = net(), batch()
-    budget = recoup.plan(model, x).least_bytes
-    plan = recoup.plan(model, x, budget=budget, replan=replan).apply()
-    gc.disable()
-    try:
-        output = [model(x)]
-        output.append(output)
-        del output
-        model(x).abs().sum().backward()
-    finally:
-        gc.enable()
-    assert plan.family == (plan,)
 
 
 def test_the_watch_leaves_nothing_behind():
@@ -202,15 +157,11 @@ def test_the_watch_leaves_nothing_behind():
     with plan.applied(), torch.profiler.profile(acc_events=True) as profiler:
         step()
     assert len(profiler.events()) > 0
-    with plan.applied():
-        first, again = (recoup.measure(step, device="cpu", repeats=0).peak_bytes for _ in "ab")
-    assert first >= again > 0
     assert not is_profiled()
 
 
 def test_energies_and_forces():
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(32, 128), nn.Softplus(), nn.Linear(128, 32)) for _ in "abcd"]
+    blocks = stack(4, lambda: nn.Sequential(nn.Linear(32, 128), nn.Softplus(), nn.Linear(128, 32)))
     model = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), *blocks, nn.Linear(32, 1))
     positions = torch.randn(128, 3, requires_grad=True)
 
@@ -218,20 +169,16 @@ def test_energies_and_forces():
         (force,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
         return energies.square().mean() + force.square().mean()
 
-    def step() -> list[Tensor]:
-        positions.grad = None
+    def step() -> list[Any]:
         loss(model(positions)).backward()
-        return [positions.grad]
+        found, positions.grad = positions.grad, None
+        return [found]
 
     wanted, most = result_of(model, step), peak_of(model, step)
-    positions.grad = None
     frontier = recoup.plan(model, positions, loss=loss)
     assert positions.grad is None
     assert frontier.least_bytes < 0.9 * most
     assert_as_plain(frontier.plan((frontier.least_bytes + most) // 2), step, wanted)
-
-
-# --- what cannot be planned -----------------------------------------------------------------------
 
 
 class Numpy(Block):
@@ -239,19 +186,29 @@ class Numpy(Block):
         return super().forward(x * float(np.random.rand()))
 
 
-def test_blocks_that_cannot_run_again_are_kept_and_that_is_said():
-    model, x = net(Numpy), batch()
+class WritesToItsInput(Block):
+    """Changes what it is given where no version counter sees it, also when it runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.tanh_()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Numpy, WritesToItsInput])
+def test_blocks_that_cannot_run_again_are_kept_and_that_is_said(block: Any):
+    model, x = net(block), batch()
 
     def step() -> None:
         np.random.seed(0)
         loss_of(model(x)).backward()
 
-    wanted, words = result_of(model, step), "keeps everything. Its blocks cannot be run again"
-    with pytest.warns(UserWarning, match=words) as said:
+    wanted, why = result_of(model, step), "keeps everything. Its blocks cannot be run again"
+    why = why if block is Numpy else r"block `blocks\.\d` again .* did not repeat"
+    with pytest.warns(UserWarning, match=why) as said:
         plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
     assert len(said) == 1
     assert assert_as_plain(plan, step, wanted) <= plan.rehearsed_peak_bytes
-    with pytest.raises(BudgetError, match="cannot be run again"):
+    with pytest.raises(BudgetError, match="cannot be run again" if block is Numpy else why):
         recoup.plan(model, x, budget=plan.rehearsed_peak_bytes // 2, loss=loss_of)
 
 
@@ -267,25 +224,255 @@ def test_the_way_out_leaves_out_the_block_that_cannot_run_again():
     assert plan.least_bytes < plan.most_bytes
 
 
-WITHOUT_BLOCKS = {  # a model, its input, and what an error says
-    "lstm": (
-        lambda: Made(
-            lambda model, x: torch.tanh(model.head(torch.tanh(model.lstm(x)[0]))),
-            lstm=nn.LSTM(16, 32, batch_first=True), head=nn.Linear(32, 5),
-        ),
-        (4, 50, 16), "recurrent layer.*segments",
+def small_net():
+    torch.manual_seed(0)
+    return Net(16, 3)
+
+
+def planned_net(share=0.2, loss=loss_of, *, is_frozen=False):
+    model, x = small_net(), torch.randn(128, 16)
+    budget = between(recoup.plan(model, x, loss=loss), share)
+    model.blocks[1:].requires_grad_(not is_frozen)
+    return model, recoup.plan(model, x, budget=budget, loss=loss, replan=True).apply()
+
+
+def assert_as_small(model, x):
+    plain = small_net()
+    found, wanted = (result_of(each, step_of(each, 1, x, loss_of)) for each in (model, plain))
+    assert_same(found, wanted)
+
+
+def has_grown(plan):
+    return len(plan.family) > 1 or plan.family[0] is not plan
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_larger_batch_or_what_is_thawed_is_planned_once_and_is_right(is_frozen):
+    model, plan = planned_net(is_frozen=is_frozen)
+    x = torch.randn(128 if is_frozen else 150, 16)
+    model.requires_grad_(True)
+    assert_as_small(model, x)  # the step that plans
+    assert has_grown(plan)
+    assert f"{len(x)} x 16" in str(plan)
+    family = plan.family
+    assert_as_small(model, x)
+    assert plan.family == family  # nothing was planned
+    assert peak_of(model, step_of(model, 1, x, loss_of)) <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(("size", "error"), [(4096, BudgetError), (160, KeyboardInterrupt)])
+def test_planning_that_fails_or_is_cut_off_leaves_no_trace(size, error, monkeypatch):
+    model, plan = planned_net()
+    state, x = copy.deepcopy(model.state_dict()), torch.randn(size, 16)
+    stream = torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        if error is KeyboardInterrupt:
+            patch.setattr(frontiers, "price_blocks", mock.Mock(side_effect=error))
+        with pytest.raises(error):
+            model(x)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert_same(model.state_dict(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert plan.family == (plan,)
+    assert_as_small(model, torch.randn(128, 16))
+    assert plan.is_applied
+
+
+def test_no_plan_is_made_where_nothing_trains():
+    model, plan = planned_net()
+    with torch.no_grad():
+        model(torch.randn(200, 16))
+    model.eval()
+    with pytest.warns(UserWarning, match="where the plan is for"):
+        model(torch.randn(200, 16))  # with gradients, but in another mode
+    assert plan.family == (plan,)
+    model, plan = planned_net(share=1.2)
+    for size in (3, 127):  # what keeps all serves all that is smaller
+        model(torch.randn(size, 16))
+    assert plan.family == (plan,)
+
+
+def test_a_family_in_several_threads_makes_no_plan():
+    model, plan = planned_net()
+    model(torch.randn(128, 16))
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(model, torch.randn(150, 16))
+        with pytest.raises(RecoupError, match="Run a step of each shape in one thread before"):
+            other.result()
+    assert len(plan.family) == 1
+    model(torch.randn(150, 16))  # the other has ended
+    assert has_grown(plan)
+
+
+def test_removal():
+    model, plan = planned_net()
+    plan.remove()
+    assert not model._forward_pre_hooks
+    with plan.applied():
+        model(torch.randn(140, 16))
+        assert plan.is_applied
+    assert not model._forward_pre_hooks
+    assert recoup.applied_plans(model) == []
+
+
+def test_a_loss_of_one_shape_says_the_way_out():
+    target = torch.randn(128, 16)
+    model, _ = planned_net(loss=lambda output: (output - target).square().mean())
+    with pytest.raises(RuntimeError, match=r"With replan=True, `loss` must serve batches of every"):
+        model(torch.randn(150, 16))
+
+
+@pytest.mark.clocked
+def test_a_plan_that_keeps_products_does_the_work_that_it_predicts(monkeypatch):
+    """Masks save less than their counted work, as their bits are packed; products save more."""
+    for module in (planning_step, measuring):
+        monkeypatch.setattr(module, "now", counted_seconds)  # so that plans depend on no clock
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 96, 32)
+
+    def work():
+        counter = WorkCounter()
+        with counter.counting():
+            model(x).abs().sum().backward()
+        return counter.work
+
+    with timed_by_work():
+        plain, frontier = work(), recoup.plan(model, x)
+        with frontier.plan(between(frontier, 0.3)).applied() as plan:
+            assert "keep products" in {block.way for block in plan.blocks}
+            assert work() / plain == pytest.approx(plan.predicted_time_ratio, rel=0.006)
+
+
+def scaled(block: Any, x: Tensor, *, shift: Tensor, items: dict[str, list[Tensor]]) -> Tensor:
+    y = block.down(torch.tanh(block.up(x * block.scale)))
+    return block.norm(x + y * torch.sin(x * shift) * torch.sin(x * items["inner"][0]))
+
+
+def scaled_stack() -> Any:
+    """Blocks with a buffer and a norm, which take a tensor by name, and one within others."""
+
+    def block() -> Any:
+        layers = {"up": nn.Linear(32, 128), "down": nn.Linear(128, 32), "norm": nn.BatchNorm1d(32)}
+        made = Made(scaled, **layers)
+        made.register_buffer("scale", torch.ones(32))
+        return made
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return in_a_row([partial(each, **model.given) for each in model.blocks], x)
+
+    model: Any = Made(forward, blocks=[block() for _ in range(4)])
+    model.given = {"shift": torch.randn(32), "items": {"inner": [torch.randn(32)]}}
+    return model
+
+
+def other_memory(model: Any) -> None:
+    model.blocks[0].up.weight.data = 2 * model.blocks[0].up.weight.data
+
+
+IN_PLACE, AGAIN = "modified by an inplace operation|changed in place", "block `blocks.0` again"
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {  # the change, and the error if it is one
+    "step": (lambda m: [p.detach().sub_(0.1) for p in m.parameters()], IN_PLACE),
+    "keyword": (lambda m: m.given["shift"].add_(1), IN_PLACE),
+    "mode": (lambda m: m.eval(), ""),
+    "buffer": (lambda m: m.blocks[0].scale.mul_(2), AGAIN),
+    "other forward": (
+        lambda m: setattr(m.blocks[0].up, "forward", lambda x: x.repeat(1, 4)), AGAIN
     ),
-    "bare": (lambda: Uses(lambda x, w: torch.tanh(x @ w), 16, 16), (4, 16), "nn.Sequential"),
+    "other item": (lambda m: m.given["items"]["inner"].insert(0, torch.zeros(32)), ""),
+    "other layer": (
+        lambda m: setattr(m.blocks[0], "up", nn.Linear(32, 128)),
+        "block `blocks.0` .* a module in it was replaced",
+    ),
+    "other memory": (other_memory, AGAIN),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", WITHOUT_BLOCKS)
-def test_any_module_has_blocks(name: str):
-    build, shape, remedy = WITHOUT_BLOCKS[name]
-    model, x = build(), torch.randn(shape)
-    step = lambda: model(x).abs().sum().backward()  # noqa: E731
-    wanted, peak = result_of(model, step), peak_of(model, step)
-    assert_as_plain(recoup.plan(model, x, budget=2 * peak), step, wanted)
-    with pytest.raises(BudgetError, match=remedy):
-        recoup.plan(model, x, budget=100)
+@pytest.mark.filterwarnings("ignore:The first step of a Made")  # a change takes memory, too
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_in_a_planned_model(what: str):
+    torch.manual_seed(0)
+    model, x, (change, text) = scaled_stack(), torch.randn(64, 32), CHANGES[what]
+    step_of(model, 1, x, loss_of)()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with plan_for(model, x, share=0.0).applied() as plan:
+        assert plan.blocks[0].way != "keep"
+        loss = loss_of(model(x))
+        change(model)
+        if text:
+            with pytest.raises(RuntimeError, match=text):
+                loss.backward()
+            return
+        loss.backward()
+    assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("of_arguments", [False, True])
+def test_products_that_are_kept_wrong_are_not_planned(of_arguments: bool, monkeypatch: Any):
+    """As if a write to what is kept had gone unseen; with gradients of arguments alone, too."""
+    model, x = fresh()
+    model.requires_grad_(not of_arguments)
+    x.requires_grad_(of_arguments)
+    plain = result_of(model, step_of(model, 1, x, loss_of))
+    x.grad = None
+    plan = plan_for(model, x)
+    assert "keep products" in ways_of(plan)
+    get = KeptTensor.get
+    monkeypatch.setattr(KeptTensor, "get", lambda self: get(self).mul_(1.01))
+    monkeypatch.setattr(Surroundings, "decides_anew", lambda self: False)
+    with pytest.warns(UserWarning, match="keeps no results of products"):
+        plan = recoup.plan(model, x, budget=plan.budget_bytes, loss=loss_of)
+    assert x.grad is None
+    assert "keep products" not in ways_of(plan)
+    assert_as_plain(plan, step_of(model, 1, x, loss_of), plain)
+
+
+calls = itertools.count()
+
+
+class Counts(Block):
+    """Reads Python state that changes from run to run, where nobody looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 + 0.1 * (next(calls) % 97))
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_model_whose_steps_differ_is_refused(has_room: bool, monkeypatch: Any):
+    """Without room for a plain step it is the measured one that a step is compared with."""
+    words = r"gradient of parameter `.*` by about .* leave that"
+    if not has_room:
+        monkeypatch.setattr(priced_blocks, "has_room", lambda device, num_bytes: False)
+        words = "differs from the measured one"
+        plan_for(*fresh())
+    with pytest.raises(ReplayError, match=words):
+        plan_for(*fresh(block=Counts))
+
+
+def test_the_plain_step_takes_the_place_of_the_measured_one():
+    module = nn.Linear(1, 9)
+    module.weight.grad = torch.ones(9, 1)
+    measured = outcome_of(module, ())
+    module.weight.grad[7] = 2.0
+    plain, verification = outcome_of(module, ()), Verification()
+    for outcome in (measured, plain, measured):
+        verification.expect(outcome, is_plain=outcome is plain)
+    assert verification.difference(plain) is None
+    assert verification.difference(measured) is not None
+
+
+def test_gradients_that_are_missing_sparse_or_complex():
+    module = nn.Embedding(20, 4, sparse=True)
+    module.other = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    module.register_buffer("count", torch.zeros((), dtype=torch.long))
+    for change, words in (
+        (lambda: module(torch.tensor([1, 2])).sum().backward(), "gradient of parameter `weight`"),
+        (lambda: module.other.conj().real.sum().backward(), "gradient of parameter `other`"),
+        (lambda: module.count.add_(1), "buffer `count`"),
+        (lambda: torch.rand(()), "the random stream"),
+    ):
+        verification = Verification()
+        verification.expect(outcome_of(module, ()), is_plain=True)
+        change()
+        assert words in (verification.difference(outcome_of(module, ())) or "")

@@ -17,16 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from recoup.weights import disabled, same_draw
 from tests.oracle import hooks_in_force, loss_of_all, tensors
 from tests.ways import SITUATIONS, assert_same, outcome
-from tests.weight_zoo import (
-    LAYERS,
-    MORE,
-    OURS,
-    Kind,
-    Materialised,
-    Uses,
-    built,
-    given,
-)
+from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Materialised, Uses, built, given
 
 pytestmark = [
     # Of `torch.backends.mkldnn.flags`.
@@ -36,12 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*performance drop.*batching rule:UserWarning"),
 ]
 
-# -- one graph, used in every way ------------------------------------------------------------------
-
 
 class Saves(torch.autograd.Function):
-    """A product that saves both factors itself."""
-
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
@@ -57,15 +44,12 @@ def block():
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
 
 
-KINDS = {
-    name: LAYERS[name]
-    for name in ("linear", "conv1d", "lstm, mkldnn off", "gru", "lstm cell, in a loop",
-                 "attention to itself")
-} | {
+NAMES = ["linear", "conv1d", "lstm, mkldnn off", "gru", "lstm cell, in a loop"]
+KINDS = {name: LAYERS[name] for name in [*NAMES, "attention to itself"]} | {
     "tied": Kind(lambda: Uses(lambda x, w: (x @ w).tanh() @ w.t(), 5, 4), given((3, 5))),
     "layers": Kind(block, given((3, 5))),
     "a function that saves": Kind(lambda: Uses(Saves.apply, 4, 5), given((3, 5))),
-}  # fmt: skip
+}
 
 
 class Oracle(Materialised):
@@ -99,9 +83,7 @@ def product_of_torch(weight, norms, dim):
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_is_that_of_the_materialised_weights_whatever_is_done_with_it(
-    kind, act, way, monkeypatch
-):
+def test_a_graph_is_that_of_the_materialised_weights(kind, act, way, monkeypatch):
     is_second = act == "gradient_of_the_gradient"
     if is_second:
         monkeypatch.setattr(torch, "_weight_norm", product_of_torch)
@@ -138,9 +120,6 @@ def test_a_pair_sees_what_a_plain_layer_shows_it_but_no_weight(name, way):
     assert logs[2:] == logs[:2]
 
 
-# -- threads ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shares", [True, False])
 def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
     module = OURS["stacked"](nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double())
@@ -151,10 +130,8 @@ def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
     def gradients_of(place):
         found = []
         for trial in range(15):
-            loss = losses[place]
-            if not shares:
-                with same_draw(seed=100 * place + trial):
-                    loss = loss_of_all(module(xs[place]))
+            with same_draw(seed=100 * place + trial):
+                loss = losses[place] if shares else loss_of_all(module(xs[place]))
             found += torch.autograd.grad(loss, wanted, retain_graph=True)
         return found
 
@@ -173,12 +150,7 @@ def test_threads_share_one_graph_or_have_a_graph_each_over_one_module(shares):
         assert all(map(torch.equal, got[place], want[place])) == (shares or place != 3)
 
 
-# -- torch.func and forward mode -------------------------------------------------------------------
-
-
 class Functional:
-    """A layer as a function of its parameters."""
-
     def __init__(self, way):
         self.layer = MORE[way](nn.Linear(4, 3).double())
         self.parameters = {n: p.detach().clone() for n, p in self.layer.named_parameters()}
@@ -188,11 +160,9 @@ class Functional:
         return functional_call(self.layer, parameters, (x,)).square().sum()
 
     def plain(self, x):
-        """The gradients of one input, by a plain backward."""
         named = dict(self.layer.named_parameters())
-        return dict(
-            zip(named, torch.autograd.grad(self.loss(named, x), named.values()), strict=True)
-        )
+        found = torch.autograd.grad(self.loss(named, x), list(named.values()))
+        return dict(zip(named, found, strict=True))
 
 
 def assert_close(got, want):

@@ -1,13 +1,12 @@
-"""Cases that take two processes: how a test starts them, and what their workers share.
+"""Cases that take processes of their own: how a test starts them, and what their workers share.
 
-A worker is a module of this folder with a table `CASES` of functions of the rank, each of which
-asserts what it promises, and ends in ``report(CASES)``. It runs as
-``python -m tests.neighbours.NAME RANK FOLDER PREFIX`` and leaves a file of JSON for each rank.
+A worker is a module of this folder. One of two processes has a table `CASES` of functions of the
+rank, each of which asserts what it promises, and ends in ``run_cases(CASES)``. It runs as
+``python -m tests.neighbours.NAME RANK FOLDER PREFIX``, and fails if a case does.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -26,52 +25,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 NUM_RANKS = 2
-RIGHT, SKIPPED = "right", "skipped"
-_MOST_SECONDS = float(os.environ.get("RECOUP_TEST_SECONDS", "180"))
-_ROOT = Path(__file__).parents[2]
+MOST_SECONDS = float(os.environ.get("RECOUP_TEST_SECONDS", "180"))
 
 Case = Callable[[int], Any]
 
 
-# -- for a test ------------------------------------------------------------------------------------
-
-
-def outputs_of(
-    name: str, arguments: Iterable[Iterable[str]], most_seconds: float | None = None
-) -> list[str]:
-    """What the worker `name` writes, run at once in a process for each list of arguments."""
+def run_worker(
+    name: str, arguments: Iterable[Iterable[str]] = ((),), most_seconds: float | None = None
+) -> None:
+    """Run the worker `name` at once in a process for each list of arguments; none may fail."""
     command = [sys.executable, "-m", f"tests.neighbours.{name}"]
-    workers = [
-        subprocess.Popen(
-            [*command, *each], cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for each in arguments
-    ]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    root = Path(__file__).parents[2]
+    workers = [subprocess.Popen([*command, *each], cwd=root, **streams) for each in arguments]
     try:
-        said = [worker.communicate(timeout=most_seconds) for worker in workers]
+        said = [worker.communicate(timeout=most_seconds)[1] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
-    ends = [worker.returncode for worker in workers]
-    assert not any(ends), "\n".join(error[-3000:] for _, error in said)
-    return [output for output, _ in said]
+    assert not any(worker.returncode for worker in workers), "\n".join(e[-3000:] for e in said)
 
 
-def found_by(name: str, folder: Path, prefix: str = "") -> list[dict[str, str]]:
-    """What each rank of the worker `name` found, for cases that begin with `prefix`."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch is built without gloo")
-    arguments = [[str(rank), str(folder), prefix] for rank in range(NUM_RANKS)]
-    outputs_of(name, arguments, _MOST_SECONDS)
-    return [json.loads(_file(folder, rank).read_text("utf-8")) for rank in range(NUM_RANKS)]
-
-
-# -- for a worker ----------------------------------------------------------------------------------
-
-
-def report(cases: Mapping[str, Case]) -> None:
-    """Be a worker: meet the other, run the cases with the rank, and write down what each said."""
+def run_cases(cases: Mapping[str, Case]) -> None:
+    """Be a worker: meet the other, and run the cases with the rank."""
     rank, folder, prefix = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -80,28 +57,27 @@ def report(cases: Mapping[str, Case]) -> None:
         init_method=f"file://{folder / 'meeting'}",
         rank=rank,
         world_size=NUM_RANKS,
-        timeout=timedelta(seconds=_MOST_SECONDS / 3),
+        timeout=timedelta(seconds=MOST_SECONDS / 3),
     )
-    found = {name: _said(case, rank) for name, case in cases.items() if name.startswith(prefix)}
+    chosen, wrong = [name for name in cases if name.startswith(prefix)], []
+    for name in chosen:
+        try:
+            cases[name](rank)
+        except pytest.skip.Exception:
+            continue
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - it is what the test shows
+            wrong.append(f"{name}, rank {rank}: {traceback.format_exc()}")
     dist.barrier()
-    _file(folder, rank).write_text(json.dumps(found), encoding="utf-8")
+    sys.stderr.write("\n".join(wrong))
+    sys.stderr.flush()
     dist.destroy_process_group()
     # gloo's threads may abort the interpreter's own exit.
-    os._exit(0)
+    os._exit(bool(wrong) or not chosen)
 
 
-def _said(case: Case, rank: int) -> str:
-    try:
-        case(rank)
-    except pytest.skip.Exception:
-        return SKIPPED
-    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - it is what the test shows
-        return traceback.format_exc()
-    return RIGHT
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"found-{rank}.json"
+def is_refused(rank: int, run: Callable[..., Any], words: str, args: Iterable[Any] = ()) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        run(rank, *args)
 
 
 def half(x: Any, rank: int) -> Any:
