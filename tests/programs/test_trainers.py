@@ -105,8 +105,8 @@ def watch():
 
         def on_step_begin(self, args, state, *_, **__):
             if state.global_step:  # in the first one it is planned
-                self.following.enter_context(Allocations(levels := []))
-                self.following.callback(lambda: self.peaks.append(max(levels)))
+                self.following.callback(lambda levels: self.peaks.append(max(levels)), levels := [])
+                self.following.enter_context(Allocations(levels))
 
         def on_pre_optimizer_step(self, *_, **__):
             self.following.close()
