@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -54,19 +55,14 @@ class Held(NamedTuple):
 
 
 class _Casts(TorchDispatchMode):
-    """Follows the copies in another type that are made of some tensors."""
-
     def __init__(self, originals: Iterable[Tensor]) -> None:
         super().__init__()
         self._originals = {tensor.untyped_storage()._cdata for tensor in originals}
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if (
-            func is torch.ops.aten._to_copy.default
-            and args[0].untyped_storage()._cdata in self._originals
-        ):
+        result, copy = func(*args, **(kwargs or {})), torch.ops.aten._to_copy.default
+        if func is copy and args[0].untyped_storage()._cdata in self._originals:
             self._made.append(weakref.ref(result.untyped_storage()))
         return result
 
@@ -75,9 +71,7 @@ class _Casts(TorchDispatchMode):
         return sum(storage.nbytes() for ref in self._made if (storage := ref()) is not None)
 
 
-def held_after(
-    run: Callable[[], Any], weights: Iterable[Tensor] = (), around: Any = nullcontext
-) -> Held:
+def held_after(run: Any, weights: Iterable[Tensor] = (), around: Any = nullcontext) -> Held:
     """What the graph of `run()` holds, beside what was there before."""
     with StorageTracker() as tracker, _Casts(weights) as casts:
         with around():
@@ -88,22 +82,13 @@ def held_after(
 
 
 class Step(NamedTuple):
-    """The bytes of one step: at worst in forward, between, at worst in backward, and after it."""
-
     forward_peak: int
     held: int
     backward_peak: int
     left: int
 
 
-def step_of(
-    module: nn.Module,
-    inputs: Iterable[Tensor],
-    *,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    backward: Callable[[Tensor], Any] = Tensor.backward,
-    with_gradients: bool = True,
-) -> Step:
+def step_of(module: nn.Module, inputs: Any, *, around=nullcontext, with_gradients=True) -> Step:
     """Run a step; gradients are there before it, or else go with it."""
     leaves = [*module.parameters(), *(x for x in inputs if x.requires_grad)]
     for leaf in leaves:
@@ -116,11 +101,10 @@ def step_of(
         del output
         forward_peak, held = tracker.peak_bytes, tracker.current_bytes
         tracker.peak_bytes = held
-        backward(loss)
+        loss.backward()
         del loss
-        if not with_gradients:
-            for leaf in leaves:
-                leaf.grad = None
+        for leaf in [] if with_gradients else leaves:
+            leaf.grad = None
         return Step(forward_peak, held, tracker.peak_bytes, tracker.current_bytes)
 
 
@@ -137,11 +121,8 @@ def counting_remade() -> Iterator[SimpleNamespace]:
         found.num_made += 1
         found.most_alive = max(found.most_alive, len(alive))
 
-    values.Source.give = counted
-    try:
+    with mock.patch.object(values.Source, "give", counted):
         yield found
-    finally:
-        values.Source.give = give
 
 
 def histories(module: nn.Module) -> list[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 import recoup
+from tests.alive import allocated_bytes
 from tests.neighbours.planned import result_of
 from tests.oracle import assert_same_tensors
 
@@ -63,22 +64,25 @@ def step_of(model, *args, loss=square, **kwargs):
     return step
 
 
-@contextmanager
-def left_as_it_was(model):
-    """A context in which the model has no gradients at first, and whose buffers are put back."""
+def measured_bytes(step):
+    return recoup.measure(step, device="cpu", repeats=0).peak_bytes
+
+
+def allocated(model, step):
+    """The most bytes of a step that begins without gradients, by the allocator's own events."""
+    return peak_of(model, step, lambda step: allocated_bytes(step)[0])
+
+
+def peak_of(model, step, peak=measured_bytes):
+    """The most bytes of a step that begins without gradients; buffers are put back."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.zero_grad()
-    yield
+    found = peak(step)
     model.zero_grad()
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-
-
-def peak_of(model, step):
-    """The most bytes of a step that begins without gradients."""
-    with left_as_it_was(model):
-        return recoup.measure(step, device="cpu", repeats=0).peak_bytes
+    return found
 
 
 def assert_as_plain(plan, step, wanted=None, rtol=0.0, peak=peak_of):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.plan_oracle import Made
+
 __all__ = ["MODELS", "Case", "is_plain", "of_transformers", "transformers_or_skip"]
 
 
@@ -36,44 +38,37 @@ def is_plain(model: nn.Module) -> bool:
 
 
 class Bottleneck(nn.Module):
-    def __init__(self, width: int, stride: int = 1) -> None:
+    def __init__(self, num, stride=1):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+            nn.Conv2d(num, num, 3, stride, 1, bias=False), nn.BatchNorm2d(num), nn.ReLU(True),
+            nn.Conv2d(num, num, 3, 1, 1, bias=False), nn.BatchNorm2d(num),
         )  # fmt: skip
-        self.skip = nn.Conv2d(width, width, 1, stride) if stride > 1 else nn.Identity()
+        self.skip = nn.Conv2d(num, num, 1, stride) if stride > 1 else nn.Identity()
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.body(x) + self.skip(x))
 
 
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU(True))
-        self.layer1 = nn.Sequential(Bottleneck(16), Bottleneck(16))
-        self.layer2 = nn.Sequential(Bottleneck(16, 2), Bottleneck(16))
-        self.layer3 = nn.Sequential(Bottleneck(16, 2), Bottleneck(16))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer3(self.layer2(self.layer1(self.stem(x))))
-        return self.head(x.mean((2, 3)))
+def _resnet():
+    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU(True))
+    layers = {f"layer{n}": nn.Sequential(Bottleneck(16, n), Bottleneck(16)) for n in (1, 2)}
+    layers["layer3"] = nn.Sequential(Bottleneck(16, 2), Bottleneck(16))
+    return Made(
+        lambda m, x: m.head(m.layer3(m.layer2(m.layer1(m.stem(x)))).mean((2, 3))),
+        stem=stem, head=nn.Linear(16, 10), **layers,
+    )  # fmt: skip
 
 
-class DoubleConv(nn.Module):
-    def __init__(self, given: int, made: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(given, made, 3, 1, 1), nn.GroupNorm(4, made), nn.SiLU(),
-            nn.Conv2d(made, made, 3, 1, 1), nn.SiLU(),
-        )  # fmt: skip
+class DoubleConv(nn.Sequential):
+    def __init__(self, given, made):
+        first, second = nn.Conv2d(given, made, 3, 1, 1), nn.Conv2d(made, made, 3, 1, 1)
+        super().__init__(first, nn.GroupNorm(4, made), nn.SiLU(), second, nn.SiLU())
 
-    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
-        y = self.body(x)
-        return {"y": y if scale is None else y * scale, "nothing": None, "mean": [y.mean()]}
+    def forward(self, x, *, scale=1.0):
+        y = super().forward(x)
+        return {"y": y * scale, "nothing": None, "mean": [y.mean()]}
 
 
 class UNet(nn.Module):
@@ -96,36 +91,23 @@ class UNet(nn.Module):
         return {"image": self.head(up["y"]), "beside": three["mean"][0] + up["mean"][0]}
 
 
-class Expert(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+def _shared():
+    """Two blocks called three times each (as ALBERT does), with a frozen one before."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class Shared(nn.Module):
-    """One block called six times (as ALBERT does), with a frozen one before."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.frozen = Expert(width).requires_grad_(False)
-        self.blocks = nn.ModuleList([Expert(width), Expert(width)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(x)
-        for _ in range(3):
-            for block in self.blocks:
-                x = x + block(x)
+    def forward(model, x):
+        x = model.frozen(x)
+        for block in [*model.blocks] * 3:
+            x = x + block(x)
         return x
 
+    experts = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    return Made(forward, frozen=experts[0].requires_grad_(False), blocks=experts[1:])
 
-def _sequential() -> nn.Module:
-    links = pairwise([48, 64, 16, 80, 32, 48, 48, 48])
+
+def _sequential():
     return nn.Sequential(*(
         nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())
-        for given, made in links
+        for given, made in pairwise([48, 64, 16, 80, 32, 48, 48, 48])
     ))  # fmt: skip
 
 
@@ -148,7 +130,7 @@ def of_transformers(config, kind, inputs, *, num_blocks=None, loss=None, **sizes
     return made
 
 
-def _text(length: int = 32, num_labels: int = 32) -> dict[str, Tensor]:
+def _text(length=32, num_labels=32):
     tokens = torch.randint(100, (2, length))
     return {"input_ids": tokens, "labels": tokens[:, :num_labels].contiguous()}
 
@@ -158,13 +140,13 @@ MODELS: dict[str, Callable[[], Case]] = {
         _sequential, lambda: torch.randn(64, 48), lambda y: y.square().sum(), 7
     ),
     "resnet": _of(
-        ResNet, lambda: torch.randn(4, 3, 16, 16), lambda y: y.logsumexp(-1).sum(), 6
+        _resnet, lambda: torch.randn(4, 3, 16, 16), lambda y: y.logsumexp(-1).sum(), 6
     ),
     "unet": _of(
         UNet, lambda: torch.randn(2, 3, 16, 16),
         lambda y: [y["image"].square().mean(), y["beside"]], 5,
     ),
-    "shared": _of(Shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
+    "shared": _of(_shared, lambda: torch.randn(64, 32), lambda y: y.square().mean(), 2),
     "gpt2": of_transformers(
         "GPT2Config", "GPT2LMHeadModel", _text, num_blocks=6,
         n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0,

@@ -6,26 +6,20 @@ Nobody tuned recoup to them: they are bit-equal, and nothing is left on them (F1
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
 
 import recoup
-from tests.alive import allocated_bytes
 from tests.neighbours.planned import result_of
 from tests.oracle import tensors
-from tests.plan_oracle import assert_as_plain, between, left_as_it_was
+from tests.plan_oracle import allocated, assert_as_plain, between
 from tests.planned_zoo import Case, of_transformers
 
 pytestmark = [pytest.mark.foreign, pytest.mark.slow]
 NUM_BUDGETS = 5
-
-Maker = Callable[[], Case]
 
 _SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -35,34 +29,24 @@ _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _OF_THREE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
 }  # fmt: skip
-_OF_IMAGES = _OF_THREE | {"image_size": 32, "patch_size": 8}
 
 
-def _text(length: int = 24, **more: Any) -> dict[str, Any]:
+def _text(length=24, **more):
     ids = torch.randint(3, 64, (2, length))
     return {"input_ids": ids, "labels": ids, **more}
 
 
-def _pictures(*, size: int = 32, **labels: torch.Tensor) -> dict[str, Any]:
+def _pictures(*, size=32, **labels):
     return {"pixel_values": torch.randn(2, 3, size, size), **labels}
 
 
-def _clip() -> dict[str, Any]:
-    text = {"input_ids": torch.randint(3, 64, (2, 16))}
-    return text | _pictures() | {"return_loss": True}
-
-
-def _found_objects(output: Any) -> torch.Tensor:
-    return output.logits.square().mean() + output.pred_boxes.square().mean()
-
-
-def _resnet() -> Case:
+def _resnet():
     timm = pytest.importorskip("timm", reason="timm is not installed")
     model = timm.create_model("resnet18", pretrained=False, num_classes=4)
     return Case(model, (), {"x": torch.randn(2, 3, 64, 64)}, lambda y: y.square().mean())
 
 
-def _unet2d() -> Case:
+def _unet2d():
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     model = diffusers.UNet2DModel(
         sample_size=16, block_out_channels=(16, 32), layers_per_block=2, norm_num_groups=4,
@@ -73,7 +57,7 @@ def _unet2d() -> Case:
     return Case(model, (), kwargs, lambda output: output.sample.square().mean())
 
 
-FOREIGN: dict[str, Maker] = {
+FOREIGN = {
     "Mixtral": of_transformers(
         "MixtralConfig", "MixtralForCausalLM",
         partial(_text, use_cache=False, output_hidden_states=True),
@@ -88,7 +72,8 @@ FOREIGN: dict[str, Maker] = {
         max_position_embeddings=64, **_OF_THREE | {"num_hidden_layers": 4},
     ),
     "DETR": of_transformers(
-        "DetrConfig", "DetrForObjectDetection", partial(_pictures, size=48), loss=_found_objects,
+        "DetrConfig", "DetrForObjectDetection", partial(_pictures, size=48),
+        loss=lambda output: output.logits.square().mean() + output.pred_boxes.square().mean(),
         use_timm_backbone=False, use_pretrained_backbone=False, backbone=None,
         backbone_config={
             "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
@@ -102,7 +87,9 @@ FOREIGN: dict[str, Maker] = {
         state_size=4, num_hidden_layers=3,
     ),
     "CLIP": of_transformers(
-        "CLIPConfig", "CLIPModel", _clip, projection_dim=16, vision_config=_OF_IMAGES,
+        "CLIPConfig", "CLIPModel",
+        lambda: _pictures(input_ids=torch.randint(3, 64, (2, 16)), return_loss=True),
+        projection_dim=16, vision_config=_OF_THREE | {"image_size": 32, "patch_size": 8},
         text_config=_OF_THREE | _SPECIAL | {"vocab_size": 64, "max_position_embeddings": 24},
     ),
     "wav2vec2": of_transformers(
@@ -112,18 +99,13 @@ FOREIGN: dict[str, Maker] = {
         num_feat_extract_layers=3, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
         mask_time_length=2, layerdrop=0.0, **_OF_THREE,
     ),
-    "ConvNeXt": of_transformers(
-        "ConvNextConfig", "ConvNextForImageClassification",
-        partial(_pictures, labels=torch.tensor([0, 2])), hidden_sizes=[8, 16],
-        depths=[2, 3], num_stages=2, num_labels=3,
-    ),
     "ResNet (timm)": _resnet,
     "UNet2D (diffusers)": _unet2d,
 }  # fmt: skip
 
 
 @pytest.fixture(params=list(FOREIGN))
-def foreign(request: pytest.FixtureRequest) -> Any:
+def foreign(request):
     torch.manual_seed(0)
     made = FOREIGN[request.param]()
     made.model.train()
@@ -132,32 +114,22 @@ def foreign(request: pytest.FixtureRequest) -> Any:
         yield made
 
 
-def num_hooks(model: nn.Module) -> list[dict[str, int]]:
+def num_hooks(model):
     return [
         {key: len(value) for key, value in vars(module).items() if key.endswith("_hooks") and value}
         for module in model.modules()
     ]
 
 
-def step_of(foreign: Case, given: dict[str, Any]) -> Callable[[], list[Tensor]]:
-    """A step that returns the outputs."""
+def test_f1_f2_a_planned_step_is_the_plain_one(foreign):
+    model = foreign.model
 
-    def step() -> list[Tensor]:
+    def step():
         numpy.random.seed(1)  # the spans that wav2vec2 masks
-        output = foreign.model(**given)
+        output = model(**foreign.kwargs)
         (output.loss if foreign.loss is None else foreign.loss(output)).backward()
         return [each.detach() for each in tensors(output)]
 
-    return step
-
-
-def allocated(model: nn.Module, step: Callable[[], Any]) -> int:
-    with left_as_it_was(model):
-        return allocated_bytes(step)[0]
-
-
-def test_f1_f2_a_planned_step_is_the_plain_one(foreign: Case):
-    model, step = foreign.model, step_of(foreign, foreign.kwargs)
     hooks, given = num_hooks(model), [t.clone() for t in tensors(foreign.kwargs)]
     frontier = recoup.plan(model, loss=foreign.loss, **foreign.kwargs)
     assert num_hooks(model) == hooks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 import recoup
 from recoup.errors import DriftError
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain, DriftGuard, Flip, InvertibleModule
-from recoup.schedules import Invert, Reverse
 from tests.invertible_zoo import stiff
 
 pytestmark = pytest.mark.drifts
@@ -42,7 +42,7 @@ def error(chain, x):
     return float((gradients(chain, x) - expected).norm() / expected.norm())
 
 
-def test_an_ordinary_net_is_let_alone():
+def test_an_ordinary_net_is_let_alone_and_sixteen_bits_round_by_more():
     chain = couplings(30, scale=1.0)
     assert "nothing was inverted" in str(chain.drift)
     with warnings.catch_warnings():
@@ -50,6 +50,22 @@ def test_an_ordinary_net_is_let_alone():
         assert error(chain, data()) < 1e-5
     assert 0 < chain.drift.largest_error < 2e-5
     assert not chain.drift.kept
+    chain, x = couplings(6).bfloat16(), data().bfloat16()
+    with pytest.warns(UserWarning, match="Inverses in 16 bits round by more"):
+        gradients(chain, x)
+    gradients(chain, x)
+
+
+Sharded = type("Sharded", (AdditiveCoupling,), {"unshard": None})  # as FSDP2 names its method
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"memory": recoup.schedules.constant(60)}, "keeps no"), ({"kind": Sharded}, "is sharded")],
+)
+def test_what_cannot_fall_back_is_an_error(options, words):
+    with pytest.raises(DriftError, match=words):
+        gradients(couplings(60, **options), data())
 
 
 def test_a_stiff_net_is_right_and_what_is_printed_says_what_was_kept():
@@ -63,25 +79,9 @@ def test_a_stiff_net_is_right_and_what_is_printed_says_what_was_kept():
             assert error(chain, data()) < 1e-3
         runs.append(0)
     assert runs[1] < runs[0], "what was learned spares a recomputation"
-    assert "relative errors add up to" in str(guard)
     assert "states kept" in str(guard)
     guard.reset()
     assert not guard.kept
-
-
-class Sharded(AdditiveCoupling):
-    def unshard(self):
-        """As FSDP2 gives its modules."""
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"memory": recoup.schedules.constant(60)}, "keeps no"), ({"kind": Sharded}, "is sharded")],
-)
-def test_what_cannot_fall_back_is_an_error(options, words):
-    assert {Invert(0), Reverse(0)} <= {*recoup.schedules.constant(60).actions}
-    with pytest.raises(DriftError, match=words):
-        gradients(couplings(60, **options), data())
 
 
 class OffBy(InvertibleModule):
@@ -107,17 +107,14 @@ def test_the_error_that_is_reported_is_the_one_that_is_there():
     assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
 
 
-class Off(AdditiveCoupling):
-    """Its inverse is off by one number everywhere."""
-
-    def inverse(self, y):
-        x, log_det = super().inverse(y)
-        return x + 0.05, log_det
+def inverting(inverse):
+    return type("Off", (AdditiveCoupling,), {"inverse": inverse})
 
 
 def test_a_wrong_inverse_is_said():
     """R12: it hid behind the guard, at five times the bytes."""
-    chain, x = couplings(24, scale=1.0, kind=Off), data()
+    kind = inverting(lambda self, y: (AdditiveCoupling.inverse(self, y)[0] + 0.05, 0.0 * y[:, 0]))
+    chain, x = couplings(24, scale=1.0, kind=kind), data()
     with pytest.warns(UserWarning, match="Most states of this chain must be kept") as caught:
         assert error(chain, x) < 1e-6
     assert len(caught) == 1
@@ -143,16 +140,10 @@ def test_an_inverse_that_is_off_by_one_number_is_seen(shape):
     assert 0.015 < seen < 0.15, "to a factor of three"
 
 
-class Fails(AdditiveCoupling):
-    """Its inverse refuses what is not what it has returned, as a spline does at its bounds."""
-
-    def inverse(self, y, *context):
-        raise ArithmeticError("off by a rounding")
-
-
 def test_an_inverse_that_fails_is_computed_again_and_said_once():
-    chain, x = couplings(6, kind=AdditiveCoupling), data()
-    chain[3].__class__ = Fails
+    chain, x = couplings(6), data()
+    fails = mock.Mock(side_effect=ArithmeticError("off by a rounding"))
+    chain[3].__class__ = inverting(lambda self, y: fails())
     with pytest.warns(UserWarning, match="Inverting module `3`.*off by a rounding"):
         assert error(chain, x) < 1e-6
     assert error(chain, x) < 1e-6
@@ -160,10 +151,3 @@ def test_an_inverse_that_fails_is_computed_again_and_said_once():
     chain.drift = "raise"
     with pytest.raises(ArithmeticError, match="off by a rounding"):
         gradients(chain, x)
-
-
-def test_sixteen_bits_cannot_keep_to_the_tolerance_and_say_so():
-    chain, x = couplings(6).bfloat16(), data().bfloat16()
-    with pytest.warns(UserWarning, match="Inverses in 16 bits round by more"):
-        gradients(chain, x)
-    gradients(chain, x)

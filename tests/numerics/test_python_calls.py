@@ -16,7 +16,6 @@ OURS = str(Path(recoup.__file__).parent)
 
 
 def num_calls(step):
-    """The number of Python calls of our own in one step, after others have prepared it."""
     for _ in range(3):
         step()
     found = 0
@@ -34,29 +33,15 @@ def num_calls(step):
     return found
 
 
-def checkpointed():
-    x = torch.randn(4, 4, requires_grad=True)
-    return lambda: recoup.checkpoint(lambda x: x.sin().exp().cos(), x).sum().backward()
+X = torch.randn(4, 8)
 
 
-def square_root():
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(10)]
-    model, x = recoup.Sequential(*blocks, memory="sqrt"), torch.randn(4, 8)
-    return lambda: model(x).sum().backward()
+def block(width=8):
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
-def constant():
-    def network():
-        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    couplings = [AdditiveCoupling(network(), network()) for _ in range(12)]
-    chain, x = Chain(*couplings, memory="constant"), torch.randn(4, 8, requires_grad=True)
-    return lambda: chain(x)[0].square().sum().backward()
-
-
-def noisy():
-    layer, x = recoup.weight_noise(nn.Linear(64, 64)), torch.randn(4, 64)
-    return lambda: layer(x).sum().backward()
+def stepping(run, x=X):
+    return lambda: run(x).sum().backward()
 
 
 def stored():
@@ -71,15 +56,17 @@ def stored():
     return step
 
 
-@pytest.mark.parametrize(
-    ("build", "bound"),
-    [
-        (checkpointed, 60),
-        (square_root, 250),
-        (constant, 2450),
-        (noisy, 50),
-        (stored, 1045),
-    ],
-)
-def test_a_step_makes_at_most_so_many_calls(build, bound):
-    assert num_calls(build()) <= bound
+LEAF = torch.randn(4, 8, requires_grad=True)
+CHAIN = Chain(*(AdditiveCoupling(block(4), block(4)) for _ in range(12)), memory="constant")
+STEPS = [
+    (stepping(lambda x: recoup.checkpoint(lambda x: x.sin().exp().cos(), x), LEAF), 60),
+    (stepping(recoup.Sequential(*(block() for _ in range(10)), memory="sqrt")), 250),
+    (stepping(lambda x: CHAIN(x)[0].square(), LEAF), 2450),
+    (stepping(recoup.weight_noise(nn.Linear(8, 8))), 50),
+    (stored(), 1045),
+]
+
+
+@pytest.mark.parametrize(("step", "bound"), STEPS)
+def test_a_step_makes_at_most_so_many_calls(step, bound):
+    assert num_calls(step) <= bound

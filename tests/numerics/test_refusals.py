@@ -2,108 +2,60 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 from torch import nn
 
 import recoup
+from recoup import errors, schedules
 from recoup._core.executor import Executor
-from recoup.errors import (
-    ChangedError,
-    NotInvertibleError,
-    OffloadError,
-    RecoupError,
-    ReplayError,
-    ScheduleError,
-)
+from recoup.errors import ChangedError, NotInvertibleError, RecoupError, ReplayError, ScheduleError
 from recoup.invertible import AdditiveCoupling, Chain
-from recoup.schedules import (
-    Advance,
-    Invert,
-    Keep,
-    Load,
-    Offload,
-    Reverse,
-    Schedule,
-    Tape,
-    constant,
-    sqrt,
-)
+from recoup.schedules import Advance, Invert, Keep, Load, Offload, Reverse, Schedule, Tape
 from tests.deciding import is_second_run
 from tests.invertible_zoo import invertible_chain_of, net
 from tests.oracle import hooks_in_force, loss_of_all, tensors
 from tests.ways import called
-from tests.zoo import dense, leaf
+from tests.zoo import Fn, dense, leaf
 
-
-def checkpoint(**options):
-    return lambda: recoup.checkpoint(torch.sin, leaf(3), **options)
+X = leaf(3)
 
 
 def sequential(*modules, **options):
     return lambda: recoup.Sequential(*(modules or [nn.Tanh(), nn.Tanh()]), **options)
 
 
-def recompute_(build, *types):
-    return lambda: recoup.recompute_(build(), *types)
-
-
-def gelus():
-    return nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Dropout())
-
-
 def replaced():
-    model = gelus()
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Dropout())
     model[1].forward = torch.tanh
     return model
 
 
-def in_a_folder_that_is_gone():
-    with tempfile.TemporaryDirectory() as name:
-        around = recoup.offloading(1, name)
-    with around:
-        pass
-
-
-def offload_to_nowhere():
-    to = "/nowhere/at/all"
-    actions = Offload(0, to), Advance(0, 1), Load(0), Tape(0), Reverse(0)
-    recoup.Sequential(nn.Linear(4, 4), memory=Schedule(1, actions))(torch.ones(2, 4) * 1)
-
-
-def drops_what_it_loads():
-    end = [action for index in (2, 1, 0) for action in (Invert(index), Reverse(index))]
-    actions = (Keep(0), Advance(0, 3), Load(3), *end)
-    model = Chain(*invertible_chain_of("couplings")[0][:3], memory=Schedule(3, actions, name="no"))
-    model(leaf(4, 6))
-
-
+END = [action for index in (2, 1, 0) for action in (Invert(index), Reverse(index))]
+DROPS = Schedule(3, (Keep(0), Advance(0, 3), Load(3), *END), name="drops what it loads")
+WRONG = Schedule(2, (Advance(0, 2), Load(1), Tape(1), Reverse(1)), name="wrong")
+TO = "/nowhere/at/all"
+NOWHERE = Schedule(1, (Offload(0, TO), Advance(0, 1), Load(0), Tape(0), Reverse(0)))
 ARGUMENTS = [
-    (checkpoint(use_reentrant=True), ValueError, r"`use_reentrant` is True"),
-    (checkpoint(debug=True), ValueError, r"`debug` is True"),
-    (checkpoint(context_fn=lambda: None), ValueError, r"`context_fn` returned None"),
-    (sequential(memory=sqrt(3)), ValueError, r"for 3 stages, but the chain has 2"),
+    (lambda: recoup.checkpoint(torch.sin, X, use_reentrant=True), ValueError, "`use_reentrant`"),
+    (lambda: recoup.checkpoint(torch.sin, X, debug=True), ValueError, "`debug` is True"),
+    (lambda: recoup.checkpoint(torch.sin, X, context_fn=lambda: 0), ValueError, "`context_fn` ret"),
+    (sequential(memory=schedules.sqrt(3)), ValueError, "for 3 stages, but the chain has 2"),
     (sequential(AdditiveCoupling(net(3, 3)), nn.Tanh(), memory="constant"), NotInvertibleError,
      r'module `1` \(Tanh\).*"sqrt".*otherwise='),
-    (lambda: sequential(nn.Linear(3, 3), nn.Tanh(), memory=constant(2))()(leaf(2, 3).float()),
+    (lambda: sequential(nn.Linear(3, 3).double(), nn.Tanh(), memory=schedules.constant(2))()(X),
      NotInvertibleError, "Linear"),
-    (recompute_(gelus), ValueError, "`types` is empty"),
-    (recompute_(gelus, nn.Conv2d), ValueError,
-     r"Conv2d, but Sequential has no module of that type. There are: Dr"),
-    (recompute_(replaced, nn.Dropout, nn.GELU), ValueError, r"GELU whose `forward` was replaced"),
-    (recompute_(lambda: nn.ModuleList([nn.GELU()]), nn.ModuleList), ValueError,
-     r"ModuleList, which has no for"),
-    (lambda: recoup.offloading(to="/nowhere"), ValueError, "no folder. Make the folder first"),
-    (in_a_folder_that_is_gone, OffloadError, "No file can be made in"),
-    (offload_to_nowhere, OffloadError, "/nowhere/at/all"),
-    (drops_what_it_loads, ScheduleError, "no"),
-    (lambda: Executor(Schedule(2, (Advance(0, 2), Load(1), Tape(1), Reverse(1)), name="wrong")),
-     ScheduleError, r"needs x_1 kept"),
-    (lambda: Executor(Schedule(2, (Tape(0), Tape(1), Reverse(1)), name="half")),
-     ScheduleError, "incomplete"),
-    (lambda: Executor(sqrt(3)).execute([None, None], (torch.zeros(1),)),
+    (lambda: recoup.recompute_(replaced()), ValueError, "`types` is empty"),
+    (lambda: recoup.recompute_(replaced(), nn.Conv2d), ValueError, "Conv2d.* There are: Dr"),
+    (lambda: recoup.recompute_(replaced(), nn.GELU), ValueError, "GELU whose `forward` was repl"),
+    (lambda: recoup.recompute_(nn.ModuleList([nn.GELU()]), nn.ModuleList), ValueError, "no for"),
+    (lambda: recoup.offloading(to=TO), ValueError, "no folder. Make the folder first"),
+    (lambda: sequential(nn.Tanh(), memory=NOWHERE)()(X * 1), errors.OffloadError, TO),
+    (lambda: Chain(*invertible_chain_of("couplings")[0][:3], memory=DROPS)(leaf(4, 6)),
+     ScheduleError, "drops"),
+    (lambda: Executor(WRONG), ScheduleError, r"needs x_1 kept"),
+    (lambda: Executor(Schedule(2, (Tape(0), Tape(1), Reverse(1)))), ScheduleError, "incomplete"),
+    (lambda: Executor(schedules.sqrt(3)).execute([None, None], (torch.zeros(1),)),
      ScheduleError, "for 3 stages and the chain has 2"),
 ]  # fmt: skip
 
@@ -115,13 +67,18 @@ def test_arguments(call, error, words):
     assert hooks_in_force() is None
 
 
+def test_a_folder_that_is_gone(tmp_path):
+    around = recoup.offloading(1, tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(errors.OffloadError, match="No file can be made in"), around:
+        pass
+
+
 def test_what_is_refused_changes_nothing():
-    chain, model = recoup.Sequential(nn.Tanh(), nn.Tanh(), memory="sqrt"), replaced()
-    with pytest.raises(ValueError, match="`memory`"):
-        chain.memory = "square"
+    model = replaced()
     with pytest.raises(ValueError, match="GELU"):
         recoup.recompute_(model, nn.Dropout, nn.GELU)
-    assert (chain.memory, type(model[2])) == ("sqrt", nn.Dropout)
+    assert type(model[2]) is nn.Dropout
 
 
 def test_lazy_modules_are_called_outside_of_a_region_first():
@@ -169,20 +126,17 @@ OTHERWISE = {
 @pytest.mark.parametrize("way", ["checkpoint", "sqrt", "inputs"])
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_a_second_run_that_differs(name, way):
-    class Stage(nn.Module):
-        def forward(self, x):
-            return OTHERWISE[name][0](x, int(is_second_run()))
-
+    code, words = OTHERWISE[name]
+    stage = Fn(lambda x: code(x, int(is_second_run())))
     others = [] if way == "checkpoint" else [nn.Identity() for _ in range(5)]
-    y = called(way, Stage(), *others)(leaf(4, 4))
-    with pytest.raises(ReplayError, match=f"Stage.*{OTHERWISE[name][1]}"):
+    y = called(way, stage, *others)(leaf(4, 4))
+    with pytest.raises(ReplayError, match=f"Fn.*{words}"):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "sqrt", "log", "inputs", 1])
 @pytest.mark.parametrize("is_second", [False, True])
 def test_an_input_that_is_changed_in_place(way, is_second):
-    """Before the first backward, or before the second."""
     h = leaf(4, 6) * 1.0
     loss = called(way, *(dense().double() for _ in range(6)))(h).sum()
     if is_second:
@@ -193,14 +147,10 @@ def test_an_input_that_is_changed_in_place(way, is_second):
         torch.autograd.grad(loss, h)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "words"),
-    [
-        ("dropout", 1, "output of the chain was changed in place"),
-        ("multi-scale", 1, "output of the chain was changed in place"),
-        ("dropout", 0, "The input of module `0`"),  # which its guard needs
-    ],
-)
+ENDS = ("dropout", 1, "output of the"), ("multi-scale", 1, "output of the"), ("dropout", 0, "input")
+
+
+@pytest.mark.parametrize(("name", "place", "words"), ENDS)
 def test_an_end_of_a_constant_chain_that_is_changed_in_place(name, place, words):
     modules, x = invertible_chain_of(name)
     ends = [x * 1.0, None]
@@ -242,7 +192,6 @@ def with_a_transform(x):
 
 @pytest.mark.parametrize("way", ["checkpoint", "value", "sqrt"])
 def test_transforms_of_torch_say_so(way):
-    """Around a region, and in it."""
     in_a_row = nn.Tanh(), *[dense().double()] * 4
     call, x = called(way, *(in_a_row if way == "sqrt" else [with_a_transform])), leaf(4, 6)
     with pytest.raises(RecoupError, match=r"torch\.func|saved tensor hooks"):
@@ -253,23 +202,16 @@ def test_transforms_of_torch_say_so(way):
     assert hooks_in_force() is None
 
 
-class Choice(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)).exp()
-
-
-class ChoiceOfParameters(Choice):
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, super().forward, lambda x: x.sin(), (x,))
+def choice(x, linear):
+    y = linear(x)
+    return torch.cond(y.sum() > 0, linear, lambda y: y.cos(), (y,)).exp()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_condition_in_a_region_or_in_a_planned_model_names_itself():
     """N10"""
-    x, says = torch.randn(4, 8).requires_grad_(), r"torch\.cond.*torch\.utils\.checkpoint"
-    with pytest.raises(RecoupError, match=says):
-        recoup.checkpoint(ChoiceOfParameters(8, 8), x)
-    with pytest.raises(RecoupError, match=says):
-        recoup.plan(nn.Sequential(*(Choice(8, 8) for _ in range(3))), x.detach(), policy="full")
+    x, model = leaf(4, 8), nn.Sequential(*(Fn(choice, nn.Linear(8, 8)).double() for _ in range(3)))
+    for call in (recoup.checkpoint, lambda *args: recoup.plan(*args, policy="full")):
+        with pytest.raises(RecoupError, match=r"torch\.cond.*torch\.utils\.checkpoint"):
+            call(model, x.detach().requires_grad_(call is recoup.checkpoint))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import pickle
 from collections import Counter
+from functools import partial
 from itertools import pairwise
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,32 +16,25 @@ from torch.nn import functional as F
 
 import recoup
 from recoup.errors import BudgetError
-from recoup.planning import options, priced_blocks
+from recoup.planning import options, priced_blocks, report
 from recoup.planning.measuring import Times
 from recoup.schedules import Offload, simulate
+from tests import plan_oracle
+from tests.alive import held_after, no_collector
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
 from tests.oracle import Operators
-from tests.plan_oracle import (
-    Made,
-    assert_as_plain,
-    between,
-    peak_of,
-    square,
-    stack,
-    step_of,
-    ways_of,
-)
+from tests.plan_oracle import Made, assert_as_plain, between, peak_of, square, step_of, ways_of
 
 
 def batch():
     return torch.ones(64, 32)
 
 
-def planned(share: float | None = 0.5, **options: Any):
+def planned(share=0.5):
     """A model, its input, and a plan for a share of what can be saved."""
-    model, x = stack(), batch()
-    frontier = recoup.plan(model, x, loss=square, **options)
-    return model, x, frontier.plan("1 GiB" if share is None else between(frontier, share))
+    model, x = plan_oracle.stack(), batch()
+    frontier = recoup.plan(model, x, loss=square)
+    return model, x, frontier.plan(between(frontier, share))
 
 
 def give_times(monkeypatch, **times):
@@ -55,12 +46,13 @@ def give_times(monkeypatch, **times):
 
 
 def test_a_total_counts_what_is_alive_before():
-    model, x = stack(3), batch()
+    model, x = plan_oracle.stack(3), batch()
     parameters = list(model.parameters())
     optimizer, step = torch.optim.Adam(parameters, fused=True), step_of(model, x)
-    standing = 3 * sum(p.nbytes for p in parameters) + 4 * len(parameters)  # the numbers of steps
+    weights = sum(p.nbytes for p in parameters)
+    standing = 3 * weights + 4 * len(parameters)  # the numbers of steps
     of_step = recoup.plan(model, x, loss=square).least_bytes
-    of_total = functools.partial(recoup.plan, model, x, loss=square, budget_of="total")
+    of_total = partial(recoup.plan, model, x, loss=square, budget_of="total")
     for _ in range(2):  # before there are states, and then
         total = of_total(optimizer=optimizer)
         plan = total.plan(total.least_bytes)
@@ -76,7 +68,7 @@ def test_a_total_counts_what_is_alive_before():
     without = of_total()
     step()
     total = of_total()
-    assert total.baseline_bytes == without.baseline_bytes + sum(p.nbytes for p in parameters)
+    assert total.baseline_bytes == without.baseline_bytes + weights
     with total.plan(total.least_bytes).applied():
         step()
         assert total.baseline_bytes + peak_of(model, step) <= total.least_bytes
@@ -98,11 +90,9 @@ def test_apply_and_remove_leave_the_model_as_it_was():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert peak_of(other, step_of(other, x)) == plain
         assert list(other.state_dict()) == list(model.state_dict())
-    gc.disable()
-    for _ in range(2):  # nothing outlives a forward without backward
-        found = recoup.measure(lambda: (model(x), None)[1], device="cpu", repeats=0)
-        assert found.held_bytes == 0
-    gc.enable()
+    with no_collector():  # nothing outlives a forward without backward
+        for _ in range(2):
+            assert held_after(lambda: (model(x), None)[1]).num_bytes == 0
     made.remove()
     made.remove()
     assert peak_of(model, step) == plain
@@ -110,9 +100,8 @@ def test_apply_and_remove_leave_the_model_as_it_was():
 
 
 def test_blocks_that_keep_products_share_one_kept_input():
-    model = stack(8, lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
-    x = torch.randn(512, 64)
-    frontier = recoup.plan(model, x, loss=square)
+    model = plan_oracle.stack(8, lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout()))
+    frontier = recoup.plan(model, x := torch.randn(512, 64), loss=square)
     plan = frontier.plan(between(frontier, 0.5))
     kept = [getattr(action, "results", 0) for action in plan.schedule.actions]  # of `Advance` alone
     assert any(one and two for one, two in pairwise(kept))
@@ -120,15 +109,11 @@ def test_blocks_that_keep_products_share_one_kept_input():
 
 
 def test_inputs_wait_in_a_folder_where_that_is_faster_than_to_recompute(tmp_path, monkeypatch):
-    def block():
-        parts = {name: nn.Linear(64, 64) for name in "ab"}
-        return Made(lambda block, x: x + block.b(block.a(x).tanh()), **parts)
-
     def plan_for(seconds_per_byte):
         monkeypatch.setattr(options, "_seconds_per_byte", lambda to, device: seconds_per_byte)
         return recoup.plan(model, x, budget=budget, offload_to=tmp_path)
 
-    model, x = stack(12, block), torch.randn(512, 64)
+    model, x = plan_oracle.stack(12, partial(plan_oracle.Residual, 64)), torch.randn(512, 64)
     without = recoup.plan(model, x)
     budget = without.points[0].peak_bytes + 9 * 512 * 64  # two states are in flight
     plan = plan_for(1e-12)
@@ -157,14 +142,11 @@ def test_the_report_the_repr_and_the_html_name_blocks_ways_and_bytes():
     ways = [row.way for row in made.blocks]
     size = f"6 blocks in {recoup.memory.format_bytes(made.budget_bytes)} (step)"
     assert repr(made).startswith(f"Plan(Sequential, {size}: ")
-    assert repr(made).endswith("; not applied)")
     assert all(f" {ways.count(way)} {way};" in repr(made) for way in set(ways))
-    assert repr(made).index(" keep") < repr(made).index(" recompute")
 
 
-@pytest.mark.parametrize("share", [0.0, None])
+@pytest.mark.parametrize("share", [0.0, 9.0])
 def test_all_times_of_a_plan_are_seconds(monkeypatch, share):
-    """The costs are divided so that whole steps take what the clock said."""
     again = [0.5, 0.25, 0.25, 0.5, 0.25, 0.25]
     give_times(monkeypatch, plain=6.0, again=again)
     _, _, made = planned(share)
@@ -180,44 +162,36 @@ def test_all_times_of_a_plan_are_seconds(monkeypatch, share):
 
 @pytest.mark.clocked
 def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_plain_peak():
-    model, x = stack(4), batch()
+    model, x = plan_oracle.stack(4), batch()
     frontier = recoup.plan(model, x)
     times = [point.relative_time for point in frontier.points]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1] == pytest.approx(1.0)
-    peak = peak_of(model, step_of(model, x, loss=lambda y: y.abs().sum()))
-    assert frontier.points[-1].peak_bytes <= peak
-    made = frontier.plan(peak)
+    made = frontier.plan(peak_of(model, step_of(model, x, loss=lambda y: y.abs().sum())))
     assert ways_of(made) == {"keep"}
     assert made.predicted_time_ratio == pytest.approx(1.0)
     assert made.step_seconds > 0
 
 
 def test_both_panels_of_the_figure_say_the_same_time(monkeypatch, tmp_path):
-    """The picture of the step ends where the picture of all plans has this one."""
     give_times(monkeypatch, plain=3.5, again=[0.5] * 6)  # runs again pay more than first
     _, _, made = planned()
     assert made.predicted_time_ratio > 1
     panels = [MagicMock(), MagicMock()]
-    monkeypatch.setattr(
-        "recoup.planning.report.rendered", lambda draw, *_, **__: draw(panels) or b""
-    )
-    monkeypatch.setattr("recoup.planning.report.finish", lambda *_: None)
+    monkeypatch.setattr(report, "rendered", lambda draw, *_, **__: draw(panels) or b"")
+    monkeypatch.setattr(report, "finish", lambda *_: None)
     made.figure(tmp_path / "plan.png")
     before, after = (call.args[0] for call in panels[0].plot.call_args_list)
     (place,) = (call.args[1] for call in panels[1].plot.call_args_list)
     assert before[-1] == pytest.approx(1.0)
-    assert before == sorted(before)
-    assert after == sorted(after)
+    assert (before, after) == (sorted(before), sorted(after))
     assert after[-1] == pytest.approx(float(place)) == pytest.approx(made.predicted_time_ratio)
 
 
 # -- policies: what people choose by hand for all blocks -------------------------------------------
 
 
-def attends(width: int) -> nn.Module:
-    """A block with a kernel of attention."""
-
+def attends(width):
     def forward(block, x):
         q, k, v = block.given(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -227,7 +201,6 @@ def attends(width: int) -> nn.Module:
 
 
 def of_net(block=Block):
-    """A model, its input, and a step."""
     torch.manual_seed(0)
     model, x = Net(32, 6, block), torch.randn(8, 64, 32)
     model.stem = nn.Linear(32, 32)
@@ -235,21 +208,17 @@ def of_net(block=Block):
 
 
 def counted(model, step):
-    """What a step makes, its peak, and the runs of each block."""
-    runs = Counter()
+    peak, runs = peak_of(model, step), Counter()
     for index, block in enumerate(model.blocks):
-        first = next(block.children())
-        first.register_forward_pre_hook(lambda *_, i=index: runs.update([i]))
-    made = result_of(model, step)
-    runs, forwards = Counter(), runs
-    return made, peak_of(model, step), sorted(forwards.items())
+        block.norm.register_forward_pre_hook(lambda *_, i=index: runs.update([i]))
+    return result_of(model, step), peak, runs
 
 
 @pytest.mark.parametrize(("policy", "every"), [("full", 1), ("every 2nd block", 2), ("keep", 7)])
 def test_a_policy_is_what_people_do_by_hand(policy, every):
     hand, _, step = of_net()
-    for block in list(hand.blocks)[::every] if every < 7 else []:
-        block.forward = functools.partial(recoup.checkpoint, block.forward)
+    for block in list(hand.blocks)[: 6 * (every < 7) : every]:
+        block.forward = partial(recoup.checkpoint, block.forward)
     wanted, most, runs = counted(hand, step)
     model, x, step = of_net()
     plan = recoup.plan(model, x, policy=policy, loss=loss_of)

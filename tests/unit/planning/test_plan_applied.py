@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 import functools
-import gc
 import pickle
 from types import MethodType
 
@@ -28,15 +27,14 @@ def plan(model, x, budget="1 GiB", **options):
 
 
 def test_a_further_plan_replaces_the_one_of_before_when_it_is_applied():
-    """Plans are made as if none were applied."""
     model, x = stack(), batch()
     first = plan(model, x).apply()
     least = first.least_bytes
     with plan(model, x, least).applied() as inner:
         assert recoup.applied_plans(model) == [inner]
     again = plan(model, x, least)
-    assert again.most_bytes == first.most_bytes
-    assert recoup.applied_plans(model) == [first], "nothing changes before apply()"
+    assert again.most_bytes == first.most_bytes  # made as if none were applied
+    assert recoup.applied_plans(model) == [first]
     again.apply()
     assert recoup.applied_plans(model) == [again]
     assert not first.is_applied
@@ -44,10 +42,9 @@ def test_a_further_plan_replaces_the_one_of_before_when_it_is_applied():
         plan(model, x, 1)
     assert again.is_applied
     assert peak_of(model, step_of(model, x)) <= least
-    first.remove()  # it is no longer there, and takes nothing of another's away
+    first.remove()  # takes nothing of another's away
     assert recoup.applied_plans(model) == [again]
-    with again.applied():
-        pass
+    again.remove()
     assert is_plain(model)
 
 
@@ -97,17 +94,14 @@ def test_the_plan_of_a_chain_is_made_again_if_it_is_taken_off_and_goes_with_the_
     chain.memory = "1 MiB"
     step_of(chain, x)()
     del chain, found
-    model = nn.Sequential(*layers)
-    plan(model, x).apply()
+    plan(model := nn.Sequential(*layers), x).apply()
     assert len(recoup.applied_plans(model)) == 1
-    gc.collect()
 
 
 # -- forwards, copies and classes of others --------------------------------------------------------
 
 
-def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
-    """As accelerate wraps `forward` and sets `__wrapped__`."""
+def test_a_plan_beneath_a_forward_that_others_wrapped_as_accelerate_does_is_found():
     model, x = stack(), batch()
     planned = plan(model, x).apply()
     ours = model.forward
@@ -121,12 +115,10 @@ def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
     assert model.forward is wrapped
 
 
-class Abstract(abc.ABC, Residual):
-    """Has another base before that of modules."""
+Abstract = abc.ABCMeta("Abstract", (abc.ABC, Residual), {})  # another base comes first
 
 
 def test_forwards_that_other_code_binds_to_a_module_or_sets_on_its_class():
-    """As accelerate does where it takes a model out of its wrapper, and as a counter of calls."""
     model, x = stack(4, Abstract), batch()
     wanted = model(x)
     with plan(model, x).applied() as applied:
@@ -144,37 +136,32 @@ def test_forwards_that_other_code_binds_to_a_module_or_sets_on_its_class():
     assert_as_plain(again.plan(again.least_bytes), step_of(model, x))
 
 
-COPIES = nn.Module._replicate_for_data_parallel, lambda model: copy.deepcopy(copy.copy(model))
+def test_a_shallow_copy_runs_its_own_forward():
+    for copied in (nn.Module._replicate_for_data_parallel, lambda m: copy.deepcopy(copy.copy(m))):
+        model, x = stack(2), batch()
+        made = plan(model, x).apply()
+        other, parts = copied(model), nn.Sequential(nn.Linear(32, 5), nn.Tanh())
+        vars(other)["_modules"] = dict(parts.named_children())
+        assert torch.equal(other(x), parts(x))
+        assert made.is_applied
+        made.remove()
+        assert type(model) is nn.Sequential
+        assert torch.equal(other(x), parts(x))
 
 
-@pytest.mark.parametrize("copied", COPIES)
-def test_a_shallow_copy_runs_its_own_forward(copied):
-    model, x = stack(2), batch()
-    made = plan(model, x).apply()
-    other, parts = copied(model), [nn.Linear(32, 5), nn.Tanh()]
-    vars(other)["_modules"] = {str(place): part for place, part in enumerate(parts)}
-    wanted = nn.Sequential(*parts)(x)
-    assert torch.equal(other(x), wanted)
-    assert made.is_applied
-    made.remove()
-    assert type(model) is nn.Sequential
-    assert torch.equal(other(x), wanted)
-
-
-@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_a_pickle_of_a_planned_model_loads_without_recoup(protocol):
+@pytest.mark.parametrize("replan", [False, True])
+def test_a_pickle_of_a_planned_model_loads_without_recoup(replan):
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(16, 4)
     model[2].forward = functools.partial(nn.Linear.forward, model[2])  # as other libraries do
     wanted = model(x)
-    for replan in (False, True):
-        plan(model, x, replan=replan).apply()
+    plan(model, x, replan=replan).apply()
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
         data = pickle.dumps(model, protocol)
         assert b"recoup" not in data
         assert torch.equal(pickle.loads(data)(x), wanted)
 
 
-def test_classes_do_not_hear_of_plans():
-    """A class may change the subclasses that it is told of, or ask them for arguments."""
+def test_classes_that_change_their_subclasses_do_not_hear_of_plans():
     told = []
 
     class Told(Residual):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from functools import partial
 
@@ -14,51 +13,37 @@ from torch.nn.functional import cross_entropy
 
 import recoup
 from recoup.errors import ChangedError, GradientError
-from tests.plan_oracle import assert_as_plain, step_of
+from tests.plan_oracle import Residual, assert_as_plain, step_of
 from tests.planned_zoo import is_plain, transformers_or_skip
 
 VOCABULARY = 4096
 
 
-def gpt2(dropout: float = 0.1, layers: int = 3) -> nn.Module:
+def gpt2():
     transformers = transformers_or_skip()
     config = transformers.GPT2Config(
-        n_embd=64, n_head=4, n_layer=layers, vocab_size=VOCABULARY, n_positions=128,
-        use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        n_embd=64, n_head=4, n_layer=3, vocab_size=VOCABULARY, n_positions=128,
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)  # the head is the embedding
-
-
-def llama() -> nn.Module:
-    transformers = transformers_or_skip()
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        vocab_size=VOCABULARY, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 class Plain(nn.Module):
     """A language model that returns its logits."""
 
-    def __init__(self, width: int = 64, change=lambda model: None) -> None:
+    def __init__(self, width=64, change=lambda model: None):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in "abc"
-        )
+        self.blocks = nn.Sequential(*(Residual(width) for _ in "abc"))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         change(self)
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+        return self.head(self.blocks(self.embedding(tokens)))
 
 
-def batch(num: int = 4, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(num=4, length=64):
     tokens = torch.randint(VOCABULARY, (num, length), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[:, : length // 4] = -100
@@ -66,32 +51,26 @@ def batch(num: int = 4, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shifted_loss(tokens):
-    def loss(logits):
-        return cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
-
-    return loss
+    targets = tokens[:, 1:].flatten()
+    return lambda logits: cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), targets)
 
 
-def step(model, tokens, labels, **more):
-    """A step with the draws of seed 3: its loss and gradients, in the order of parameters."""
-    torch.manual_seed(3)
+def step(model, tokens, labels):
     model.zero_grad(set_to_none=True)
-    output = model(tokens, labels=labels, **more)
-    output.loss.backward()
-    return output.loss.detach(), [p.grad for p in model.parameters()]
+    loss = model(tokens, labels=labels).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
 def errors(found, wanted):
     """How far the loss and each gradient are from others, relative to their norms."""
-    pairs = zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True)
+    pairs = zip(found, wanted, strict=True)
     return torch.stack([(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs])
 
 
-@pytest.mark.parametrize("build", [functools.partial(gpt2, 0.0), llama], ids=["gpt2", "llama"])
-def test_a_language_model_in_fewer_bytes_than_its_logits(build):
-    """As near to float64 as without tiles."""
+def test_a_language_model_in_fewer_bytes_than_its_logits():
     torch.manual_seed(0)
-    model, (tokens, labels) = build(), batch()
+    model, (tokens, labels) = gpt2(), batch()
     want = step(model, tokens, labels)
     exact = step(copy.deepcopy(model).double(), tokens, labels)
     whole = recoup.plan(model, tokens, labels=labels)
@@ -139,27 +118,7 @@ def test_output_layers_of_all_kinds_run_in_tiles(head):
     assert_as_plain(plan, step_of(model, tokens, loss=loss), rtol=1e-5)
 
 
-def test_a_sequence_before_its_only_batch_runs_in_tiles():
-    model, tokens = Plain(), batch(256, 1)[0]
-    loss = lambda logits: cross_entropy(logits.flatten(0, 1), tokens.flatten())  # noqa: E731
-    plans = recoup.plan(model, tokens, tiles=True, loss=loss)
-    assert "tile: `head`" in str(plans.plan(plans.least_bytes))
-
-
-def test_in_bfloat16_under_autocast():
-    torch.manual_seed(0)
-    model, (tokens, labels) = gpt2().eval(), batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        plan = recoup.plan(model, tokens, labels=labels, budget="8 MiB", tiles=True)
-        want = step(model, tokens, labels)
-        with plan.applied():
-            assert errors(step(model, tokens, labels), want).max() <= 2e-2
-            logits = model(tokens, labels=labels).logits
-    assert logits.dtype == torch.bfloat16
-
-
 def test_small_gradients_in_float16():
-    """A mean over many targets is divided at the end, where a gradient in 16 bits would vanish."""
     model, (tokens, _) = Plain(8), batch(1, 512)
     scale = 2.0**14  # of a GradScaler
 
@@ -172,8 +131,7 @@ def test_small_gradients_in_float16():
     assert plan.planned.tiled is not None
     with plan.applied():
         got = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
-    for a, b in zip(got, exact, strict=True):
-        assert float((a.float() - b).norm() / b.norm()) < 2e-2
+    assert errors([each.float() for each in got], exact).max() < 2e-2
 
 
 def test_an_error_of_too_few_bytes_names_tiles():
@@ -189,7 +147,7 @@ def test_an_error_of_too_few_bytes_names_tiles():
 
 
 TOKENS, LABELS = batch()
-LOSS, FLAT, IGNORED = shifted_loss(TOKENS), TOKENS.flatten(), torch.full((256,), -100)
+LOSS, FLAT = shifted_loss(TOKENS), TOKENS.flatten()
 RISING = torch.arange(VOCABULARY)
 
 
@@ -211,14 +169,10 @@ LOSSES = {
     "a cap": lambda y: capped(y).softmax(-1).square().sum(),
     "in place": lambda y: y.mul_(2).sum(0)[0, 0] + y.detach().sum(),
     "transposed": lambda y: cross_entropy(y.transpose(1, 2), TOKENS),
-    "a weight": lambda y: cross_entropy(y.flatten(0, 1), FLAT, weight=RISING.double()),
-    "smoothing": lambda y: cross_entropy(capped(y), FLAT, label_smoothing=0.1),
-    "a sum": lambda y: cross_entropy(
-        y.to(torch.float64).view(-1, VOCABULARY), LABELS.view(-1), reduction="sum"
-    ),
+    "a weight": lambda y: cross_entropy(capped(y), FLAT, RISING.double(), label_smoothing=0.1),
+    "a sum": lambda y: cross_entropy(y.double().flatten(0, 1), LABELS.flatten(), reduction="sum"),
     "chosen": lambda y: cross_entropy(y[TOKENS > 99], TOKENS[TOKENS > 99]),
-    "no target": lambda y: cross_entropy(y.flatten(0, 1), IGNORED),
-    "a sum of none": lambda y: cross_entropy(y.flatten(0, 1), IGNORED, reduction="sum"),
+    "no target": lambda y: cross_entropy(y.flatten(0, 1), torch.full((256,), -100)),
 }
 
 
@@ -234,10 +188,10 @@ def as_they_are_read(model):
     return [y, y[..., :-1, :].argmax(-1), y.mT, torch.cat([y, y]), y.view(torch.int64)]
 
 
-def by_an_index_that_is_written_to(index, model):
-    taken, index = model(TOKENS), index.clone()
-    taken = taken[index]
-    index.zero_()
+def by_a_mask_that_is_written_to(model):
+    mask = torch.ones(4, 64).tril().bool()
+    taken = model(TOKENS)[mask]
+    mask.zero_()
     return [taken.exp()]
 
 
@@ -255,16 +209,14 @@ def without_a_graph(model):
         assert type(plain) is torch.Tensor
         softer, rows = output / 2.0, output[:, :-1].reshape(-1, VOCABULARY)
         found = [plain, softer, cross_entropy(rows, TOKENS[:, 1:].flatten())]
-    found += [softer.softmax(-1), cross_entropy(rows, TOKENS[:, 1:].flatten())]
     assert not any(each.requires_grad for each in found)
-    return found
+    return [*found, softer.softmax(-1)]
 
 
 def gradients_of_logits(model):
     output, other, calls = model(TOKENS), model(TOKENS), []
     output.grad_fn.register_prehook(calls.append)  # so the whole is there
     found = torch.autograd.grad(LOSS(output), output)
-    assert len(calls) == 0
     LOSS(output).backward()
     assert len(calls) == 1
     flat = other.flatten(0, 1)
@@ -281,12 +233,6 @@ def seen_by_hooks(name, model):
     return seen
 
 
-def within_a_checkpoint(model):
-    found = recoup.checkpoint(model, TOKENS)
-    assert type(found) is torch.Tensor
-    return torch.autograd.grad(LOSS(found), list(model.parameters()))
-
-
 def accumulated(model):
     for tokens in (batch(2)[0], batch(6)[0]):  # planned for 4
         (shifted_loss(tokens)(model(tokens)) / 2).backward()
@@ -296,13 +242,13 @@ def accumulated(model):
 STEPS = {
     **{f"a loss of {name}": partial(of_loss, loss) for name, loss in LOSSES.items()},
     "read": as_they_are_read,
-    "a mask": partial(by_an_index_that_is_written_to, torch.ones(4, 64).tril().bool()),
+    "a mask": by_a_mask_that_is_written_to,
     "other weights": of_weights_that_stand_in,
     "no graph": without_a_graph,
     "gradients of logits": gradients_of_logits,
     "backward hook": partial(seen_by_hooks, "register_full_backward_hook"),
     "backward pre-hook": partial(seen_by_hooks, "register_full_backward_pre_hook"),
-    "checkpoint": within_a_checkpoint,
+    "checkpoint": lambda m: torch.autograd.grad(LOSS(recoup.checkpoint(m, TOKENS)), m.head.weight),
     "compiled": lambda model: of_loss(LOSS, torch.compile(model, backend="aot_eager")),
     "accumulated": accumulated,
 }
@@ -326,13 +272,8 @@ def test_whatever_is_made_of_logits_is_that_of_the_plain_model(doubles, name):
 
 
 class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits):
-        return logits.sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.expand(4, 64, VOCABULARY)
+    forward = staticmethod(lambda ctx, logits: logits.sum())
+    backward = staticmethod(lambda ctx, gradient: gradient.expand(4, 64, VOCABULARY))
 
 
 def derived_before_a_write(model, logits, loss):
@@ -348,13 +289,10 @@ REFUSED = {
     "grad_fn": (lambda model, y, loss: y.grad_fn, *NO_GRADIENT),
     "retain_grad": (lambda model, y, loss: y.retain_grad(), *NO_GRADIENT),
     "a second derivative": (
-        lambda model, y, loss: torch.autograd.grad(
-            loss, list(model.parameters()), create_graph=True
-        ), GradientError, "cannot be differentiated again",
+        lambda m, y, loss: torch.autograd.grad(loss, m.head.weight, create_graph=True),
+        GradientError, "cannot be differentiated again",
     ),
-    "a function of another library": (
-        lambda model, y, loss: _Own.apply(y).backward(), GradientError, "head",
-    ),
+    "another function": (lambda model, y, loss: _Own.apply(y).backward(), GradientError, "head"),
     "what was derived before a write": (derived_before_a_write, ChangedError, "changed in place"),
 }  # fmt: skip
 
@@ -365,7 +303,7 @@ def test_what_logits_in_tiles_cannot_give_is_an_error(doubles, name):
     ask, error, message = REFUSED[name]
     with plan.applied():
         logits = model(TOKENS)
-        loss = LOSS(logits) if name != "a function of another library" else None
+        loss = LOSS(logits) if name != "another function" else None
         with pytest.raises(error, match=message):
             ask(model, logits, loss)
     model.zero_grad()
@@ -375,7 +313,6 @@ def test_an_output_layer_whose_loss_is_no_cross_entropy_is_left_alone():
     model = Plain(change=tied)
     made = recoup.plan(model, TOKENS, loss=_Own.apply, budget="30 MiB", tiles=True)
     assert made.planned.tiled is None
-    assert "tile: `head`" not in str(made)
     with made.applied():
         assert type(model(TOKENS)) is torch.Tensor
 
@@ -406,8 +343,7 @@ def test_an_output_layer_that_has_become_another_runs_whole():
     model.head.forward = lambda x: linear(x) + x.mean((1, 2), keepdim=True) * RISING
     want = of_loss(LOSS, model)
     with plan.applied():
-        for a, b in zip(of_loss(LOSS, model), want, strict=True):
-            assert float((a - b).norm()) <= 1e-5 * float(b.norm())
+        assert errors(of_loss(LOSS, model), want).max() <= 1e-5
 
 
 def test_what_is_removed_copied_and_pickled_is_the_model():

@@ -9,24 +9,16 @@ from torch.nn.modules import module as torch_module
 
 import recoup
 from recoup.flows import NICE
-from tests.oracle import assert_same_tensors
 from tests.plan_oracle import between, peak_of, square, stack, step_of
 from tests.zoo import conv_norm, transformer
 
 
-def chain(num=6, width=32, hidden=64):
-    def block():
-        return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-
-    return stack(num, block), torch.randn(64, width)
+def chain(num=6, hidden=64):
+    layers = lambda: (nn.Linear(32, hidden), nn.GELU(), nn.Linear(hidden, 32))  # noqa: E731
+    return stack(num, lambda: nn.Sequential(*layers())), torch.randn(64, 32)
 
 
-def measured(model, x):
-    return peak_of(model, step_of(model, x))
-
-
-def told(model, x, share=None, **options):
-    """A plan at a share of what can be saved, and the timelines of a step."""
+def told(model, x, share, **options):
     frontier = recoup.plan(model, x, loss=square, **options)
     plan = frontier.plan(between(frontier, share))
     found = recoup.timeline(model, x, plan=plan, loss=square)
@@ -42,20 +34,18 @@ def test_the_most_bytes_are_those_of_the_meter_and_of_the_plan_and_no_trace_is_l
     model, x = stack(5, conv_norm), torch.randn(4, 3, 12, 12)
     step = step_of(model, x)
     step()
-    gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients, values = ([p.grad for p in model.parameters()], [*model.buffers()])
+    before = [each.clone() for each in (*gradients, *values)]
     stream = torch.get_rng_state()
     plan, found = told(model, x, 0.5)
     assert torch.equal(torch.get_rng_state(), stream)
-    assert_same_tensors(dict(model.state_dict()), state)
-    for parameter, (now, then) in zip(model.parameters(), gradients, strict=True):
-        assert parameter.grad is now
-        assert torch.equal(now, then)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, (*gradients, *values), before))
     assert not torch_module._global_forward_hooks
     assert not torch_module._global_forward_pre_hooks
-    assert found.plain.peak_bytes == measured(model, x)
+    assert found.plain.peak_bytes == peak_of(model, step_of(model, x))
     with plan.applied():
-        assert found.planned.peak_bytes == measured(model, x)
+        assert found.planned.peak_bytes == peak_of(model, step_of(model, x))
     assert found.plain.levels("backward")[-1] <= found.plain.levels("backward")[0]
     assert found.budget_bytes == plan.budget_bytes
 
@@ -67,8 +57,8 @@ def test_modules_are_those_in_which_autograd_saved():
     forward = {each.module for each in found.stretches if each.phase == "forward" and each.levels}
     backward = {each.module for each in found.stretches if each.phase == "backward"}
     assert saved == forward == backward == {"0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "-"}
-    whats = dict.fromkeys(each.what for each in found.stretches)
-    assert list(whats) == ["forward", "loss", "backward", "backward of the loss"]
+    whats = [*dict.fromkeys(each.what for each in found.stretches)]
+    assert whats == ["forward", "loss", "backward", "backward of the loss"]
     assert {each.way for each in found.stretches} == {""}
     order = [each.module for each in found.stretches if each.phase == "backward" and each.levels]
     assert list(dict.fromkeys(order)) == ["-", *(f"{i}.{j}" for i in (1, 0) for j in (2, 1, 0))]
@@ -102,17 +92,17 @@ def test_inverted_blocks_are_inverted():
     found = recoup.timeline(flow, x, plan=plan, loss=loss).planned
     names = {block.name for block in plan.blocks if block.way == "invert"}
     assert names
-    inverses = modules_that("inverse", found)
-    assert {name for name in names if any(each.startswith(name) for each in inverses)} == names
-    assert all(any(each.startswith(name) for name in names) for each in inverses)
+    inverses = {(each, name) for each in modules_that("inverse", found) for name in names
+                if each.startswith(name)}  # fmt: skip
+    assert {name for _, name in inverses} == names
+    assert {each for each, _ in inverses} == {*modules_that("inverse", found)}
     assert found.peak_bytes == plan.rehearsed_peak_bytes
 
 
 def test_the_plan_that_the_model_follows_is_found_and_a_total_counts_what_stands():
     model, x = chain()
     plan, found = told(model, x, 0.5, budget_of="total")
-    assert plan.baseline_bytes > 0
-    assert found.plain.peak_bytes == plan.baseline_bytes + measured(model, x)
+    assert found.plain.peak_bytes == plan.baseline_bytes + peak_of(model, step_of(model, x))
     with plan.applied():
         again = recoup.timeline(model, x, loss=square)
         assert plan.is_applied
@@ -122,13 +112,12 @@ def test_the_plan_that_the_model_follows_is_found_and_a_total_counts_what_stands
 def test_mistakes_name_the_way_out_and_leave_no_hooks():
     model, x = chain(2)
     other = recoup.plan(chain(2)[0], x, budget="1 MiB")
+    for words, plan in (("for a `budget`", recoup.plan(model, x)), ("another model", other)):
+        with pytest.raises(ValueError, match=words):
+            recoup.timeline(model, x, plan=plan)
     with pytest.raises(RuntimeError, match="shapes"):
         recoup.timeline(model, torch.randn(3, 7))
-    with pytest.raises(ValueError, match="for a `budget`"):
-        recoup.timeline(model, x, plan=recoup.plan(model, x))
-    with pytest.raises(ValueError, match="`plan` is for another model, a Sequential"):
-        recoup.timeline(model, x, plan=other)
-    with pytest.raises(ValueError, match=r'ends in ".svg", but must end in .html'):
+    with pytest.raises(ValueError, match=r"must end in .html"):
         recoup.timeline(model, x).page("step.svg")
     assert not torch_module._global_forward_hooks
 
@@ -137,9 +126,8 @@ def test_a_notebook_shows_the_page_in_a_frame_and_a_file_has_it(tmp_path):
     model, x = chain(2)
     _, found = told(model, x, 0.5)
     page = found.page(tmp_path / "step.html").read_text(encoding="utf-8")
-    assert "Memory over a step of Sequential" in page
-    assert "Plan for Sequential: 2 blocks" in page
-    assert 'id="line1"' in page
+    words = "Memory over a step of Sequential", "Plan for Sequential: 2 blocks", 'id="line1"'
+    assert all(each in page for each in words)
     shown = found._repr_html_()
     assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert shown.count("<") == 2

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.planning.compiling import BlockCode, NudgedCode
-from recoup.planning.measuring import measure_blocks
-from recoup.planning.step import Step
+from recoup.planning.compiling import NudgedCode
 from recoup.planning.verification import Verification, outcome_of
 from tests.plan_oracle import Made, square, ways_of
 
@@ -93,16 +91,10 @@ def test_what_differs_is_named_unless_it_is_rounding(expected, known, found, dif
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
 def test_a_block_that_draws_from_another_stream_does_not_run_again(draw):
     """Or it would draw twice, whether what it draws matters or not."""
-
-    class Drawing(nn.Sequential):
-        def forward(self, x):
-            self.drawn = draw()
-            return x + super().forward(x)
-
-    parts = (Drawing(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4))
-    model, x = nn.Sequential(*parts), torch.randn(64, 16)
+    drawing = lambda block, x: (draw(), x + block.up(x).tanh())[1]  # noqa: E731
+    model = nn.Sequential(*(Made(drawing, up=nn.Linear(16, 16)) for _ in range(4)))
     with pytest.warns(UserWarning, match=r"keeps all residuals.*the random stream"):
-        plan = recoup.plan(model, x, budget="1 GiB", loss=square)
+        plan = recoup.plan(model, torch.randn(64, 16), budget="1 GiB", loss=square)
     assert ways_of(plan) == {"keep"}
 
 
@@ -116,26 +108,3 @@ def test_what_a_block_passes_on_is_not_nudged():
     assert not torch.equal(made, 2 * x)
     torch.testing.assert_close(made, 2 * x, rtol=3e-7, atol=0)
     assert torch.equal(nudged(x, mask)[0], made)
-
-
-def test_arguments_that_others_were_given_count_as_held():
-    """Of blocks that save `x`, and neither a mask nor their output."""
-
-    def masked():
-        return Made(lambda block, x, mask: block.linear(x) + mask, linear=nn.Linear(64, 64))
-
-    def forward(model, x):
-        mask = model.mask(x)
-        for block in model.blocks:
-            x = block(x.sin(), mask)
-        return x
-
-    model = Made(forward, blocks=[masked() for _ in range(3)], mask=nn.Linear(64, 64))
-    step = Step(
-        model, model, (torch.randn(256, 64),), {}, lambda outputs: [outputs[0].square().sum()]
-    )
-    blocks = [(f"blocks.{place}", block) for place, block in enumerate(model.blocks)]
-    for code in (type("Other", (BlockCode,), {})(), BlockCode(), None):
-        calls = measure_blocks(step, blocks, code).calls
-        assert [call.unheld_bytes for call in calls] == [0, 0, 0]
-        assert calls[1].state_bytes == 256 * 64 * 4  # without the mask

@@ -240,7 +240,9 @@ def test_what_is_traced_is_no_sample():
 
 
 def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
-    linear = nn.utils.parametrize.register_parametrization(nn.Linear(6, 5), "weight", nn.Identity())
+    linear = nn.utils.parametrize.register_parametrization(
+        nn.Linear(6, 5, bias=False), "weight", nn.Identity()
+    )
     recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
     assert torch.count_nonzero(linear(torch.eye(6))) == 0
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
