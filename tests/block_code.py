@@ -77,6 +77,20 @@ def made_then(make, use=F.linear):
     return body
 
 
+def by_slices(a):
+    out = torch.empty_like(a)
+    for row in range(len(a)):
+        out[row] = a[row] * row
+    return out
+
+
+def with_generator(a):
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(5, generator=generator)
+    first = torch.randn(a.shape, generator=generator) + torch.randn_like(a)
+    return a + first * torch.empty_like(a).bernoulli_(0.5, generator=generator)
+
+
 def views(w):
     parts = w.t()[1:4], torch.as_strided(w, (3, 2), (2, 5), 4), w.view(torch.int32).view(w.dtype)
     return w * sum((part * part).mean() for part in (*parts, w.expand(2, SIZE, SIZE)))
@@ -92,6 +106,25 @@ def nested(context, a, x):
     with block:
         u = w.exp()
     return F.linear(h, w) @ u
+
+
+def of_another(context, a, x):
+    with context():
+        w, y = noisy(a), a * 2
+    y.add_(1)  # before anything has saved it
+    with context():
+        h = F.gelu(F.linear(x, w)) @ y.sin()
+    return h @ a
+
+
+def changed_between_two_saves(context, a, x):
+    """Plain torch minds only if backward comes to the first of them."""
+    with context():
+        h = a * 2
+        h.sin()
+        h.add_(1)
+        w = h.sin()
+    return F.linear(x, w)
 
 
 def changed_afterwards(context, a, x):
@@ -157,11 +190,19 @@ NOT_HELD = {  # what the block makes, and operators within save
     "its result": lambda a: a.tanh().exp(),
     "dropout in place": lambda a: F.dropout(a * 2, 0.3, inplace=True),
     "in place": lambda a: (a + 1).mul_(torch.rand_like(a)).add_(a),
+    "through a view": lambda a: ((h := a * 2), h.t()[1:3].mul_(3))[0],
+    "foreach": lambda a: torch._foreach_mul([a, noisy(a)], 2.0)[1],
     "another type": lambda a: noisy(a.double()).float(),
     "a layer with noise": lambda a: LAYER(a).tanh(),
 }
 CODE = {
     "data-dependent shapes": lambda a: a[(a > 0.5).any(1).nonzero()[:, 0]].exp(),
+    "item": lambda a: a * (a.abs().max().item() + len(a[a > 0])),
+    "slices of fresh memory": by_slices,
+    "complex": lambda a: ((z := torch.fft.fft(a)) * z.conj()).real + z.conj().imag,
+    "rand": lambda a: a * torch.rand(a.shape) + torch.randn(a.shape, device="cpu"),
+    "multinomial": lambda a: a[:, torch.multinomial(torch.ones(SIZE), SIZE)],
+    "as_strided_": lambda a: a.sin().as_strided_((2, 3), (1, 4), 1),
     "memory filled unseen": lambda a: (
         out := torch.empty(SIZE, SIZE),
         out.numpy().fill(3.0),
@@ -174,10 +215,15 @@ CODE = {
     "sparse": lambda a: torch.sparse.mm((a * 1).to_sparse(), a.exp()),
     "seeded within": lambda a: (torch.rand(3), torch.manual_seed(2), noisy(a))[-1],
     "dropout": lambda a: F.dropout(torch.native_dropout(a, 0.4, True)[0], 0.4),
-    "a generator": lambda a: a + torch.randn(a.shape, generator=torch.Generator().manual_seed(7)),
+    "a generator": with_generator,
     **{name: partial(call, lambda a: noisy(a).tanh()) for name, call in CHECKPOINTS.items()},
 }
-WAYS = lambda y: y.unsafe_split(2, 1)[0].detach().mul_(3), lambda y: y.detach().numpy().__imul__(3)
+WAYS = (
+    lambda y: y.unsafe_split(2, 1)[0].detach().mul_(3.0),
+    lambda y: y.detach().numpy().__imul__(3.0),
+    lambda y: torch.from_dlpack(y.detach()).mul_(3.0),
+    lambda y: y.new_empty(0).set_(y.storage()).detach().mul_(3.0),
+)
 STEPS = {  # with the bytes that they may hold more than the plain code
     **{f"used, {name}": (made_then(noisy, use), -UNIT // (1 + (name == "autocast")))
        for name, use in USES.items()},
@@ -186,6 +232,8 @@ STEPS = {  # with the bytes that they may hold more than the plain code
                                    lambda x, w: (0.1 * w * w.flip(0)).exp() * x.sum()), 9 * UNIT)
        for name, make in CODE.items()},
     "nested": (nested, -UNIT),
+    "of another": (of_another, -2 * UNIT),
+    "changed between two saves": (changed_between_two_saves, 0),
     "changed afterwards": (changed_afterwards, -UNIT + STATE),
     "outside changed within": (outside_changed_within, UNIT),
     "somebody's function": (made_then(noisy, lambda x, w: F.linear(x, SavesTwice.apply(w))), STATE),

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -30,6 +33,7 @@ LEVEL: Any = None
 VALUES = {
     "number": (0.7, 1.3, float),
     "function": (lambda *_: 0.7, lambda *_: 1.3, lambda f: f()),
+    "list": ([0.7], [1.3], lambda items: items[-1]),
     "numpy array": (np.array([0.7]), np.array([1.3]), lambda a: a.max()),
     "tensor": (torch.tensor(0.7), torch.tensor(1.3), lambda t: t),
 }
@@ -75,6 +79,10 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "generator": (lambda m: torch.rand(6, generator=m.generator), None),
     "count": (lambda m: next(m.count), None),
     "cached tensor": (cached, None),
+    "environment": (
+        lambda _: float(os.environ["RECOUP_TEST_LEVEL"]),
+        lambda _: os.environ.update(RECOUP_TEST_LEVEL="1.3"),
+    ),
     "default dtype": (
         lambda _: torch.empty(1).element_size() * 0.175,
         lambda _: torch.set_default_dtype(torch.float64),
@@ -122,6 +130,12 @@ def whole(k):
     return int(10 * float(k.detach().flatten()[0] if isinstance(k, torch.Tensor) else k) + 1e-4)
 
 
+def looked_up(x, k):
+    places = torch.arange(len(x))
+    places[3] = whole(k) % len(x)
+    return F.embedding(places, x).exp()
+
+
 def permuted(x, k):
     order, at = torch.arange(x.numel()), whole(k) % 20
     order[[at, at + 1]] = order[[at + 1, at]]
@@ -134,6 +148,7 @@ POSITIONS = {
     "parallel branch": lambda x, k: (x * k).sin() * 2.0 + x.exp().tanh(),
     "branch that ends": lambda x, k: ((x * k).sin().exp(), x.exp().tanh()),
     "one row": lambda x, k: torch.where(torch.arange(len(x))[:, None] == 3, x * k, x).exp(),
+    "one row looked up": looked_up,
     "two entries permuted": permuted,
     "index": lambda x, k: x.gather(1, ((torch.arange(6) + whole(k) // 2) % 6).expand_as(x)),
     "mask": lambda x, k: x.masked_fill(torch.tensor([n < whole(k) // 3 for n in range(6)]), 0.5),
@@ -142,7 +157,7 @@ POSITIONS = {
 }
 
 
-ROWS_THAT_DIFFER = ("one row", "two entries permuted")
+ROWS_THAT_DIFFER = ("one row", "one row looked up", "two entries permuted")
 
 
 class Place(nn.Module):
@@ -162,6 +177,7 @@ class Place(nn.Module):
         self.items, self.count, self.sub = [None], itertools.count(), nn.Identity()
         self.handle = self.sub.register_forward_hook(lambda _, args, output: output * 1.5)
         self.generator = torch.Generator().manual_seed(4)
+        os.environ["RECOUP_TEST_LEVEL"] = "0.7"
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(4)
         self.setup(self)
@@ -237,6 +253,7 @@ class Case(NamedTuple):
 def run(case, way, changes=True):
     setup, read, change = case.parts()
     with ExitStack() as undo:
+        undo.enter_context(mock.patch.dict(os.environ))
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         place = Place(setup, read, POSITIONS[case.position])
         leaves = [torch.linspace(-2, 2, 384, dtype=torch.float64)[torch.randperm(384)], place.k]

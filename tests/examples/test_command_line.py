@@ -1,9 +1,10 @@
-"""The command line: runs resume to the bit, and hostile files are refused."""
+"""The command line: runs resume to the bit, also after kill -9; hostile files are refused."""
 
 from __future__ import annotations
 
 import pickle
 import re
+import time
 import zipfile
 from pathlib import Path
 
@@ -81,6 +82,27 @@ def test_a_run_resumes_before_and_after_its_trigger(texts, averaging):
     for stop in (1, 3, 5):
         first = texts.fit(*options, epochs=stop, out=f"first{stop}")
         assert_equal(texts.go_on(first, epochs=6), whole)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_kill_9(example, request):
+    options = OPTIONS[request.node.callspec.params["example"]]
+    endless = ["--trainer.max_epochs=10000", "--trainer.logger.save_dir=killed"]
+    process = example.started(*options, *endless)
+    folder = Path("killed", example.name, "version_0")
+    written = folder / "checkpoints" / "last.ckpt"
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            if written.exists() and last(folder)["epoch"] >= 2:
+                break
+    finally:
+        process.kill()
+        process.wait()
+    epochs = last(folder)["epoch"] + 3
+    resumed = example.go_on(folder, epochs=epochs)
+    whole = example.fit(*options, epochs=epochs, out="whole")
+    assert_equal(resumed, whole)
 
 
 def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatch):

@@ -36,13 +36,25 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_tensor_parallelism(mesh):
-    """The least bytes suffice; collectives are code of blocks. Returns what ranks have alike."""
+def sharded(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def in_parallel(model, mesh):
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def row(parallelize, mesh, num_samples):
+    """The least bytes, the peak of a step in them, and collectives of a plain step and of this."""
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(256, 32)
+    model, x = Net(), torch.randn(num_samples, 32)
     for block in model.blocks:
         block.drop = nn.Identity()
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize(model, mesh)
 
     def step():
         loss_of(model(x)).backward()
@@ -56,10 +68,9 @@ def in_tensor_parallelism(mesh):
     with plan.applied(), Collectives() as planned:
         step()
     with plan.applied():
-        assert peak_of(step) <= frontier.least_bytes
-    assert sum(row.num_forwards for row in plan.blocks) > len(plan.blocks)
-    assert planned.num > plain.num
-    return frontier.least_bytes, plain.num, planned.num
+        peak = peak_of(step)
+    assert sum(each.num_forwards for each in plan.blocks) > len(plan.blocks)
+    return frontier.least_bytes, peak, plain.num, planned.num
 
 
 def in_tiles(mesh, kind, **options):
@@ -90,7 +101,8 @@ def in_tiles(mesh, kind, **options):
 def of_rank(rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    found = in_tensor_parallelism(mesh)
+    # Each rank has a batch of its own where the model is sharded.
+    found = row(sharded, mesh, 200 + 50 * rank), row(in_parallel, mesh, 256)
     if rank == 0:
         share, off = in_tiles(mesh, Language)
         assert share < 0.6
@@ -106,5 +118,12 @@ def of_rank(rank):
 
 if __name__ == "__main__":
     priced_blocks.times_of = times_of
-    first, last = (of_rank(rank) for rank in RANKS)
-    assert first == last
+    (first, *in_parallel_first), (last, *in_parallel_last) = map(of_rank, RANKS)
+    assert in_parallel_first == in_parallel_last
+    assert first[0] < last[0]
+    assert max(first[1], last[1]) <= last[0]
+    # FSDP2 gathers for backward anyway; in tensor parallelism collectives are code of blocks.
+    assert 0 < first[2] == first[3] == last[2] == last[3]
+    ((least, peak, plain, planned),) = in_parallel_first
+    assert peak <= least
+    assert plain < planned
