@@ -68,7 +68,8 @@ def tiled(
     `fn` runs on up to five rows, up to six times, and rows must come out the same beside others.
     Not seen: rows that are mixed only where there are more of them, only in backward, by less than
     rounding (a factor that begins at zero), or, if `fn` draws, what depends on their number or
-    place; tensors of other classes than torch's. `.check(*args)` looks at all rows and gradients.
+    place; tensors of other classes than torch's; what a global is set to after the check.
+    `.check(*args)` looks at all rows and gradients.
     A call that draws (dropout) draws tile by tile, so other numbers than `fn` would at once.
 
     Args:

@@ -178,3 +178,9 @@ def test_classes_that_change_their_subclasses_do_not_hear_of_plans():
         step_of(model, x)()
     assert told == ["patched"]
     assert is_plain(model)
+
+    class Abstract(abc.ABC, Told, name="abstract"):  # of another layout in memory
+        pass
+
+    with pytest.raises(ValueError, match="`__init_subclass__` defaults"):
+        plan(stack(3, Abstract), x)
