@@ -12,6 +12,7 @@ from torch import nn
 import recoup
 from recoup import invertible as inv
 from recoup.errors import NotInvertibleError
+from recoup.flows.networks import DenseNetwork
 from tests.invertible_zoo import Scale
 from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.zoo import leaf
@@ -23,6 +24,25 @@ class ForwardOnly(inv.ActNorm):
 
 class Density(ForwardOnly):
     inverts_in_backward = False  # is not sampled, and says so
+
+
+def dense(inputs, outputs, **options):
+    network = DenseNetwork(inputs, outputs, width=6, num_context=3, **options)
+    nn.init.normal_(network[-1].weight, std=0.3)
+    return network
+
+
+def mixtures():
+    coupling = partial(inv.MixtureCoupling, dense(2, 22, dropout=0.5), num_components=3)
+    sides = "first", "second", "first"
+    return [each for side in sides for each in (inv.ActNorm(4), coupling(condition=side))]
+
+
+def with_splits():
+    """Some of the networks take a context."""
+    second = inv.AdditiveCoupling(dense(2, 2), nn.Linear(2, 2), condition="second")
+    stages = [inv.AffineCoupling(dense(2, 4)), second, inv.Flip(), inv.Split()]
+    return [*stages, inv.AffineCoupling(nn.Linear(1, 2)), inv.Split()]
 
 
 def residual(log_det):
@@ -46,7 +66,9 @@ def adapted():
     return [inv.ActNorm(4), first, second]
 
 
-STAGES = {
+STAGES = {  # those of the first two are given a context
+    "mixtures": (mixtures, lambda: leaf(5, 4)),
+    "splits": (with_splits, lambda: leaf(5, 4)),
     **{f"residual, {log_det}": (lambda each=log_det: residual(each), lambda: leaf(3, 2, 3, 3))
        for log_det in ("exact", "series", "unbiased")},
     "learned noise": (learned_noise, lambda: torch.randint(256, (3, 1, 4, 4)).float()),
@@ -61,11 +83,12 @@ def test_gradients_are_those_of_linear_memory(name):
     make, of_x = STAGES[name]
     x = of_x()
     chain = inv.Chain(*make()).to(x.dtype)
-    want = run_step(chain, x)
+    given, call = [x, *([leaf(len(x), 3)] if chain.takes_context else [])], lambda f, x: f(*x)
+    want = run_step(chain, given, call=call)
     assert all(gradient.abs().sum() > 0 for gradient in want.gradients.values())
     rtol = 0.0 if name == "learned noise" else 1e-10
     for memory in ("sqrt", 1, "constant"):
-        assert_same_step(run_step(chain, x, memory=memory), want, rtol)
+        assert_same_step(run_step(chain, given, call=call, memory=memory), want, rtol)
 
 
 @pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
