@@ -445,7 +445,8 @@ def where(found: dict, *packages: str) -> str:
     """Return the machine, the day, and the versions of torch and of packages that were there."""
     versions = found["versions"]
     known = (f"{each} {versions[each]}" for each in ("torch", *packages) if versions.get(each))
-    return ", ".join((found["device_name"], found["date"], *known))
+    remark = [found["remark"]] if "remark" in found and "allocator" not in found else []
+    return ", ".join((found["device_name"], found["date"], *known, *remark))
 
 
 def num_threads(found: dict) -> str:
