@@ -99,6 +99,7 @@ w.store.backward(w.loss(), params=[w.stranger]) -> None of the 1 -> copies
 GradStore().backward(w.loss()) -> `params` -> missing
 w.store.backward(w.reentrant(), create_graph=True) -> `create_graph` -> reentrant.*Leave one
 w.scaled.backward(w.loss()) -> A backward -> autograd made .*scaled by 8
+w.scaled.collecting().__enter__() -> A backward -> scaled by 8
 w.unscaled.backward(w.loss(), scaler=w.scaler) -> A backward -> are unscaled
 w.store.backward(w.inside.sum(), params=[w.inside], mode="harvest") -> `mode` -> not a leaf.*"grad"
 # a mapping
@@ -112,6 +113,7 @@ pickle.dumps(w.store) -> state_dict -> `store\.state_dict\(module\)`
 # algebra
 w.store.extend_(w.part, weight=2, alpha=2) -> `alpha` -> Leave one of them out
 w.store.extend_(w.scaled) -> goes with -> scaled by 8.*autograd made
+GradStore().extend_(w.store, w.unscaled) -> goes with -> unscaled
 w.store.scale_(math.inf) -> `factor` -> is inf.*finite
 w.infinite.clip_norm_(1.0, error_if_nonfinite=True) -> norm -> is inf
 w.unknown.mean_() -> weight of 0 -> `scale_`
@@ -123,6 +125,10 @@ w.part.step(w.optimizer, missing="error") -> no gradient of -> `bias`
 w.frozen().step(w.optimizer) -> `bias` -> was frozen
 w.scaled.step(w.optimizer) -> scaled by 8 -> autograd made
 w.scaled.step(w.optimizer, scaler=w.other_scaler) -> scaled by 2 -> by 8
+w.scaled.unscale_(w.other_scaler, w.optimizer) -> scaled by 2 -> by 8
+w.unscaled.step(w.optimizer, scaler=w.other_scaler) -> `scaler` -> it again
+recoup.step(w.optimizer, w.scaled, w.store, scaler=w.scaler) -> goes -> scaled
+w.store.step(w.optimizer, missing="none") -> `missing` -> 'none'
 w.unscaled.unscale_(w.scaler, w.optimizer) -> unscaled before -> once
 w.scaled.unscale_(w.scaler, w.optimizer) -> has unscaled -> Merge stores first
 w.store.as_grad([w.inside]).__enter__() -> not a leaf -> `differentiable`
@@ -133,6 +139,7 @@ w.load(w.state(a=X, b=X)) -> no parameter 'a', 'b' -> strict=False
 w.load(w.state(weight=X)) -> `weight` -> \(1, 3\).*\(2, 3\)
 w.load(w.state(weight=listed(7))) -> `weight` -> damaged: .*ind
 w.load(w.state({"weight": math.nan})) -> 'weight' -> nan
+w.load(w.state({"scale": 0.0})) -> 'scale' -> 0.0
 GradStore().load_state_dict(w.state({"gradients": OF_TIED}), TIED) -> 'b.weight' -> another name
 w.store.all_reduce_() -> no processes -> init_process_group
 # segments
