@@ -164,7 +164,7 @@ PLAIN: dict[str, Given] = {
     "applied_plans": lambda: {"model": model()},
     "estimate": lambda: {"build": lambda: (model(), x()), "budget": "1 MiB"},
     "curve": lambda: {
-        "build": "tests.unit.memory.builders:chain", "depths": [1], "memories": [1], "repeats": 0},
+        "build": "tests.zoo:linear_of", "depths": [1], "memories": [1], "repeats": 0},
     "GradStore": lambda: {"params": MODEL.parameters()},
     "GradStore.from_backward": lambda: {
         "outputs": MODEL(x()).sum(), "params": MODEL.parameters()},
