@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from recoup.invertible import DriftGuard
 from recoup.planning import priced_blocks
 from tests.counted_times import times_of
+from tests.oracle import hooks_in_force
 
 SEED = 20
 
@@ -111,3 +112,4 @@ def same_start():
     in_a_mode = is_in_torch_dispatch_mode()
     _python_dispatch._is_in_torch_dispatch_mode = False
     assert not in_a_mode, "the test left a dispatch mode entered"
+    assert hooks_in_force() is None, "the test left saved-tensor hooks on the stack"

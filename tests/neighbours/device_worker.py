@@ -283,10 +283,12 @@ def main():
     counts, wrong = Counter(), []
     with DriftGuard.strict():
         for part in (of_bare,) if is_bare else PARTS:
+            num_before = counts.total()
             for way, name, result, *wanted in part():
                 counts[way] += 1
                 if not result.startswith(*(wanted or ["same"])):
                     wrong.append((way, name, result))
+            assert counts.total() > num_before, part
     assert not wrong, wrong
     assert is_bare or min(counts[way] for way in WAYS) >= (50 if is_whole else 5)
     del library

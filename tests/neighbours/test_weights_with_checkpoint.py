@@ -237,7 +237,6 @@ def test_a_weight_that_changes_before_backward(call, way):
         model[1][0].get_parameter("weight").mul_(2.0)
     with pytest.raises(ChangedError, match=r"`(1\.)?0\.weight` of .* changed in place"):
         loss_of_all(output).backward()
-    assert hooks_in_force() is None
 
 
 def recomputes():

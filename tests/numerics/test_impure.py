@@ -13,11 +13,8 @@ from recoup.errors import RecoupError
 from tests.impure import OTHERS, draw_cases, same, verdict
 from tests.zoo import Fn
 
-STEADY = [
-    case
-    for case in draw_cases(4, seed=8)
-    if OTHERS.get(case.source[0], (None, True))[1] is not None
-]  # whose sources are the same in each read while nothing changes them
+# Whose sources are the same in each read while nothing changes them.
+STEADY = [c for c in draw_cases(4, seed=8) if OTHERS.get(c.source[0], (None, 1))[1] is not None]
 
 
 @pytest.mark.filterwarnings("ignore:The (plan for|first step of) a Sequential")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import recoup
 from recoup.errors import ChangedError, NotInvertibleError, ReplayError
 from recoup.invertible import AdditiveCoupling
+from tests.alive import no_collector
 from tests.oracle import assert_same_tensor, assert_same_tensors
 from tests.unit.gradients.cases import MODES, Breaks, same
 
@@ -114,13 +116,21 @@ def test_inverted_segments(otherwise):
         in_segments(model, model, x, "constant")
 
 
-def test_kept_inputs_can_be_offloaded():
-    cell, x, seen = block(), torch.randn(4, 6), []
+def test_kept_inputs_can_be_offloaded_and_nothing_outlives_the_call():
+    cell, x, seen, alive = block(), torch.randn(4, 6), [], []
     want, _ = in_segments(cell, [cell] * 5, x)
     pair = lambda t: seen.append(t.shape) or t.numpy(force=True), torch.from_numpy
     with torch.autograd.graph.saved_tensors_hooks(*pair):
         store, _ = in_segments(cell, [cell] * 5, x)
     assert seen.count(x.shape) >= 4
+
+    def watched(x):
+        alive.append(weakref.ref(y := cell(x)))
+        return y
+
+    with no_collector():
+        in_segments(cell, [watched] * 4, x)
+        assert [ref() for ref in alive] == [None] * 7
     assert same(map(store.get, cell.parameters()), map(want.get, cell.parameters()))
 
 
@@ -160,6 +170,7 @@ def test_an_error_leaves_the_store_as_it_was(when, was_empty, mode):
     with pytest.raises(RuntimeError, match="on purpose"):
         recoup.segments_backward(segments, x, loss_fn, store, mode=mode)
     assert (store.weight, [*store]) == (weight, [*before])
+    assert all(each.grad is None for each in params)
     assert same(store.values(), before.values())
     model.fails = False
     recoup.segments_backward(segments, x, loss_fn, store, mode=mode)
