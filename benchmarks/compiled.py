@@ -84,10 +84,21 @@ def _measured(contestant: Contestant, gradient: Tensor, wanted: Tensor, device: 
     return contestant
 
 
+def rounding_of(case: Case) -> float:
+    """How far the gradients move, relative, if an input is off by one rounding error."""
+    plain = Contestant("", case, case.forward).gradient()
+    for name, given in case.kwargs.items():
+        if given.is_floating_point():  # not of tokens
+            case.kwargs[name] = given * (1 + torch.finfo(given.dtype).eps)
+    moved = Contestant("", case, case.forward).gradient()
+    return float((moved - plain).norm() / plain.norm())
+
+
 def tables(model: str, device: str, rounds: int = ROUNDS) -> dict[str, list[dict]]:
     """Return the rows of all ways, and those of plans at equally spaced budgets."""
     torch.compiler.reset()
     found = list(others(model, device))
+    found[0].found["rounding"] = rounding_of(COMPILED[model](device))
     peaks = {contestant.found["peak_bytes"] for contestant in found}
     most = found[0].found["peak_bytes"]
     case = COMPILED[model](device)

@@ -96,14 +96,15 @@ def _left_out(rows: list[dict]) -> list[str]:
 def compiled_table(found: dict) -> str:
     """Return a row for each other way, and the fastest plan that takes no more bytes."""
     gains, least = _split(found["gains"])
+    rounding, moved = max((row.get("rounding", 0.0), row["model"]) for row in found["compiled"])
     sentence = (
         "`recoup.plan(model, compile=True)` beside the ways of the table above, and the compiler "
         "with `activation_memory_budget` as given (the model compiled whole; of the ResNet each "
         "block, since the whole took too long). The error is the distance of the gradients, under "
         "one seed, from those of the way's own first row: dropout masks are drawn alike at all "
         "budgets of the compiler, so a large one means that backward used other masks than "
-        f"forward (hollow marks). Ours are at most {max(_own_errors(found)):.0e} (an input that is "
-        "off by one rounding error moves the gradients of the untrained ResNet-50 by 1.7e-02). "
+        f"forward (hollow marks). Ours are at most {max(_own_errors(found)):.0e}; an input that is "
+        f"off by one rounding error moves gradients by up to {rounding:.0e} (those of {moved}). "
         f"Least peak, beside the least of the others: {least}."
     )
     conditions = (
