@@ -1,4 +1,4 @@
-"""What forwards show of blocks: which are called, left out or stages, and the output layer.
+"""Blocks as forwards call them: those that are called, left out or stages; and the output layer.
 
 NOTE [ Blocks that are left out ]
 

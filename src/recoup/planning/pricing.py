@@ -1,4 +1,4 @@
-"""What was measured of a step, and the costs of a chain that it is turned into.
+"""The measurements of a step, and the costs of a chain that are computed from them.
 
 NOTE [ A step as a chain ]
 
